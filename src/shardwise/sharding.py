@@ -1,0 +1,211 @@
+"""Which slice is whose: pure arithmetic, shared by layers, gradients and checkpoints.
+
+The **balanced rule**: of ``n`` elements on ``t`` ranks, the first ``n % t`` ranks hold ``n // t + 1`` and the others
+``n // t``. Nothing is padded, and every rank knows every rank's size without asking.
+
+A dimension may consist of several *sections*, each split by itself (``stride`` of them): the gate and the up projection
+of a gated MLP are two sections of one weight, so that every rank holds matching halves of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardingError
+
+Interval = tuple[int, int]
+"""``(start, stop)`` of a run of indices, ``stop`` excluded."""
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raise ShardingError unless ``denominator`` divides ``numerator``."""
+    if denominator == 0 or numerator % denominator != 0:
+        raise ShardingError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The exact quotient; ShardingError if there is a remainder."""
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def balanced_sizes(n: int, t: int) -> tuple[int, ...]:
+    """How many of ``n`` elements each of ``t`` ranks holds: the first ``n % t`` hold one more.
+
+    >>> balanced_sizes(13, 4)
+    (4, 3, 3, 3)
+    """
+    if t < 1 or n < 0:
+        raise ShardingError(f"cannot split {n} elements over {t} ranks; both must be counts and the ranks at least 1")
+    quotient, remainder = divmod(n, t)
+    return tuple(quotient + (rank < remainder) for rank in range(t))
+
+
+def balanced_range(n: int, t: int, rank: int) -> Interval:
+    """``(start, stop)`` of what ``rank`` holds of ``n`` elements on ``t`` ranks, by the balanced rule.
+
+    >>> balanced_range(13, 4, 1)
+    (4, 7)
+    """
+    if not 0 <= rank < t:
+        raise ShardingError(f"rank {rank} is not one of {t} ranks")
+    quotient, remainder = divmod(n, t)
+    start = rank * quotient + min(rank, remainder)
+    return start, start + quotient + (rank < remainder)
+
+
+def intervals_of_sizes(sizes: Sequence[int]) -> tuple[Interval, ...]:
+    """Consecutive intervals with the given sizes.
+
+    >>> intervals_of_sizes([2, 3])
+    ((0, 2), (2, 5))
+    """
+    stops = tuple(accumulate(sizes))
+    return tuple(zip((0, *stops[:-1]), stops, strict=True))
+
+
+def checked_sizes(sizes: Sequence[int], total: int, t: int, what: str) -> tuple[int, ...]:
+    """``sizes`` as a tuple, after checking that they are ``t`` counts that sum to ``total``.
+
+    Raises:
+        ShardingError: they do not; the message names ``what``, the sizes and the total.
+    """
+    result = tuple(int(size) for size in sizes)
+    if len(result) != t or sum(result) != total or min(result) < 0:
+        raise ShardingError(f"{what}: sizes {list(result)} must be {t} counts, one per rank, that sum to {total}")
+    return result
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """Where each rank's part of one parameter lies in the whole one.
+
+    The one description that layers (initialisation), the optimizer (which gradients are whose) and checkpoints (which
+    bytes go where) all read.
+
+    Attributes:
+        global_shape: shape of the whole parameter.
+        dim: the dimension that is split; None if every rank holds the whole parameter.
+        intervals: for each rank the runs of indices along ``dim`` that it holds, in its local order. Runs of different
+            ranks may coincide (replicated key-value heads), and together they cover the dimension. Empty if ``dim`` is
+            None.
+        world_size: number of ranks.
+        stride: number of sections that were split separately (``partition_stride`` of the parameter).
+    """
+
+    global_shape: tuple[int, ...]
+    dim: int | None
+    intervals: tuple[tuple[Interval, ...], ...]
+    world_size: int
+    stride: int = 1
+
+    @classmethod
+    def replicated(cls, global_shape: Sequence[int], world_size: int) -> ParamLayout:
+        """Every rank holds the whole parameter."""
+        return cls(tuple(global_shape), None, (), world_size)
+
+    @classmethod
+    def split(
+        cls,
+        global_shape: Sequence[int],
+        dim: int,
+        world_size: int,
+        *,
+        stride: int = 1,
+        sizes: Sequence[int] | None = None,
+    ) -> ParamLayout:
+        """Split ``dim`` over the ranks by the balanced rule, or into the given ``sizes``.
+
+        Args:
+            global_shape: shape of the whole parameter.
+            dim: dimension to split.
+            world_size: number of ranks.
+            stride: number of equal sections of the dimension, each split by itself.
+            sizes: one size per rank, of one section; balanced if None.
+
+        Raises:
+            ShardingError: ``stride`` does not divide the dimension, or ``sizes`` do not sum to a section.
+        """
+        shape = tuple(global_shape)
+        section = divide(shape[dim], stride)
+        if sizes is None:
+            sizes = balanced_sizes(section, world_size)
+        else:
+            sizes = checked_sizes(sizes, section, world_size, f"dimension {dim} of shape {list(shape)}")
+        per_rank = tuple(
+            tuple((start + k * section, stop + k * section) for k in range(stride))
+            for start, stop in intervals_of_sizes(sizes)
+        )
+        return cls(shape, dim, per_rank, world_size, stride)
+
+    def local_size(self, rank: int) -> int:
+        """Number of indices of the split dimension that ``rank`` holds."""
+        assert self.dim is not None
+        return sum(stop - start for start, stop in self.intervals[rank])
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what ``rank`` holds."""
+        if self.dim is None:
+            return self.global_shape
+        shape = list(self.global_shape)
+        shape[self.dim] = self.local_size(rank)
+        return tuple(shape)
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """The part of ``whole`` (shape ``global_shape``) that ``rank`` holds; a view when it is one run."""
+        if tuple(whole.shape) != self.global_shape:
+            raise ShardingError(f"expected a tensor of shape {list(self.global_shape)}, got {list(whole.shape)}")
+        if self.dim is None:
+            return whole
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.intervals[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def assemble(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole parameter from every rank's part, in rank order; a new tensor.
+
+        Raises:
+            ShardingError: a part is not of the shape that this layout gives its rank.
+        """
+        if len(shards) != self.world_size:
+            raise ShardingError(f"expected {self.world_size} shards, one per rank, got {len(shards)}")
+        for rank, shard in enumerate(shards):
+            if tuple(shard.shape) != self.local_shape(rank):
+                raise ShardingError(
+                    f"shard of rank {rank} has shape {list(shard.shape)}, expected {list(self.local_shape(rank))}"
+                )
+        if self.dim is None:
+            return shards[0].clone()
+        whole = shards[0].new_empty(self.global_shape)
+        for rank, shard in enumerate(shards):
+            offset = 0
+            for start, stop in self.intervals[rank]:
+                whole.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, offset, stop - start))
+                offset += stop - start
+        return whole
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; the inverse of ``from_json``."""
+        return {
+            "global_shape": list(self.global_shape),
+            "dim": self.dim,
+            "intervals": [[list(run) for run in runs] for runs in self.intervals],
+            "world_size": self.world_size,
+            "stride": self.stride,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ParamLayout:
+        """From ``to_json``'s values."""
+        return cls(
+            tuple(value["global_shape"]),
+            value["dim"],
+            tuple(tuple((run[0], run[1]) for run in runs) for runs in value["intervals"]),
+            value["world_size"],
+            value["stride"],
+        )
