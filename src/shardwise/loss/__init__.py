@@ -1,0 +1,1 @@
+"""The loss over a vocabulary that is split over the ranks."""

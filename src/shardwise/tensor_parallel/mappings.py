@@ -1,0 +1,276 @@
+"""The moves between layouts, for callers: each takes a tensor and a group (the ambient tensor-parallel one if None).
+
+See ``shardwise.collectives.regions`` for the table of layouts and the autograd functions behind these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives.regions import (
+    _AllGatherFromTensorParallelRegion,
+    _AllToAll,
+    _CopyToModelParallelRegion,
+    _GatherFromModelParallelRegion,
+    _GatherFromSequenceParallelRegion,
+    _ReduceFromModelParallelRegion,
+    _ReduceScatterToSequenceParallelRegion,
+    _ReduceScatterToTensorParallelRegion,
+    _ScatterToModelParallelRegion,
+    _ScatterToSequenceParallelRegion,
+)
+from shardwise.parallel_state import resolve_tensor_model_parallel_group as _resolve
+
+__all__ = [
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "all_to_all",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+]
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Enter a tensor-parallel region with a tensor that every rank holds.
+
+    Layout I -> R: forward identity, backward all-reduce.
+
+    Args:
+        input_: any shape; not modified.
+        group: tensor-parallel group; the ambient one if None.
+
+    Returns:
+        The same values.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator f.
+    """
+    result: Tensor = _CopyToModelParallelRegion.apply(input_, _resolve(group))
+    return result
+
+
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Sum a partial result over the tensor-parallel group.
+
+    Layout P -> I: forward all-reduce, backward identity.
+
+    Args:
+        input_: any shape, this rank's partial sum; not modified.
+        group: tensor-parallel group; the ambient one if None.
+
+    Returns:
+        The sum, the same on every rank.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator g.
+    """
+    result: Tensor = _ReduceFromModelParallelRegion.apply(input_, _resolve(group))
+    return result
+
+
+def scatter_to_tensor_model_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Keep this rank's part of the last dimension.
+
+    Layout I -> V: forward split, backward all-gather.
+
+    Args:
+        input_: ``[..., n]``, the same on every rank.
+        group: tensor-parallel group; the ambient one if None.
+        sizes: every rank's size; balanced if None.
+
+    Returns:
+        ``[..., n/t]``.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: ``sizes`` do not sum to ``n``.
+    """
+    result: Tensor = _ScatterToModelParallelRegion.apply(input_, _resolve(group), sizes)
+    return result
+
+
+def gather_from_tensor_model_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Concatenate the ranks' parts along the last dimension.
+
+    Layout V -> I: forward all-gather, backward split.
+
+    Args:
+        input_: ``[..., n/t]``.
+        group: tensor-parallel group; the ambient one if None.
+        sizes: every rank's size; all as this rank's if None.
+
+    Returns:
+        ``[..., n]``, the same on every rank.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: ``sizes`` do not have this rank's size.
+    """
+    result: Tensor = _GatherFromModelParallelRegion.apply(input_, _resolve(group), sizes)
+    return result
+
+
+def scatter_to_sequence_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Keep this rank's part of the first dimension.
+
+    Layout I -> V: forward split, backward all-gather.
+
+    Args:
+        input_: ``[s, ...]``, the same on every rank.
+        group: tensor-parallel group; the ambient one if None.
+        sizes: every rank's size; balanced if None.
+
+    Returns:
+        ``[s/t, ...]``.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: ``sizes`` do not sum to ``s``.
+    """
+    result: Tensor = _ScatterToSequenceParallelRegion.apply(input_, _resolve(group), sizes)
+    return result
+
+
+def gather_from_sequence_parallel_region(
+    input_: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: ProcessGroup | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Concatenate the ranks' parts along the first dimension.
+
+    Layout V -> R: forward all-gather, backward reduce-scatter; with ``tensor_parallel_output_grad=False`` V -> I and
+    the backward splits.
+
+    Args:
+        input_: ``[s/t, ...]``.
+        tensor_parallel_output_grad: whether what follows is a tensor-parallel region, whose gradient is a partial sum.
+        group: tensor-parallel group; the ambient one if None.
+        output_split_sizes: every rank's size; all as this rank's if None.
+
+    Returns:
+        ``[s, ...]``, the same on every rank.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: ``output_split_sizes`` do not have this rank's size.
+    """
+    result: Tensor = _GatherFromSequenceParallelRegion.apply(
+        input_, _resolve(group), tensor_parallel_output_grad, output_split_sizes
+    )
+    return result
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None, input_split_sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Sum a partial result over the group and keep this rank's part of the first dimension.
+
+    Layout P -> V: forward reduce-scatter, backward all-gather.
+
+    Args:
+        input_: ``[s, ...]``, this rank's partial sum.
+        group: tensor-parallel group; the ambient one if None.
+        input_split_sizes: every rank's size; balanced if None.
+
+    Returns:
+        ``[s/t, ...]``.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: ``input_split_sizes`` do not sum to ``s``.
+
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g-bar.
+    """
+    result: Tensor = _ReduceScatterToSequenceParallelRegion.apply(input_, _resolve(group), input_split_sizes)
+    return result
+
+
+def all_gather_last_dim_from_tensor_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Concatenate the ranks' parts along the last dimension, for use in a tensor-parallel region.
+
+    Layout V -> R: forward all-gather, backward reduce-scatter.
+
+    Args:
+        input_: ``[..., n/t]``.
+        group: tensor-parallel group; the ambient one if None.
+        sizes: every rank's size; all as this rank's if None.
+
+    Returns:
+        ``[..., n]``, the same on every rank.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: ``sizes`` do not have this rank's size.
+    """
+    result: Tensor = _AllGatherFromTensorParallelRegion.apply(input_, _resolve(group), sizes)
+    return result
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Sum a partial result over the group and keep this rank's part of the last dimension.
+
+    Layout P -> V: forward reduce-scatter, backward all-gather.
+
+    Args:
+        input_: ``[..., n]``, this rank's partial sum.
+        group: tensor-parallel group; the ambient one if None.
+        sizes: every rank's size; balanced if None.
+
+    Returns:
+        ``[..., n/t]``.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: ``sizes`` do not sum to ``n``.
+    """
+    result: Tensor = _ReduceScatterToTensorParallelRegion.apply(input_, _resolve(group), sizes)
+    return result
+
+
+def all_to_all(
+    group: ProcessGroup | None,
+    input_: Tensor,
+    output_split_sizes_: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Send a run of rows to every rank and receive one from each.
+
+    Layout V -> V; the backward is the inverse exchange.
+
+    Args:
+        group: the ranks; the ambient tensor-parallel group if None.
+        input_: ``[sum(input_split_sizes), ...]``.
+        output_split_sizes_: rows received from each rank; equal parts if None.
+        input_split_sizes: rows sent to each rank; equal parts if None.
+
+    Returns:
+        ``[sum(output_split_sizes_), ...]``.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+    """
+    result: Tensor = _AllToAll.apply(_resolve(group), input_, output_split_sizes_, input_split_sizes)
+    return result

@@ -1,0 +1,59 @@
+"""The MLP of a transformer layer: column-parallel up, row-parallel down."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.config import TransformerConfig
+from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class MLP(nn.Module):
+    """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))`` with ``gated_linear_unit``.
+
+    Gate and up are the two sections of one weight (``stride=2``), so every rank holds matching halves of both.
+
+    Args:
+        config: sizes, activation and biases.
+        tp_group: tensor-parallel group; the ambient one if None.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        assert config.ffn_hidden_size is not None
+        assert config.init_method is not None
+        assert config.output_layer_init_method is not None
+        self.activation_func = config.activation_func
+        self.gated = config.gated_linear_unit
+        sections = 2 if self.gated else 1
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size,
+            sections * config.ffn_hidden_size,
+            config=config,
+            init_method=config.init_method,
+            bias=config.add_bias_linear,
+            stride=sections,
+            tp_group=tp_group,
+        )
+        self.linear_fc2 = RowParallelLinear(
+            config.ffn_hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=tp_group,
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape."""
+        inner, _ = self.linear_fc1(hidden)
+        if self.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self.activation_func(gate) * up
+        else:
+            inner = self.activation_func(inner)
+        output: Tensor = self.linear_fc2(inner)[0]
+        return output
