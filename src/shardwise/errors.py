@@ -10,6 +10,7 @@
     ├── CheckpointError  (RuntimeError)  a checkpoint that is damaged, incomplete or of another model
     ├── TopologyError    (RuntimeError)  groups used before initialisation, twice, or not to be had
     ├── DesyncError      (RuntimeError)  ranks that disagree on what they are about to do
+    ├── DivergenceError  (RuntimeError)  a loss that is no longer a number
     ├── ParityError      (RuntimeError)  a parallel result that does not equal the dense one
     └── LaunchError      (RuntimeError)  a rank that died, or could not be started
 
@@ -48,6 +49,10 @@ class TopologyError(ShardwiseError, RuntimeError):
 
 class DesyncError(ShardwiseError, RuntimeError):
     """Ranks that disagree on what they are about to do."""
+
+
+class DivergenceError(ShardwiseError, RuntimeError):
+    """A loss that is no longer a number."""
 
 
 class ParityError(ShardwiseError, RuntimeError):

@@ -2,8 +2,8 @@
 
 The values equal ``init_method(torch.empty(global_shape))`` bit for bit, whatever the number of ranks, as long as every
 rank's default generator is in the same state; and the generator ends in the same state too, so that the next
-parameter agrees as well. Known methods are drawn a bounded block of rows at a time, so that no rank ever holds more than its
-slice and one block; an arbitrary method is given the whole parameter.
+parameter agrees as well. Known methods are drawn a bounded block of rows at a time, so that no rank ever holds more than
+its slice and one block; an arbitrary method is given the whole parameter.
 """
 
 from __future__ import annotations

@@ -1,0 +1,100 @@
+"""AdamW over a split model: PyTorch's, since it works element by element and so shard by shard."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from shardwise.sharding import ParamLayout
+from shardwise.tensor_parallel.layers import named_param_layouts
+
+STATE_NAMES = ("exp_avg", "exp_avg_sq")
+
+
+def make_adamw(
+    model: nn.Module,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    epsilon: float,
+) -> torch.optim.AdamW:
+    """AdamW that decays weight matrices and embeddings, and neither biases nor norms.
+
+    Args:
+        model: its parameters.
+        learning_rate: at the start; set anew before each step by ``set_learning_rate_``.
+        weight_decay: per unit of learning rate.
+        betas: decay of the gradient's mean and of its mean square.
+        epsilon: added to the root mean square.
+
+    Source: Loshchilov and Hutter 2019 (arXiv:1711.05101).
+    """
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=epsilon, fused=True
+    )
+
+
+def learning_rate_at(step: int, *, steps: int, warmup_steps: int, highest: float, final_ratio: float) -> float:
+    """Learning rate of step ``step`` (from 0) of ``steps``: a linear rise, then half a cosine down.
+
+    >>> learning_rate_at(9, steps=100, warmup_steps=10, highest=1.0, final_ratio=0.1)
+    1.0
+    """
+    if step < warmup_steps:
+        return highest * (step + 1) / warmup_steps
+    progress = min(1.0, (step + 1 - warmup_steps) / max(1, steps - warmup_steps))
+    return highest * (final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+def set_learning_rate_(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Use ``learning_rate`` from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.AdamW, world_size: int
+) -> dict[str, tuple[Tensor, ParamLayout]]:
+    """The optimizer's tensors by name, each with its parameter's layout; made (as zeros) where there is none yet.
+
+    The number of steps is not among them: it is the same for all parameters, and the caller's.
+
+    Args:
+        model: whose parameters ``optimizer`` was made from.
+        optimizer: from ``make_adamw``.
+        world_size: size of the tensor-parallel group.
+    """
+    result: dict[str, tuple[Tensor, ParamLayout]] = {}
+    for name, param, layout in named_param_layouts(model, world_size):
+        if not param.requires_grad:
+            continue
+        state = _state_of(optimizer, param)
+        for kind in STATE_NAMES:
+            result[f"{kind}.{name}"] = (state[kind], layout)
+    return result
+
+
+def set_step_(model: nn.Module, optimizer: torch.optim.AdamW, step: int) -> None:
+    """Tell the optimizer that ``step`` steps are done, as its bias correction needs."""
+    for param in model.parameters():
+        if param.requires_grad:
+            _state_of(optimizer, param)["step"].fill_(float(step))
+
+
+def _state_of(optimizer: torch.optim.AdamW, param: Parameter) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = optimizer.state[param]
+    if not state:
+        # As AdamW makes them at its first step; the fused one keeps the count beside the parameter.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        for kind in STATE_NAMES:
+            state[kind] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    return state

@@ -1,0 +1,73 @@
+"""From settings to a model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.config import TransformerConfig
+from shardwise.models.gpt import GPTModel
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.training.settings import ModelSettings, Settings
+from shardwise.transformer.layer import TransformerLayerSpec
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def ffn_hidden_size(model: ModelSettings) -> int:
+    """Width of the MLP; where it is not set, such that both architectures have about the same number of weights."""
+    if model.ffn_hidden_size is not None:
+        return model.ffn_hidden_size
+    if model.architecture == "gpt":
+        return 4 * model.hidden_size
+    return -(-8 * model.hidden_size // 3 // 32) * 32
+
+
+def build_model(
+    settings: Settings,
+    vocab_size: int,
+    *,
+    pg_collection: ProcessGroupCollection,
+    device: torch.device,
+    sequence_parallel: bool | None = None,
+) -> GPTModel:
+    """The model that ``settings`` describe, on ``device``, with initial weights.
+
+    Weights are drawn on the CPU, so that a run starts from the same ones on every device, and from the default
+    generator: seed it first.
+
+    Args:
+        settings: of the run.
+        vocab_size: the tokenizer's.
+        pg_collection: the model's process groups.
+        device: where the model goes.
+        sequence_parallel: in place of the settings' (generation has no use for it).
+    """
+    model, parallel = settings.model, settings.parallel
+    llama = model.architecture == "llama"
+    config = TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_query_groups,
+        ffn_hidden_size=ffn_hidden_size(model),
+        normalization="RMSNorm" if llama else "LayerNorm",
+        gated_linear_unit=llama,
+        activation_func=F.silu if llama else F.gelu,
+        add_bias_linear=not llama,
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.sequence_parallel if sequence_parallel is None else sequence_parallel,
+        params_dtype=DTYPES[settings.training.dtype],
+    )
+    built = GPTModel(
+        config,
+        TransformerLayerSpec(),
+        vocab_size,
+        model.sequence_length,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="rope" if llama else "learned_absolute",
+        pg_collection=pg_collection,
+    )
+    return built.to(device)

@@ -1,0 +1,79 @@
+"""What a run writes down about itself: ``metrics.jsonl``, and TensorBoard's files when asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from shardwise.errors import ConfigError
+
+Metrics = dict[str, float]
+
+
+def read_metrics(path: Path, *, below_step: int | None = None) -> list[dict[str, Any]]:
+    """The lines of a metrics file, those of steps before ``below_step``; an incomplete last line is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if below_step is None or row["step"] < below_step:
+            rows.append(row)
+    return rows
+
+
+class MetricsWriter:
+    """Appends one JSON object per measurement, and keeps them for the pictures.
+
+    What an interrupted run wrote about steps that are trained again is dropped.
+
+    Args:
+        folder: of the run; gets ``metrics.jsonl``.
+        first_step: the step that the run starts or resumes at.
+        tensorboard: also write ``folder/tensorboard``.
+
+    Raises:
+        ConfigError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, folder: Path, first_step: int, *, tensorboard: bool = False) -> None:
+        path = folder / "metrics.jsonl"
+        self.rows = read_metrics(path, below_step=first_step)
+        self._file: TextIO = path.open("w", encoding="utf-8")
+        for row in self.rows:
+            self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        self._board = _open_tensorboard(folder / "tensorboard") if tensorboard else None
+
+    def write(self, step: int, values: Metrics) -> None:
+        """Record ``values`` of ``step``."""
+        row = {"step": step, **values}
+        self.rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _open_tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except Exception as error:  # an optional package can fail in any way
+        raise ConfigError(
+            f"training.tensorboard needs TensorBoard ({error}); install it with: pip install 'shardwise[tensorboard]'"
+        ) from error
+    return SummaryWriter(str(folder))

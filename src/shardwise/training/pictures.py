@@ -1,0 +1,47 @@
+"""The loss curve as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def draw_loss(
+    rows: Sequence[Mapping[str, Any]], path: Path, *, references: Mapping[str, float], title: str
+) -> str | None:
+    """Draw training and held-out bits per byte over the steps.
+
+    Args:
+        rows: of ``metrics.jsonl``.
+        path: PNG file to write.
+        references: horizontal lines, by name, in bits per byte.
+        title: above the picture.
+
+    Returns:
+        None, or why there is no picture: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except Exception as error:  # an optional package can fail in any way
+        return f"no picture: matplotlib cannot be imported ({error}); pip install 'shardwise[plots]'"
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for key, label, style in (
+        ("bits_per_byte", "training batch", {"linewidth": 1.0, "alpha": 0.7}),
+        ("held_out_bits_per_byte", "held-out text", {"marker": "o", "linewidth": 2.0}),
+    ):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    for number, (name, value) in enumerate(references.items()):
+        axes.axhline(value, linestyle="--", linewidth=1.0, color=f"C{number + 2}", label=f"{name}: {value:.2f}")
+    axes.set(xlabel="step", ylabel="bits per byte", title=title)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return None

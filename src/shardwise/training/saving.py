@@ -1,0 +1,122 @@
+"""A run's checkpoints: what goes in, and whether one belongs to this run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise import checkpoint
+from shardwise.checkpoint import TensorShard
+from shardwise.collectives.agreement import agree
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.optimizer.adamw import optimizer_state, set_step_
+from shardwise.tensor_parallel.layers import named_param_layouts
+from shardwise.training.session import Session
+
+# What must not change between the parts of one run: the model, and which samples come when.
+_FIXED_TRAINING = ("global_batch_size", "seed", "dtype")
+
+
+def run_state(session: Session) -> dict[str, TensorShard]:
+    """Weights and optimizer state of this rank, by name."""
+    trainer, t, rank = session.trainer, session.trainer.tp_group.size(), session.trainer.tp_group.rank()
+    state = {
+        f"model.{name}": TensorShard(param, layout, rank)
+        for name, param, layout in named_param_layouts(trainer.model, t)
+    }
+    for name, (tensor, layout) in optimizer_state(trainer.model, trainer.optimizer, t).items():
+        state[f"optimizer.{name}"] = TensorShard(tensor, layout, rank)
+    return state
+
+
+def save_run(session: Session, step: int) -> Path:
+    """Save the run after ``step`` steps; every rank calls."""
+    world = dist.group.WORLD
+    assert world is not None
+    return checkpoint.save(
+        session.checkpoints,
+        step,
+        run_state(session),
+        _identity(session) | {"settings": session.settings.to_json()},
+        group=world,
+        keep=session.settings.training.keep_checkpoints,
+        extra_files=session.texts.tokenizer.save,
+    )
+
+
+def start_or_resume(session: Session) -> int:
+    """Do what ``settings.resume`` says; every rank calls.
+
+    Returns:
+        The number of steps that are done.
+
+    Raises:
+        ConfigError: the folder has checkpoints and ``resume`` is "never".
+        CheckpointError: the newest checkpoint is damaged, or of another model, text or order of samples.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    newest = agree(lambda: _newest(session), group=world)
+    if session.settings.resume == "restart":
+        dist.barrier()
+        if session.ranks.is_first:
+            shutil.rmtree(session.checkpoints, ignore_errors=True)
+        dist.barrier()
+        return 0
+    if newest is None:
+        return 0
+    step = agree(lambda: _check_belongs(session, newest), group=world)
+    checkpoint.load(newest, run_state(session), group=world)
+    set_step_(session.trainer.model, session.trainer.optimizer, step)
+    return step
+
+
+def _newest(session: Session) -> Path | None:
+    newest = None if session.settings.resume == "restart" else checkpoint.latest(session.checkpoints)
+    if newest is not None and session.settings.resume == "never":
+        raise ConfigError(
+            f"{session.out} has a checkpoint already ({newest.name}); continue it with --resume auto, start over with "
+            "--resume restart, or choose another --out"
+        )
+    return newest
+
+
+def _identity(session: Session) -> dict[str, Any]:
+    return {
+        "corpus_sha256": session.texts.corpus.sha256,
+        "tokenizer_sha256": session.texts.tokenizer.sha256,
+        "vocab_size": session.texts.tokenizer.vocab_size,
+    }
+
+
+def _check_belongs(session: Session, folder: Path) -> int:
+    """The checkpoint's step, after checking that this run may continue it."""
+    meta = checkpoint.read_meta(folder)
+    try:
+        saved, step = meta["settings"], int(folder.name.removeprefix("step-"))
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder} was not written by a training run: {error!r} is missing") from error
+    ours = session.settings.to_json()
+    differences = [
+        f"{section}.{name} was {saved[section].get(name)!r} and is {value!r}"
+        for section, names in (("model", tuple(ours["model"])), ("training", _FIXED_TRAINING))
+        for name in names
+        if saved[section].get(name) != (value := ours[section][name])
+    ]
+    differences += [
+        f"{name} was {meta.get(name)!r} and is {value!r}"
+        for name, value in _identity(session).items()
+        if meta.get(name) != value
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{folder} is of another run: {'; '.join(differences)}; use the same settings and data, or another --out"
+        )
+    if step > session.settings.training.steps:
+        raise ConfigError(
+            f"{folder} has done {step} steps already, more than training.steps {session.settings.training.steps}"
+        )
+    return step

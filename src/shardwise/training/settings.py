@@ -1,0 +1,278 @@
+"""What a training run is told: plain frozen dataclasses, each checked when made.
+
+They are what ``shardwise train --help`` explains, what a TOML file fills, and what a checkpoint records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardwise.errors import ConfigError
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model's sizes and kind.
+
+    Attributes:
+        architecture: "llama" (rotary positions, RMSNorm, SwiGLU, no biases) or "gpt" (learned positions, LayerNorm,
+            GELU, biases).
+        num_layers: number of transformer layers.
+        hidden_size: width of the residual stream.
+        num_heads: number of attention heads.
+        num_query_groups: number of key-value heads; as many as heads if not given.
+        ffn_hidden_size: width of the MLP; 4 x hidden_size for "gpt" and 8/3 of it, rounded up to a multiple of 32, for
+            "llama" if not given.
+        vocab_size: number of token ids, which the tokenizer is trained to.
+        sequence_length: tokens in a training sample; the longest context.
+        tie_embeddings: use the embedding's weight as the output layer's.
+        dropout: probability of dropping an element of residual branches and attention weights, from 0 to 1.
+    """
+
+    architecture: Literal["llama", "gpt"] = "llama"
+    num_layers: int = 4
+    hidden_size: int = 256
+    num_heads: int = 4
+    num_query_groups: int | None = None
+    ffn_hidden_size: int | None = None
+    vocab_size: int = 4096
+    sequence_length: int = 256
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads"):
+            value = getattr(self, name)
+            _require(value >= 1, f"model.{name.replace('_', '-')} is {value}; it must be at least 1")
+        _require(
+            self.sequence_length >= 2, f"model.sequence-length is {self.sequence_length} tokens; it must be at least 2"
+        )
+        _require(
+            self.vocab_size >= 257,
+            f"model.vocab-size is {self.vocab_size}; it must be at least 257: the 256 bytes and the end-of-text token",
+        )
+        _require(0 <= self.dropout < 1, f"model.dropout is {self.dropout}; it must be at least 0 and under 1")
+        _require(
+            self.hidden_size % self.num_heads == 0,
+            f"model.hidden-size {self.hidden_size} is not a multiple of model.num-heads {self.num_heads}",
+        )
+        groups = self.num_heads if self.num_query_groups is None else self.num_query_groups
+        _require(
+            groups >= 1 and self.num_heads % groups == 0,
+            f"model.num-heads {self.num_heads} is not a multiple of model.num-query-groups {groups}",
+        )
+        _require(
+            self.architecture != "llama" or self.hidden_size // self.num_heads % 2 == 0,
+            f"rotary positions need heads of even width; {self.hidden_size} / {self.num_heads} is odd",
+        )
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """How the model is split.
+
+    Attributes:
+        tp: ranks that split each layer; what remains of the ranks is data parallelism.
+        sequence_parallel: split what lies between tensor-parallel regions along the sequence, which saves memory.
+    """
+
+    tp: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.tp >= 1, f"parallel.tp is {self.tp}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW with a linear warm-up and a cosine decay.
+
+    Attributes:
+        learning_rate: highest learning rate.
+        final_learning_rate_ratio: last learning rate as a share of the highest, from 0 to 1.
+        warmup_steps: steps over which the learning rate rises from 0.
+        weight_decay: decoupled decay of weight matrices and embeddings, per unit of learning rate.
+        beta1: decay of the gradient's mean.
+        beta2: decay of the gradient's mean square.
+        epsilon: added to the root mean square.
+        clip_grad_norm: largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
+    """
+
+    learning_rate: float = 3e-3
+    final_learning_rate_ratio: float = 0.1
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, f"optimizer.learning-rate is {self.learning_rate}; it must be over 0")
+        _require(
+            0 <= self.final_learning_rate_ratio <= 1,
+            f"optimizer.final-learning-rate-ratio is {self.final_learning_rate_ratio}; it must be from 0 to 1",
+        )
+        for name in ("warmup_steps", "weight_decay", "clip_grad_norm"):
+            value = getattr(self, name)
+            _require(value >= 0, f"optimizer.{name.replace('_', '-')} is {value}; it must not be negative")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"optimizer.{name} is {value}; it must be at least 0 and under 1")
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How long, in which steps, and what is kept.
+
+    Attributes:
+        steps: optimizer steps in all.
+        global_batch_size: samples per step, over all ranks.
+        micro_batch_size: samples per forward and backward on a rank; all of the rank's at once if not given.
+        seed: of initial weights, the order of samples, and dropout.
+        eval_every: steps between measurements on the held-out text; 0 measures only at the end.
+        save_every: steps between checkpoints; 0 saves only at the end.
+        keep_checkpoints: newest checkpoints to keep.
+        dtype: of parameters and computation.
+        tensorboard: also write the metrics for TensorBoard, into ``out/tensorboard``.
+    """
+
+    steps: int = 500
+    global_batch_size: int = 16
+    micro_batch_size: int | None = None
+    seed: int = 1234
+    eval_every: int = 0
+    save_every: int = 0
+    keep_checkpoints: int = 2
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch_size", "keep_checkpoints"):
+            value = getattr(self, name)
+            _require(value >= 1, f"training.{name.replace('_', '-')} is {value}; it must be at least 1")
+        for name in ("eval_every", "save_every", "seed"):
+            value = getattr(self, name)
+            _require(value >= 0, f"training.{name.replace('_', '-')} is {value}; it must not be negative")
+        _require(
+            self.micro_batch_size is None or self.micro_batch_size >= 1,
+            f"training.micro-batch-size is {self.micro_batch_size}; it must be at least 1",
+        )
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    """How the text is read.
+
+    Attributes:
+        held_out_fraction: share of the text, by bytes, that is not trained on but measured on, between 0 and 1.
+        text_key: field of a JSONL line that holds the text.
+    """
+
+    held_out_fraction: float = 0.03
+    text_key: str = "text"
+
+    def __post_init__(self) -> None:
+        _require(
+            0 < self.held_out_fraction < 1,
+            f"corpus.held-out-fraction is {self.held_out_fraction}; it must be between 0 and 1",
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run.
+
+    Attributes:
+        data: files and folders of text or JSONL; "stdlib" is this machine's own Python standard library.
+        out: folder for checkpoints, metrics, pictures and the tokenizer.
+        resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
+            a folder that has checkpoints; "restart" starts anew and deletes them.
+        device: "auto", "cpu" or "cuda".
+        model: the model's sizes and kind.
+        parallel: how the model is split.
+        optimizer: AdamW and its schedule.
+        training: how long, in which steps, and what is kept.
+        corpus: how the text is read.
+    """
+
+    data: tuple[str, ...] = ()
+    out: str = "runs/train"
+    resume: Literal["auto", "never", "restart"] = "never"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    model: ModelSettings = field(default_factory=ModelSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
+        groups = self.model.num_query_groups or self.model.num_heads
+        _require(
+            groups >= self.parallel.tp,
+            f"parallel.tp {self.parallel.tp} is more than the {groups} key-value heads; lower it or raise "
+            "model.num-query-groups",
+        )
+        _require(
+            not self.parallel.sequence_parallel or self.model.sequence_length % self.parallel.tp == 0,
+            f"sequence parallelism needs model.sequence-length {self.model.sequence_length} to be a multiple of "
+            f"parallel.tp {self.parallel.tp}",
+        )
+
+    def check_world(self, world_size: int) -> None:
+        """Check the settings against the number of ranks.
+
+        Raises:
+            ConfigError: ``tp`` does not divide the ranks, or the batch cannot be shared out.
+        """
+        tp = self.parallel.tp
+        _require(
+            world_size % tp == 0,
+            f"parallel.tp {tp} does not divide the {world_size} ranks; start a multiple of {tp} with --nproc",
+        )
+        dp = world_size // tp
+        batch, micro = self.training.global_batch_size, self.training.micro_batch_size
+        _require(
+            batch % dp == 0,
+            f"training.global-batch-size {batch} is not a multiple of the {dp} data-parallel ranks "
+            f"({world_size} ranks / tp {tp})",
+        )
+        _require(
+            micro is None or batch // dp % micro == 0,
+            f"{batch // dp} samples per rank and step are not a multiple of training.micro-batch-size {micro}",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; the inverse of ``from_json``."""
+        value = dataclasses.asdict(self)
+        value["data"] = list(self.data)
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Settings:
+        """From ``to_json``'s values.
+
+        Raises:
+            ConfigError: an unknown or impossible field.
+        """
+        parts = {
+            "model": ModelSettings,
+            "parallel": ParallelSettings,
+            "optimizer": OptimizerSettings,
+            "training": TrainingSettings,
+            "corpus": CorpusSettings,
+        }
+        try:
+            fields = {name: parts[name](**item) if name in parts else item for name, item in value.items()}
+            fields["data"] = tuple(fields.get("data", ()))
+            return cls(**fields)
+        except TypeError as error:
+            raise ConfigError(f"settings of another version: {error}") from error
