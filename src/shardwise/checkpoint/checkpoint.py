@@ -1,0 +1,250 @@
+"""Save and load a sharded state, from any layout to any layout.
+
+Bytes go through torch.distributed.checkpoint, which plans who writes and who reads what; this module adds that a
+checkpoint is complete or absent, that its contents are checked, and that every rank hears of an error alike.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from shardwise.checkpoint.agreement import as_checkpoint_error, decide
+from shardwise.checkpoint.folder import fsync, next_serial, prepare, prune, publish, step_path
+from shardwise.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, TensorRecord, json_copy
+from shardwise.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from shardwise.checkpoint.tensor_shard import TensorShard
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.sharding import ParamLayout
+
+StateLayout = dict[str, tuple[torch.dtype, ParamLayout]]
+"""What a rank's state holds, without the data."""
+
+
+def save(
+    root: Path,
+    step: int,
+    state: Mapping[str, TensorShard],
+    meta: Mapping[str, Any],
+    *,
+    group: ProcessGroup,
+    keep: int | None = 3,
+    extra_files: Callable[[Path], None] | None = None,
+) -> Path:
+    """Save ``state`` as the checkpoint ``root/step-NNNNNNNN``, complete or not at all.
+
+    Collective over ``group``. Each run of each tensor is written once, whichever and how many ranks hold it, and the
+    work is spread over them. The checkpoint appears under its name when every byte is on the disk; one that had the
+    name before is replaced. One run at a time saves into a folder, which all ranks share.
+
+    Args:
+        root: folder of the run's checkpoints; made if it does not exist.
+        step: training step, at least 0.
+        state: this rank's part of each tensor, by global name. Ranks may hold different names, but ranks with the same
+            name agree on its dtype and layout.
+        meta: plain JSON values to keep with it; rank 0's are written. Tuples are read back as lists.
+        group: all ranks that hold a part: tensor-parallel, and the data-parallel copies if they take part.
+        keep: how many checkpoints of ``root`` to keep, those published last; older ones are deleted once the new one is
+            published. None keeps all.
+        extra_files: called on rank 0 with a folder to add files to (tokenizer, configuration); they are part of the
+            checkpoint and checked by ``verify``.
+
+    Returns:
+        The checkpoint's folder, on every rank.
+
+    Raises:
+        ConfigError: ``step`` or ``keep`` out of range.
+        CheckpointError: it cannot be saved (no permission, disk full, ranks that disagree, ``meta`` that is not JSON);
+            the same message on every rank. Nothing is left of it, and earlier checkpoints are as they were.
+    """
+    if step < 0 or (keep is not None and keep < 1):
+        raise ConfigError(f"step must be at least 0 and keep at least 1 or None, got step={step}, keep={keep}")
+    rank = dist.get_rank(group)
+    target = step_path(root, step)
+    layouts: StateLayout = {}
+    partial: Path | None = None
+
+    def describe_state() -> tuple[int, StateLayout]:
+        return step, {name: (shard.dtype, shard.param_layout) for name, shard in state.items()}
+
+    def begin(ranks: list[tuple[int, StateLayout]]) -> Path:
+        if any(other != step for other, _ in ranks):
+            raise CheckpointError(f"the ranks save different steps: {[other for other, _ in ranks]}")
+        layouts.update(merge_layouts(layout for _, layout in ranks))
+        json_copy(meta)
+        return prepare(root, step)
+
+    def finish(chunks: dict[str, list[ChunkRecord]], files: dict[str, FileRecord]) -> None:
+        assert partial is not None
+        files |= add_extra_files(partial, extra_files, known=files)
+        tensors = {
+            name: TensorRecord(layouts[name][1].global_shape, layouts[name][0], layouts[name][1], tuple(chunks[name]))
+            for name in sorted(chunks)
+        }
+        manifest = Manifest(step, next_serial(root), json_copy(meta), tensors, files)
+        (partial / MANIFEST_NAME).write_text(manifest.to_text(), encoding="utf-8")
+        fsync(partial / MANIFEST_NAME)
+        fsync(partial)
+        publish(partial, target)
+        if keep is not None:
+            prune(root, keep)
+
+    def clear() -> None:
+        if rank == 0 and partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    try:
+        partial = decide(group, describe_state, begin)
+        try:
+            state_dict_saver.save(
+                dict(state),
+                storage_writer=SafetensorsWriter(partial, rank, finish),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=group,
+            )
+        except CheckpointException as failure:
+            decide(group, clear, lambda _: None)
+            raise as_checkpoint_error(failure) from failure
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot save a checkpoint in {root}: {error}; earlier ones are untouched") from error
+    return target
+
+
+def load(
+    path: Path, state: Mapping[str, TensorShard], *, group: ProcessGroup, allow_extra: bool = False
+) -> dict[str, Any]:
+    """Fill the tensors of ``state`` in place from the checkpoint at ``path``, whatever layout it was saved from.
+
+    Collective over ``group``. Every file's checksum is compared before any tensor is written, the files shared out over
+    the ranks; then each rank reads only its own slices.
+
+    Args:
+        path: a checkpoint's folder, such as ``latest`` gives.
+        state: this rank's part of each tensor; its local tensors are written.
+        group: all ranks that load; they share ``path``.
+        allow_extra: leave out tensors of the checkpoint that no rank's ``state`` has (the optimizer's, to generate).
+
+    Returns:
+        The ``meta`` that was saved.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or one of another model (a tensor that is missing, not asked for,
+            or of another shape or dtype); the same message on every rank.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    manifest: Manifest | None = None
+
+    def examine() -> tuple[int, int, set[str]]:
+        nonlocal manifest
+        manifest = Manifest.read(path)
+        manifest.check_sizes(path)
+        check_state_fits(path, manifest, state)
+        manifest.check_contents(path, manifest.tensor_files[rank::world_size])
+        return manifest.step, manifest.serial, set(state)
+
+    def compare(ranks: list[tuple[int, int, set[str]]]) -> None:
+        assert manifest is not None
+        if len({(step, serial) for step, serial, _ in ranks}) > 1:
+            raise CheckpointError(f"the ranks load different steps: {[step for step, _, _ in ranks]}")
+        extra = sorted(manifest.tensors.keys() - set().union(*(names for _, _, names in ranks)))
+        if extra and not allow_extra:
+            raise CheckpointError(
+                f"checkpoint {path} holds {_some(extra)} for which there is no place here: it is of another model"
+            )
+
+    decide(group, examine, compare)
+    assert manifest is not None
+    try:
+        state_dict_loader.load(
+            dict(state),
+            storage_reader=SafetensorsReader(path, manifest),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+    except CheckpointException as failure:
+        raise as_checkpoint_error(failure) from failure
+    return manifest.meta
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The ``meta`` that was saved with the checkpoint at ``path``; not collective.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged ``meta.json``.
+    """
+    return Manifest.read(path).meta
+
+
+def verify(path: Path) -> None:
+    """Read every file of the checkpoint at ``path`` and compare it with its recorded size and checksum; not collective.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one; the message names the file.
+    """
+    manifest = Manifest.read(path)
+    manifest.check_sizes(path)
+    manifest.check_contents(path, list(manifest.files))
+
+
+def merge_layouts(ranks: Iterable[StateLayout]) -> StateLayout:
+    """What all ranks together hold; CheckpointError if two of them differ about a tensor."""
+    merged: StateLayout = {}
+    for rank, layouts in enumerate(ranks):
+        for name, mine in layouts.items():
+            other = merged.setdefault(name, mine)
+            if other != mine:
+                raise CheckpointError(
+                    f"the ranks disagree about tensor {name!r}: rank {rank} has {mine[0]}, {mine[1]}, "
+                    f"a rank before it {other[0]}, {other[1]}"
+                )
+    return merged
+
+
+def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, TensorShard]) -> None:
+    """Raise CheckpointError unless the checkpoint has every tensor of ``state``, of the same shape and dtype."""
+    for name, shard in state.items():
+        saved = manifest.tensors.get(name)
+        if saved is None:
+            continue
+        if saved.shape != tuple(shard.shape):
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: tensor {name!r} has shape {list(saved.shape)} in it, "
+                f"{list(shard.shape)} here"
+            )
+        if saved.dtype != shard.dtype:
+            raise CheckpointError(f"checkpoint {path} has tensor {name!r} as {saved.dtype}, here it is {shard.dtype}")
+    if missing := sorted(state.keys() - manifest.tensors.keys()):
+        raise CheckpointError(f"checkpoint {path} is of another model or incomplete: it lacks {_some(missing)}")
+
+
+def add_extra_files(
+    folder: Path, write: Callable[[Path], None] | None, *, known: Mapping[str, FileRecord]
+) -> dict[str, FileRecord]:
+    """Have ``write`` add files to ``folder``; records of what it added, which is on the disk."""
+    if write is None:
+        return {}
+    write(folder)
+    if (folder / MANIFEST_NAME).exists():
+        raise CheckpointError(f"extra_files wrote {MANIFEST_NAME}, which is the checkpoint's own")
+    added = {}
+    for path in sorted(folder.rglob("*")):
+        fsync(path)
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in known:
+            added[name] = FileRecord.of(path)
+    return added
+
+
+def _some(names: list[str]) -> str:
+    """A first name and how many more, for a message."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"tensor {names[0]!r}{more}"

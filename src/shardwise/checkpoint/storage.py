@@ -1,0 +1,236 @@
+"""Where torch.distributed.checkpoint's chunks are stored: one safetensors file per writing rank.
+
+PyTorch's own ``HuggingFaceStorageWriter`` stores one chunk of a tensor per file (a second run of indices of one rank
+would take the first one's name), has no checksums, and reads every file to know what there is; its other writers keep
+their metadata as a pickle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardwise.checkpoint.agreement import describe
+from shardwise.checkpoint.folder import fsync
+from shardwise.checkpoint.manifest import ChunkRecord, FileRecord, Manifest
+from shardwise.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class WrittenChunk:
+    """What a rank reports of one chunk that it wrote; the same ``record`` for each chunk of one file."""
+
+    file: str
+    record: FileRecord
+    key: str
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes each rank's chunks into ``rank-NNNNN.safetensors`` of one folder, which exists and ranks share.
+
+    A chunk that is a whole tensor has the tensor's name, any other has the slice behind it: ``weight[0:51, 0:64]``.
+
+    Args:
+        folder: where to write.
+        rank: this rank in the group that saves.
+        finish: called on the coordinator once every rank has written: the chunks of each tensor, and the files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        finish: Callable[[dict[str, list[ChunkRecord]], dict[str, FileRecord]], None],
+    ) -> None:
+        self.folder = folder
+        self.file = f"rank-{rank:05d}.safetensors"
+        self._finish = finish
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between two saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up: the folder exists."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, to the disk itself, and read it back for its checksum.
+
+        Raises:
+            CheckpointError: the file cannot be written; the message has the reason.
+        """
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(plan.items, planner) if plan.items else [])
+        return future
+
+    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        from safetensors.torch import save_file
+
+        path = self.folder / self.file
+        keys = [chunk_key(item) for item in items]
+        if len(set(keys)) != len(keys):
+            raise CheckpointError(f"two tensors would both be stored as {next(k for k in keys if keys.count(k) > 1)!r}")
+        try:
+            tensors = without_shared_memory(
+                {key: cast(Tensor, planner.resolve_data(item)) for key, item in zip(keys, items, strict=True)}
+            )
+            save_file(tensors, path, metadata={"format": "pt"})
+            fsync(path)
+            record = FileRecord.of(path)
+        except Exception as error:
+            # safetensors' errors cannot be pickled, and torch.distributed.checkpoint sends them to the other ranks.
+            raise CheckpointError(f"cannot write {path}: {describe(error)}") from None
+        return [
+            WriteResult(item.index, tensors[key].nbytes, WrittenChunk(self.file, record, key))
+            for key, item in zip(keys, items, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Hand the records of what all ranks wrote to the ``finish`` that was given."""
+        written: list[WriteResult] = [result for rank_results in results for result in rank_results]
+        place = {result.index: cast(WrittenChunk, result.storage_data) for result in written}
+        chunks: dict[str, list[ChunkRecord]] = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            for chunk in tensor.chunks:
+                stored = place[MetadataIndex(name, chunk.offsets)]
+                record = ChunkRecord(tuple(chunk.offsets), tuple(chunk.sizes), stored.file, stored.key)
+                chunks.setdefault(name, []).append(record)
+        self._finish(chunks, {stored.file: stored.record for stored in place.values()})
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders only; no URLs."""
+        return "://" not in str(checkpoint_id)
+
+
+class SafetensorsReader(StorageReader):
+    """Reads the slices that this rank needs, and no more, from the checkpoint at ``folder``."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self._manifest = manifest
+        self._place = {
+            MetadataIndex(name, chunk.offsets): chunk
+            for name, tensor in manifest.tensors.items()
+            for chunk in tensor.chunks
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between two loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest in torch.distributed.checkpoint's terms."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=tensor.dtype),
+                    size=torch.Size(tensor.shape),
+                    chunks=[
+                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                        for chunk in tensor.chunks
+                    ],
+                )
+                for name, tensor in self._manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy each wanted slice into the state's own tensors.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        from safetensors import safe_open
+
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._place[item.storage_index].file, []).append(item)
+        for name, items in by_file.items():
+            try:
+                with safe_open(self.folder / name, framework="pt") as file:
+                    for item in items:
+                        target = planner.resolve_tensor(item)
+                        target.copy_(_read_box(file, self._place[item.storage_index], item))
+                        planner.commit_tensor(item, target)
+            except Exception as error:
+                raise CheckpointError(f"cannot read {self.folder / name}: {describe(error)}") from None
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders only; no URLs."""
+        return "://" not in str(checkpoint_id)
+
+
+def chunk_key(item: WriteItem) -> str:
+    """The name under which a chunk is stored."""
+    data = item.tensor_data
+    assert data is not None
+    if data.chunk.sizes == data.size:
+        return item.index.fqn
+    box = zip(data.chunk.offsets, data.chunk.sizes, strict=True)
+    return f"{item.index.fqn}[{', '.join(f'{start}:{start + size}' for start, size in box)}]"
+
+
+def without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors contiguous and on the CPU, copied where safetensors would refuse them since they overlap in memory.
+
+    Tied weights under two names overlap; the sections of one weight lie side by side and are not copied.
+    """
+    taken: dict[int, list[tuple[int, int]]] = {}
+    result = {}
+    for key, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        start, stop = plain.data_ptr(), plain.data_ptr() + plain.nbytes
+        neighbours = taken.setdefault(plain.untyped_storage().data_ptr(), [])
+        if any(start < other_stop and other_start < stop for other_start, other_stop in neighbours):
+            plain = plain.clone()
+        else:
+            neighbours.append((start, stop))
+        result[key] = plain
+    return result
+
+
+def _read_box(file: Any, chunk: ChunkRecord, item: ReadItem) -> Tensor:
+    """The wanted part of a stored chunk."""
+    if tuple(item.lengths) == chunk.sizes:
+        return cast(Tensor, file.get_tensor(chunk.key))
+    box = zip(item.storage_offsets, item.lengths, strict=True)
+    return cast(Tensor, file.get_slice(chunk.key)[tuple(slice(start, start + size) for start, size in box)])

@@ -1,0 +1,180 @@
+"""Saved from any layout, loaded into any other, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_states import assert_states_equal, empty_state, full_state, layouts, stored_tensors, whole_tensors
+from torch.distributed import ProcessGroup
+
+from shardwise.checkpoint import TensorShard, latest, load, read_meta, save, storage, verify
+from shardwise.sharding import ParamLayout
+
+META = {"model": {"hidden_size": 6}, "loss": 0.1, "note": "naïve", "none": None}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("saved_tp", [1, 2, 3, 4])
+def test_any_layout_to_any_layout(group: ProcessGroup, tmp_path: Path, saved_tp: int) -> None:
+    rank = dist.get_rank(group)
+    groups = {tp: dist.new_group(range(tp)) for tp in (1, 2, 3, 4)}
+    if rank < saved_tp:
+        path = save(tmp_path, 100, full_state(saved_tp, rank), META, group=groups[saved_tp])
+        assert path == tmp_path / "step-00000100"
+    dist.barrier(group)
+    path = tmp_path / "step-00000100"
+    verify(path)
+    for tp in (1, 2, 3, 4):
+        if rank < tp:
+            loaded = empty_state(tp, rank)
+            assert load(path, loaded, group=groups[tp]) == META
+            assert_states_equal(loaded, full_state(tp, rank))
+    dist.barrier(group)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_data_parallel_copies_share_the_writing(group: ProcessGroup, tmp_path: Path, tp: int) -> None:
+    rank = dist.get_rank(group)
+    path = save(tmp_path, 1, full_state(tp, rank % tp), {}, group=group)
+    # Each value of each tensor is stored once, and more ranks than one tensor-parallel group has done it.
+    stored = stored_tensors(path)
+    assert sum(t.numel() for t in stored.values()) == sum(t.numel() for t in whole_tensors().values())
+    assert len(list(path.glob("*.safetensors"))) > tp
+    loaded = empty_state(4, rank)
+    load(path, loaded, group=group)
+    assert_states_equal(loaded, full_state(4, rank))
+
+
+@pytest.mark.ranks(3)
+def test_files_can_be_read_without_shardwise(group: ProcessGroup, tmp_path: Path) -> None:
+    rank = dist.get_rank(group)
+    path = save(tmp_path, 1, full_state(3, rank), META, group=group)
+    assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
+    # Put together from names alone, as a stranger would: "name[start:stop, ...]".
+    whole = whole_tensors()
+    rebuilt = {name: torch.full_like(tensor, 99) for name, tensor in whole.items()}
+    for key, tensor in stored_tensors(path).items():
+        name, _, box = key.partition("[")
+        if not box:
+            rebuilt[name] = tensor
+            continue
+        bounds = [tuple(map(int, part.split(":"))) for part in box.removesuffix("]").split(", ")]
+        rebuilt[name][tuple(slice(*bound) for bound in bounds)] = tensor
+    for name, tensor in whole.items():
+        assert torch.equal(rebuilt[name], tensor), name
+    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    assert (meta["step"], meta["version"], meta["meta"]) == (1, 1, META)
+    assert meta["tensors"]["embedding.weight"]["shape"] == [101, 6]
+    assert meta["tensors"]["mlp.gate_up.weight"]["dtype"] == "bfloat16"
+    assert ParamLayout.from_json(meta["tensors"]["kv.weight"]["layout"]) == layouts(3)["kv.weight"][0]
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_stores_each_tensor_under_its_own_name(group: ProcessGroup, tmp_path: Path) -> None:
+    path = save(tmp_path, 1, full_state(1, 0), {}, group=group)
+    stored = stored_tensors(path)
+    whole = whole_tensors()
+    assert stored.keys() == whole.keys()
+    assert all(torch.equal(stored[name], whole[name]) for name in whole)
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_reads_no_more_than_it_needs(group: ProcessGroup, tmp_path: Path) -> None:
+    rank = dist.get_rank(group)
+    alone = dist.new_group([0])
+    path = tmp_path / "step-00000001"
+    if rank == 0:
+        save(tmp_path, 1, full_state(1, 0), {}, group=alone)
+    dist.barrier(group)
+    loaded = empty_state(4, rank)
+    read = []
+    read_box = storage._read_box
+
+    def counting(*args):
+        read.append(read_box(*args))
+        return read[-1]
+
+    with mock.patch.object(storage, "_read_box", counting):
+        load(path, loaded, group=group)
+    assert sum(tensor.numel() for tensor in read) == sum(shard.local.numel() for shard in loaded.values())
+
+
+@pytest.mark.ranks(2)
+def test_views_parameters_and_tied_weights(group: ProcessGroup, tmp_path: Path) -> None:
+    """What a real model's state is made of: leaves that require gradients, strided views, two names for one memory."""
+    rank = dist.get_rank(group)
+    layout = ParamLayout.split((6, 5), 0, 2)
+    parameter = torch.nn.Parameter(torch.arange(15.0).reshape(3, 5) + 100 * rank)
+    columns = torch.arange(30.0).reshape(5, 6).t()[3 * rank : 3 * rank + 3]
+    flat = torch.arange(40.0) + 100 * rank
+    state = {
+        "embedding": TensorShard(parameter, layout, rank),
+        "output": TensorShard(parameter, layout, rank),
+        "columns": TensorShard(columns, layout, rank),
+        "flat": TensorShard(flat, ParamLayout.split((80,), 0, 2), rank),
+        "part of flat": TensorShard(flat[20:].view(4, 5), ParamLayout.split((8, 5), 0, 2), rank),
+    }
+    expected = {name: shard.local.clone() for name, shard in state.items()}
+    path = save(tmp_path, 1, state, {}, group=group)
+    with torch.no_grad():
+        for tensor in (parameter, columns, flat):
+            tensor.zero_()
+    load(path, state, group=group)
+    for name, shard in state.items():
+        assert torch.equal(shard.local, expected[name]), name
+    assert parameter.requires_grad
+    assert torch.equal(parameter.detach(), expected["embedding"])
+
+
+@pytest.mark.ranks(2)
+def test_ranks_may_hold_different_tensors(group: ProcessGroup, tmp_path: Path) -> None:
+    rank = dist.get_rank(group)
+    layout = ParamLayout.replicated((3,), 1)
+    state = {f"stage{rank}.weight": TensorShard(torch.full((3,), float(rank)), layout, 0)}
+    path = save(tmp_path, 1, state, {}, group=group)
+    other = {f"stage{1 - rank}.weight": TensorShard(torch.full((3,), 9.0), layout, 0)}
+    load(path, other, group=group)
+    assert torch.equal(other[f"stage{1 - rank}.weight"].local, torch.full((3,), float(1 - rank)))
+
+
+@pytest.mark.ranks(2)
+def test_part_of_a_checkpoint_can_be_loaded(group: ProcessGroup, tmp_path: Path) -> None:
+    rank = dist.get_rank(group)
+    path = save(tmp_path, 1, full_state(2, rank), META, group=group)
+    loaded = empty_state(2, rank)
+    del loaded["optimizer.step"], loaded["random.state"]
+    load(path, loaded, group=group, allow_extra=True)
+    expected = full_state(2, rank)
+    assert_states_equal(loaded, {name: expected[name] for name in loaded})
+
+
+@pytest.mark.ranks(2)
+def test_extra_files_belong_to_the_checkpoint(group: ProcessGroup, tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "vocabulary.txt").write_text("a\nb\n")
+
+    path = save(tmp_path, 1, full_state(2, dist.get_rank(group)), {}, group=group, extra_files=write)
+    verify(path)
+    recorded = json.loads((path / "meta.json").read_text())["files"]
+    assert recorded["tokenizer/vocabulary.txt"]["size"] == 4
+    assert recorded.keys() == {
+        "config.json", "rank-00000.safetensors", "rank-00001.safetensors", "tokenizer/vocabulary.txt",
+    }  # fmt: skip
+    assert latest(tmp_path) == path
+
+
+@pytest.mark.ranks(1)
+def test_meta_comes_back_as_json(group: ProcessGroup, tmp_path: Path) -> None:
+    meta = {"pair": (1, 2), "pi": math.pi, "large": 2**70}
+    path = save(tmp_path, 1, {}, meta, group=group)
+    assert read_meta(path) == {"pair": [1, 2], "pi": math.pi, "large": 2**70}
+    assert load(path, {}, group=group) == read_meta(path)

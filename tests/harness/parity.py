@@ -1,0 +1,140 @@
+"""Comparisons for tests that hold a parallel result against the dense one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.sharding import ParamLayout
+
+
+def assert_close_to(actual: Tensor, expected: Tensor, *, rtol_of_norm: float, name: str = "result") -> None:
+    """Assert ``norm(actual - expected) <= rtol_of_norm * norm(expected)``, in the 2-norm over all elements.
+
+    The norm of the whole is the measure because rounding errors of a sum scale with its terms, not with the element
+    that is left of them: an element near zero may be off by more than itself. Where both tensors hold the same
+    infinity they agree. If all of ``expected`` is zero, so must ``actual`` be.
+
+    Args:
+        actual: what is tested.
+        expected: what it must equal; of the same shape and dtype.
+        rtol_of_norm: bound of the error relative to the norm of ``expected``.
+        name: what the tensors are, for the message.
+
+    Raises:
+        AssertionError: the shapes or dtypes differ, or the error is above the bound or not a number. The message gives
+            the error, and the index and both values of the worst element.
+    """
+    __tracebackhide__ = True
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise AssertionError(
+            f"{name}: {list(actual.shape)} of {actual.dtype}, expected {list(expected.shape)} of {expected.dtype}"
+        )
+    wide = torch.complex128 if actual.is_complex() else torch.float64
+    a, e = actual.detach().to("cpu", wide), expected.detach().to("cpu", wide)
+    difference = torch.where(a == e, torch.zeros_like(e), a - e).abs()
+    error = float(torch.linalg.vector_norm(difference))
+    norm = float(torch.linalg.vector_norm(torch.where(e.isinf(), torch.zeros_like(e), e)))
+    # Written so that an error that is not a number fails.
+    if error <= rtol_of_norm * norm:
+        return
+    worst = int(difference.nan_to_num(nan=torch.inf).argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(worst), difference.shape)]
+    relative = f"{error / norm:.3e} of the norm {norm:.3e}" if norm else f"{error:.3e} where all is zero"
+    raise AssertionError(
+        f"{name}: error {relative}, more than {rtol_of_norm:.3e}; worst at {index}: {a.flatten()[worst].item()!r}, "
+        f"expected {e.flatten()[worst].item()!r}"
+    )
+
+
+def assert_bit_equal(actual: Tensor, expected: Tensor, *, name: str = "result") -> None:
+    """Assert that two tensors have the same shape, dtype and bits; a NaN equals the same NaN, and 0 is not -0.
+
+    Raises:
+        AssertionError: they do not. The message gives the number of elements that differ, and the first of them.
+    """
+    __tracebackhide__ = True
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise AssertionError(
+            f"{name}: {list(actual.shape)} of {actual.dtype}, expected {list(expected.shape)} of {expected.dtype}"
+        )
+    differs = (_bits(actual) != _bits(expected)).any(dim=-1)
+    if not bool(differs.any()):
+        return
+    first = int(differs.nonzero()[0, 0])
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first), actual.shape)]
+    raise AssertionError(
+        f"{name}: {int(differs.sum())} of {actual.numel()} elements differ; first at {index}: "
+        f"{actual.detach().flatten()[first].item()!r}, expected {expected.detach().flatten()[first].item()!r}"
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """``[n, itemsize]``: the bytes of each element."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
+
+
+@contextlib.contextmanager
+def assert_unmodified(*tensors: Tensor, **named: Tensor) -> Iterator[None]:
+    """Assert that the block leaves the tensors alone: the same bits, and nothing written to their storage.
+
+    >>> x = torch.ones(2)
+    >>> with assert_unmodified(x=x):
+    ...     y = x + 1
+
+    Args:
+        tensors: called ``tensor 0``, ``tensor 1`` ... in the message.
+        named: called by their names in the message.
+
+    Raises:
+        AssertionError: a tensor's bits differ, or it was written to with the values that it had.
+    """
+    __tracebackhide__ = True
+    watched = {f"tensor {i}": tensor for i, tensor in enumerate(tensors)} | named
+    before = {name: (tensor.detach().clone(), _version(tensor)) for name, tensor in watched.items()}
+    yield
+    for name, tensor in watched.items():
+        snapshot, version = before[name]
+        assert_bit_equal(tensor, snapshot, name=f"{name} was modified")
+        if _version(tensor) != version:
+            raise AssertionError(f"{name} was written to: its version went from {version} to {_version(tensor)}")
+
+
+def _version(tensor: Tensor) -> int:
+    # An inference tensor keeps no count.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def gather_shards(
+    local: Tensor, layout: ParamLayout, group: dist.ProcessGroup, *, check_replicas: bool = True
+) -> Tensor:
+    """The whole tensor from every rank's part, on every rank: a parameter, or the gradient of one.
+
+    Args:
+        local: this rank's part, of shape ``layout.local_shape(rank)``.
+        layout: where each rank's part lies.
+        group: the ranks that ``layout`` is about.
+        check_replicas: assert that elements held by several ranks are bit-equal on them. Without it those of the last
+            rank are taken (of the first if the layout does not split).
+
+    Returns:
+        A tensor of shape ``layout.global_shape``, without gradient.
+
+    Raises:
+        ShardingError: some rank's part is not of the shape that the layout gives it; on every rank.
+        AssertionError: ranks hold different values of the same elements; on every rank.
+    """
+    __tracebackhide__ = True
+    gathered: list[Tensor | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, local.detach().cpu().contiguous(), group=group)
+    shards = [shard for shard in gathered if shard is not None]
+    whole = layout.assemble(shards)
+    if check_replicas:
+        for rank, shard in enumerate(shards):
+            assert_bit_equal(shard, layout.take(whole, rank), name=f"rank {rank} against its replicas on other ranks")
+    return whole.to(local.device)

@@ -1,0 +1,126 @@
+"""The mark ``ranks``: run the body of a test on several ranks at once.
+
+::
+
+    @pytest.mark.ranks(4)                # once, on four ranks
+    @pytest.mark.ranks(1, 2, 4)          # once for each size; ids start with tp1, tp2, tp4
+    @pytest.mark.ranks(4, timeout=120)   # with a time limit of its own, in seconds
+
+The body runs in the ranks, everything around it in pytest's process: collection, fixtures, set-up methods.
+The values of fixtures and parameters are pickled and sent, the same to every rank (so ``tmp_path`` is one folder).
+Two arguments are each rank's own: ``group``, its default process group, and ``monkeypatch``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import warnings
+from typing import Any, Literal
+
+import pytest
+
+from harness.messages import Outcome, RunTest
+from harness.pool import TEST_TIMEOUT, Pools, RankError
+
+_POOLS = pytest.StashKey[Pools]()
+_SIZE = "_num_ranks"
+
+
+class GroupOfRanks:
+    """Stands for ``group`` until a rank replaces it by its own."""
+
+
+# Of the session's scope, or hypothesis would object to it: function-scoped fixtures do not suit @given.
+@pytest.fixture(scope="session")
+def group() -> GroupOfRanks:
+    """The default process group of the rank that runs the test."""
+    return GroupOfRanks()
+
+
+def _sizes(mark: pytest.Mark) -> tuple[int, ...]:
+    if (
+        not mark.args
+        or any(not isinstance(size, int) or size < 1 for size in mark.args)
+        or mark.kwargs.keys() - {"timeout"}
+    ):
+        raise pytest.UsageError(f"{mark} must be ranks(size, ...) or ranks(size, ..., timeout=seconds)")
+    return mark.args
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test once for each size of its mark."""
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is not None and len(sizes := _sizes(mark)) > 1:
+        metafunc.fixturenames.append(_SIZE)
+        metafunc.parametrize(_SIZE, sizes, ids=[f"tp{size}" for size in sizes])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Literal[True] | None:
+    """Run the body of a test with the mark on a pool of ranks."""
+    mark = pyfuncitem.get_closest_marker("ranks")
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if mark is None:
+        if any(isinstance(value, GroupOfRanks) for value in arguments.values()):
+            pytest.fail("a test that takes `group` needs the mark ranks: @pytest.mark.ranks(2)", pytrace=False)
+        return None
+    size: Any = pyfuncitem.callspec.params.get(_SIZE) if hasattr(pyfuncitem, "callspec") else None
+    if size is None:
+        (size,) = _sizes(mark)
+    pools = pyfuncitem.config.stash.setdefault(_POOLS, Pools())
+    try:
+        reply = pools.run(size, _command(pyfuncitem, arguments), mark.kwargs.get("timeout", TEST_TIMEOUT))
+    except RankError as error:
+        failure = str(error)
+    else:
+        if reply.outcome is Outcome.SKIPPED:
+            # The place to report is the test, not this line.
+            raise pytest.skip.Exception(reply.summary, _use_item_location=True)
+        if reply.outcome is Outcome.XFAILED:
+            pytest.xfail(reply.summary)
+        return True
+    pytest.fail(failure, pytrace=False)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Close the pools, also after Ctrl-C."""
+    pools = config.stash.get(_POOLS, None)
+    if pools is not None:
+        pools.close()
+
+
+def _command(item: pytest.Function, arguments: dict[str, Any]) -> RunTest:
+    own = {"group", "monkeypatch"}
+    sent = {name: None if name in own else value for name, value in arguments.items()}
+    _check_picklable(sent)
+    style = item.config.getoption("tbstyle")
+    return RunTest(
+        module=item.module.__name__,
+        path=str(item.path),
+        qualname=f"{item.cls.__qualname__}.{item.originalname}" if item.cls else item.originalname,
+        sys_path=list(sys.path),
+        folder=os.getcwd(),
+        # pytest's default would quote whole functions of torch.distributed.
+        traceback_style="short" if style == "auto" else style,
+        # The filters in force are pytest's: of its configuration, its command line and the test's marks.
+        warning_filters=pickle.dumps(list(warnings.filters)),
+        arguments=pickle.dumps(sent),
+    )
+
+
+def _check_picklable(arguments: dict[str, Any]) -> None:
+    failure = None
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value)
+        # What pickling raises is up to the value.
+        except Exception as reason:
+            failure = (
+                f"argument {name!r} of a test on ranks cannot be sent to them ({reason}); make it in the body of the "
+                "test, or name something that the test module defines"
+            )
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)

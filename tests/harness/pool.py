@@ -1,0 +1,267 @@
+"""Pools of ranks: processes that start once per test session and size, and run the bodies of tests.
+
+A rank is a child of multiprocessing's fork server, which has torch imported already, so that it starts in milliseconds
+and shares that memory. Ranks meet through a ``FileStore`` in a temporary folder, so no port is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from harness import worker
+from harness.messages import CleanUp, Command, Leave, Reply, RunTest
+from harness.report import RankState, describe_failure
+
+START_TIMEOUT = 60.0
+"""Seconds that the ranks of a pool have to start and to meet."""
+
+TEST_TIMEOUT = 60.0
+"""Seconds that a test has unless its mark says otherwise."""
+
+GRACE = 1.5
+"""Seconds that the other ranks still have once one has failed; most of them wait for it in a collective."""
+
+LEAVE_TIMEOUT = 5.0
+"""Seconds that the ranks of a pool have to leave."""
+
+MAX_RANKS = 10
+"""Ranks alive at once, over all pools: one pool of each of the sizes 1, 2, 3 and 4."""
+
+# With the compiler, because torch's checkpointing and optimizers import it at their first use, a second per rank.
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis"]
+
+
+class RankError(Exception):
+    """A test, or the start of a pool, went wrong on some rank. The message is the whole report."""
+
+
+def _start_fork_server() -> None:
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    # Read when torch and numpy are imported: the fork server must have no threads when it forks.
+    with _environment("OMP_NUM_THREADS", "1"):
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class Pool:
+    """``size`` ranks that have met. Usable until a command fails; then it is closed and another takes its place."""
+
+    def __init__(self, size: int, *, start_timeout: float = START_TIMEOUT) -> None:
+        """Start the ranks.
+
+        Args:
+            size: number of ranks.
+            start_timeout: seconds that they have.
+
+        Raises:
+            RankError: a rank died or did not arrive in time; no process is left.
+        """
+        self.size = size
+        self.usable = True
+        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-ranks-"))
+        self._processes: list[ForkServerProcess] = []
+        self._connections: list[connection.Connection] = []
+        self._log_offsets = [0] * size
+        try:
+            _start_fork_server()
+            context = multiprocessing.get_context("forkserver")
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=worker.main, args=(rank, size, self._folder, theirs), name=f"rank {rank}", daemon=True
+                )
+                self._connections.append(ours)
+                # A rank's death shows as the end of its pipe only if no copy of the rank's end is open here.
+                with theirs:
+                    process.start()
+                self._processes.append(process)
+            try:
+                self._wait(start_timeout, "the start of the pool")
+            finally:
+                printed = self._read_logs()
+        except RankError as error:
+            self.kill()
+            raise RankError(f"{error}\n\nthe ranks printed:\n{printed}") from None
+        except BaseException:
+            self.kill()
+            raise
+
+    def run(self, command: RunTest, timeout: float) -> Reply:
+        """Run a test on every rank, and clean up behind it.
+
+        What the ranks printed goes to ``sys.stdout``, each line with its rank in front.
+
+        Args:
+            command: the test.
+            timeout: its time limit, in seconds.
+
+        Returns:
+            How the test ended, on every rank alike: passed, skipped or expected to fail.
+
+        Raises:
+            RankError: it failed on some rank. The pool is closed then, as after any other exception.
+        """
+        try:
+            try:
+                self._send(command)
+                replies = self._wait(timeout, "the test")
+                self._send(CleanUp())
+                cleaned = self._wait(timeout, "the cleaning up after the test")
+            finally:
+                sys.stdout.write(self._read_logs())
+        except BaseException:
+            self.kill()
+            raise
+        if not all(reply.reusable for reply in cleaned):
+            self.close()
+        return replies[0]
+
+    def close(self) -> None:
+        """Let the ranks leave; kill those that do not."""
+        self.usable = False
+        self._send(Leave())
+        deadline = time.monotonic() + LEAVE_TIMEOUT
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank now."""
+        self.usable = False
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+        for ours in self._connections:
+            ours.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, command: Command) -> None:
+        message = pickle.dumps(command)
+        for ours in self._connections:
+            # A rank that is gone is found by the wait, which knows its exit code.
+            with contextlib.suppress(OSError):
+                ours.send_bytes(message)
+
+    def _wait(self, timeout: float, doing: str) -> list[Reply]:
+        """Collect every rank's reply to the last command.
+
+        Raises:
+            RankError: some rank failed, died, or did not reply in time.
+        """
+        states = [RankState()] * self.size
+        waiting = dict(zip(self._connections, range(self.size), strict=True))
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in connection.wait(list(waiting), left):
+                assert isinstance(ready, connection.Connection)
+                rank = waiting.pop(ready)
+                states[rank] = self._receive(rank)
+                if states[rank].failed or states[rank].died:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        for rank, stack in self._stacks(list(waiting.values())).items():
+            states[rank] = RankState(stack=stack)
+        message = describe_failure(states, timeout, doing)
+        if message is not None:
+            raise RankError(message)
+        return [state.reply for state in states if state.reply is not None]
+
+    def _receive(self, rank: int) -> RankState:
+        try:
+            return RankState(reply=pickle.loads(self._connections[rank].recv_bytes()))
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join(LEAVE_TIMEOUT)
+            return RankState(exit_code=process.exitcode, stack=self._read_stack(rank))
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Where these ranks stand. Empty for one that is too far gone to answer a signal."""
+        files = {rank: worker.stack_file(self._folder, rank) for rank in ranks}
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            # Before it has its file, a rank has no handler either, and the signal would kill it.
+            if pid is not None and files[rank].exists() and self._processes[rank].is_alive():
+                os.kill(pid, worker.STACK_SIGNAL)
+        deadline = time.monotonic() + 0.5
+        texts: dict[int, str] = {}
+        while time.monotonic() < deadline:
+            before, texts = texts, {rank: self._read_stack(rank) for rank in ranks}
+            if all(texts.values()) and texts == before:
+                break
+            time.sleep(0.02)
+        return texts
+
+    def _read_stack(self, rank: int) -> str:
+        """What the rank last wrote to its stack file, down to the frame that the harness called."""
+        path = worker.stack_file(self._folder, rank)
+        text = path.read_text() if path.exists() else ""
+        above = text.partition(f'  File "{worker.__file__}"')[0].rstrip()
+        # Stuck in the harness itself, a rank has no other frames.
+        return above if "  File " in above else text.rstrip()
+
+    def _read_logs(self) -> str:
+        """What the ranks printed since the last call."""
+        lines = []
+        for rank in range(self.size):
+            path = worker.log_file(self._folder, rank)
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._log_offsets[rank])
+                data = file.read()
+            self._log_offsets[rank] += len(data)
+            for line in data.decode(errors="replace").splitlines():
+                # gloo reports every group that it connects.
+                if not line.startswith("[Gloo] Rank "):
+                    lines.append(f"[rank {rank}] {line}\n")  # noqa: PERF401
+        return "".join(lines)
+
+
+class Pools:
+    """The pools of one test session, one per size, the least recently used first."""
+
+    def __init__(self, max_ranks: int = MAX_RANKS) -> None:
+        self._max_ranks = max_ranks
+        self._pools: dict[int, Pool] = {}
+
+    def run(self, size: int, command: RunTest, timeout: float) -> Reply:
+        """Run a test on a pool of the given size, as ``Pool.run``."""
+        pool = self._pools.pop(size, None)
+        if pool is None:
+            while self._pools and sum(self._pools) + size > self._max_ranks:
+                self._pools.pop(next(iter(self._pools))).close()
+            pool = Pool(size)
+        try:
+            return pool.run(command, timeout)
+        finally:
+            if pool.usable:
+                self._pools[size] = pool
+
+    def close(self) -> None:
+        """Close all."""
+        while self._pools:
+            self._pools.popitem()[1].close()
