@@ -77,7 +77,9 @@ class DenseGPT:
     def _rotate(self, x: Tensor) -> Tensor:
         """Each pair (i, i + d/2) as a complex number, turned by position times frequency."""
         half = self.head_dim // 2
-        frequency = torch.tensor([self.rotary_base ** (-2 * i / self.head_dim) for i in range(half)], dtype=torch.float64)
+        frequency = torch.tensor(
+            [self.rotary_base ** (-2 * i / self.head_dim) for i in range(half)], dtype=torch.float64
+        )
         angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
         turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None, :]
         return torch.cat([turned.real, turned.imag], dim=-1)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_shards
+from harness.parity import assert_close_to, assert_unmodified, gather_shards
 from models.dense_gpt import DenseGPT
 from torch.distributed import ProcessGroup
 
 from shardwise.config import TransformerConfig
-from shardwise.errors import ConfigError, ShardingError, VocabularyError
 from shardwise.models.gpt import GPTModel
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.tensor_parallel.layers import named_param_layouts
@@ -116,7 +115,9 @@ def test_gpt_equals_dense_gpt(group, shape, sequence_parallel):
     local = logits.detach().permute(1, 0, 2).contiguous()
     whole = [torch.empty(0)] * group.size()
     torch.distributed.all_gather_object(whole, local, group=group)
-    assert_close_to(torch.cat(whole, -1), shape.dense().logits(weights, ids).detach(), rtol_of_norm=1e-13, name="logits")
+    assert_close_to(
+        torch.cat(whole, -1), shape.dense().logits(weights, ids).detach(), rtol_of_norm=1e-13, name="logits"
+    )
     assert_close_to(loss.detach(), expected_loss.detach(), rtol_of_norm=1e-13, name="loss")
     for name, param, layout in named_param_layouts(model, group.size()):
         gradient = param.grad

@@ -1,0 +1,197 @@
+"""A run stopped and resumed is the run; what does not belong to it is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from training.tiny import tiny_settings
+
+from shardwise import checkpoint
+from shardwise.errors import CheckpointError, ConfigError, DivergenceError, ParityError
+from shardwise.tensor_parallel import linear
+from shardwise.training.metrics import MetricsWriter, read_metrics
+from shardwise.training.parity import check_parity
+from shardwise.training.ranks import Ranks
+from shardwise.training.references import compressed_bits_per_byte
+from shardwise.training.run import train
+from shardwise.training.session import gather_texts, open_session
+
+
+def open_tiny(settings, monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return open_session(settings, ranks, gather_texts(settings, ranks))
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_resumed_run_is_bit_equal(group, tmp_path, monkeypatch, sequence_parallel):
+    options = {"tp": 2, "sequence_parallel": sequence_parallel, "save_every": 3, "model": {"dropout": 0.1}}
+    whole = tiny_settings(tmp_path, **options)
+    session = open_tiny(dataclasses.replace(whole, out=str(tmp_path / "whole")), monkeypatch, tmp_path)
+    uninterrupted = train(session)
+
+    broken = open_tiny(dataclasses.replace(whole, out=str(tmp_path / "broken")), monkeypatch, tmp_path)
+    original = broken.trainer.train_step
+
+    def stop_at_5(step, loader):
+        if step == 5:
+            raise KeyboardInterrupt
+        return original(step, loader)
+
+    broken.trainer.train_step = stop_at_5
+    with pytest.raises(KeyboardInterrupt):
+        train(broken)
+    dist.barrier(group=group)
+
+    again = dataclasses.replace(whole, out=str(tmp_path / "broken"), resume="auto")
+    resumed = train(open_tiny(again, monkeypatch, tmp_path))
+    assert resumed.held_out_bits_per_byte == uninterrupted.held_out_bits_per_byte
+    dist.barrier(group=group)
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "broken")) == 8
+    first = checkpoint.read_meta(tmp_path / "whole" / "checkpoints" / "step-00000008")
+    assert first["settings"]["training"]["steps"] == 8
+    # Nothing is left to do: the run is measured again and stays as it is.
+    done = train(open_tiny(again, monkeypatch, tmp_path))
+    assert done.first_loss is None
+    assert done.held_out_bits_per_byte == uninterrupted.held_out_bits_per_byte
+
+
+@pytest.mark.ranks(2)
+def test_resume_at_another_layout(group, tmp_path, monkeypatch):
+    """Six steps at tp 2, then two as data parallel 2 x tp 1: the curve of eight steps, to rounding."""
+    options = {"dtype": "float64", "steps": 8}
+    reference = tiny_settings(tmp_path, tp=2, **options)
+    train(open_tiny(dataclasses.replace(reference, out=str(tmp_path / "whole")), monkeypatch, tmp_path))
+    first = open_tiny(tiny_settings(tmp_path, tp=2, **options, save_every=6), monkeypatch, tmp_path)
+    original = first.trainer.train_step
+
+    def stop_at_6(step, loader):
+        if step == 6:
+            raise KeyboardInterrupt
+        return original(step, loader)
+
+    first.trainer.train_step = stop_at_6
+    with pytest.raises(KeyboardInterrupt):
+        train(first)
+    dist.barrier(group=group)
+    train(open_tiny(tiny_settings(tmp_path, tp=1, resume="auto", **options), monkeypatch, tmp_path))
+    dist.barrier(group=group)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_belong_is_refused_on_every_rank(group, tmp_path, monkeypatch):
+    train(open_tiny(tiny_settings(tmp_path, tp=2, steps=2), monkeypatch, tmp_path))
+    before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+
+    with pytest.raises(ConfigError, match="--resume auto"):
+        train(open_tiny(tiny_settings(tmp_path, tp=2, steps=2), monkeypatch, tmp_path))
+    other = tiny_settings(tmp_path, tp=2, steps=2, resume="auto", model={"num_layers": 3})
+    with pytest.raises(CheckpointError, match=r"model\.num_layers was 2 and is 3"):
+        train(open_tiny(other, monkeypatch, tmp_path))
+    other = tiny_settings(tmp_path, tp=2, steps=2, resume="auto", seed=5)
+    with pytest.raises(CheckpointError, match=r"training\.seed was 1234 and is 5"):
+        train(open_tiny(other, monkeypatch, tmp_path))
+    with pytest.raises(ConfigError, match=r"2 steps already, more than training\.steps 1"):
+        train(open_tiny(tiny_settings(tmp_path, tp=2, steps=1, resume="auto"), monkeypatch, tmp_path))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
+    dist.barrier(group=group)
+
+    newest = tmp_path / "run" / "checkpoints" / before[-1]
+    damaged = newest / "rank-00000.safetensors"
+    if dist.get_rank(group) == 0:
+        damaged.write_bytes(damaged.read_bytes()[:-7])
+    dist.barrier(group=group)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors"):
+        train(open_tiny(tiny_settings(tmp_path, tp=2, steps=2, resume="auto"), monkeypatch, tmp_path))
+
+    restarted = train(open_tiny(tiny_settings(tmp_path, tp=2, steps=2, resume="restart"), monkeypatch, tmp_path))
+    assert restarted.first_loss is not None
+
+
+@pytest.mark.ranks(2)
+def test_divergence_names_the_step(group, tmp_path, monkeypatch):
+    settings = tiny_settings(
+        tmp_path, tp=2, optimizer={"learning_rate": 1e30, "warmup_steps": 0, "clip_grad_norm": 0.0}
+    )
+    with pytest.raises(DivergenceError, match=r"the loss is (nan|inf) at step \d"):
+        train(open_tiny(settings, monkeypatch, tmp_path))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_parity_holds_and_would_not_if_a_collective_were_missing(
+    group, tmp_path, monkeypatch, architecture, sequence_parallel
+):
+    settings = tiny_settings(tmp_path, tp=2, sequence_parallel=sequence_parallel, model={"architecture": architecture})
+    session = open_tiny(settings, monkeypatch, tmp_path)
+    before = [param.detach().clone() for param in session.trainer.model.parameters()]
+    parity = check_parity(session)
+    assert "tp=2 equals tp=1" in parity.line()
+    for param, earlier in zip(session.trainer.model.parameters(), before, strict=True):
+        assert torch.equal(param, earlier)
+
+    def wrong(tensor, **_):
+        return linear.Pending(None, lambda: tensor)
+
+    def wrong_half(tensor, *, group, dim):
+        return linear.Pending(None, lambda: tensor.chunk(2, dim)[group.rank()].contiguous())
+
+    # Lose the sum of the input gradients.
+    monkeypatch.setattr(linear, "all_reduce_async", wrong)
+    monkeypatch.setattr(linear, "reduce_scatter_async", wrong_half)
+    with pytest.raises(ParityError, match="more than rounding explains"):
+        check_parity(session)
+
+
+def test_metrics_drop_steps_that_are_done_again(tmp_path):
+    with MetricsWriter(tmp_path, 0) as metrics:
+        for step in range(4):
+            metrics.write(step, {"loss": 1.0 / (step + 1)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    with MetricsWriter(tmp_path, 2) as metrics:
+        metrics.write(2, {"loss": 9.0})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(0, 1.0), (1, 0.5), (2, 9.0)]
+
+
+def test_compressors_are_measured_in_bits_per_byte():
+    noise = bytes(range(256)) * 4
+    measured = compressed_bits_per_byte(noise)
+    assert set(measured) == {"zlib -9", "lzma"}
+    assert 0 < measured["zlib -9"] < 8.2
+    assert compressed_bits_per_byte(b"") == {}
+
+
+def test_files_of_a_run(tmp_path, monkeypatch):
+    """Alone, without a launcher: the files that the README names are there."""
+    from shardwise.training.run import run
+
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    run(tiny_settings(tmp_path, steps=3, eval_every=2))
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {
+        "checkpoints",
+        "loss.png",
+        "metrics.jsonl",
+        "sample.txt",
+        "settings.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [("held_out_bits_per_byte" in row) for row in rows] == [False, True, True]

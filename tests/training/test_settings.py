@@ -1,0 +1,75 @@
+"""Settings: what cannot be is refused with the values that broke the rule."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.training.settings import (
+    CorpusSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    Settings,
+    TrainingSettings,
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ModelSettings(num_layers=0), "num-layers is 0"),
+        (lambda: ModelSettings(hidden_size=100, num_heads=3), "hidden-size 100 is not a multiple of model.num-heads 3"),
+        (lambda: ModelSettings(hidden_size=12, num_heads=4), "12 / 4 is odd"),
+        (lambda: ModelSettings(num_heads=4, num_query_groups=3), "num-heads 4 is not a multiple"),
+        (lambda: ModelSettings(vocab_size=256), "vocab-size is 256"),
+        (lambda: ModelSettings(sequence_length=1), "sequence-length is 1"),
+        (lambda: ModelSettings(dropout=1.0), "dropout is 1.0"),
+        (lambda: ParallelSettings(tp=0), "tp is 0"),
+        (lambda: OptimizerSettings(learning_rate=0.0), "learning-rate is 0.0"),
+        (lambda: OptimizerSettings(final_learning_rate_ratio=1.5), "final-learning-rate-ratio is 1.5"),
+        (lambda: OptimizerSettings(weight_decay=-0.1), "weight-decay is -0.1"),
+        (lambda: OptimizerSettings(beta2=1.0), "beta2 is 1.0"),
+        (lambda: TrainingSettings(steps=0), "steps is 0"),
+        (lambda: TrainingSettings(seed=-1), "seed is -1"),
+        (lambda: TrainingSettings(micro_batch_size=0), "micro-batch-size is 0"),
+        (lambda: CorpusSettings(held_out_fraction=0.0), "held-out-fraction is 0.0"),
+        (lambda: Settings(), "no text to train on"),
+        (lambda: Settings(data=("x",), parallel=ParallelSettings(tp=5)), "tp 5 is more than the 4 key-value heads"),
+        (
+            lambda: Settings(
+                data=("x",),
+                model=ModelSettings(sequence_length=255),
+                parallel=ParallelSettings(tp=2, sequence_parallel=True),
+            ),
+            "sequence-length 255",
+        ),
+    ],
+)
+def test_impossible_settings_name_the_value(make, words):
+    with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
+        make()
+
+
+def test_the_world_must_fit():
+    settings = Settings(
+        data=("x",),
+        parallel=ParallelSettings(tp=2),
+        training=TrainingSettings(global_batch_size=6, micro_batch_size=2),
+    )
+    settings.check_world(6)
+    with pytest.raises(ConfigError, match="tp 2 does not divide the 3 ranks"):
+        settings.check_world(3)
+    with pytest.raises(ConfigError, match="6 is not a multiple of the 4 data-parallel ranks"):
+        settings.check_world(8)
+    with pytest.raises(ConfigError, match="3 samples per rank"):
+        settings.check_world(4)
+
+
+def test_settings_survive_json():
+    settings = Settings(data=("a", "b"), model=ModelSettings(num_query_groups=2), training=TrainingSettings(steps=7))
+    assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    with pytest.raises(ConfigError, match="another version"):
+        Settings.from_json({"data": ["a"], "surprise": 1})

@@ -1,0 +1,119 @@
+"""The loss curve does not depend on the layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.parity import assert_bit_equal
+from training.tiny import tiny_settings
+
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.tensor_parallel.gather import gather_parameter
+from shardwise.tensor_parallel.layers import named_param_layouts
+from shardwise.topology import Topology
+from shardwise.training.build import build_model
+from shardwise.training.trainer import Trainer
+
+VOCAB = 301
+STEPS = 30
+
+
+def make_trainer(folder, topology, dp_group, *, sequence_parallel, dtype, architecture, **training):
+    settings = tiny_settings(
+        folder,
+        tp=topology.size("tp"),
+        sequence_parallel=sequence_parallel,
+        model={"architecture": architecture},
+        optimizer={"learning_rate": 3e-3},
+        dtype=dtype,
+        steps=STEPS,
+        **training,
+    )
+    torch.manual_seed(11)
+    groups = ProcessGroupCollection.from_topology(topology)
+    model = build_model(settings, VOCAB, pg_collection=groups, device=torch.device("cpu"))
+    return Trainer(settings, model, tp_group=topology.group("tp"), dp_group=dp_group)
+
+
+def batches():
+    """The global batch of each step: [4, 25] ids that follow a pattern, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(STEPS):
+        start = torch.randint(VOCAB, (4, 1), generator=generator)
+        ids = (start + torch.arange(25) * 7) % VOCAB
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def curve(trainer, *, micro_batch_size=4):
+    results = []
+    for step, (tokens, labels) in enumerate(batches()):
+        per_rank = 4 // trainer.dp_group.size()
+        mine = slice(trainer.dp_group.rank() * per_rank, (trainer.dp_group.rank() + 1) * per_rank)
+        micro = zip(tokens[mine].split(micro_batch_size), labels[mine].split(micro_batch_size), strict=True)
+        result = trainer.step(step, micro)
+        results.append((result.loss, result.grad_norm))
+    return torch.tensor(results, dtype=torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-5), ("float64", 1e-10)])
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+def test_loss_curve_is_the_same_at_every_layout(group, tmp_path, dtype, rtol, architecture):
+    alone, pairs, all_four = Topology.create(tp=1), Topology.create(tp=2), Topology.create(tp=4)
+    one = alone.group("tp")
+    options = {"dtype": dtype, "architecture": architecture}
+    expected = curve(make_trainer(tmp_path, alone, one, sequence_parallel=False, **options))
+    # Learned something: otherwise equal curves would say little.
+    assert expected[-1, 0] < expected[0, 0] - 0.5
+    layouts = {
+        "tp 2": (pairs, one, False, 4),
+        "tp 2, sequence parallel": (pairs, one, True, 4),
+        "tp 4": (all_four, one, False, 4),
+        "tp 4, sequence parallel": (all_four, one, True, 4),
+        "tp 2, dp 2": (pairs, pairs.group("dp"), False, 4),
+        "dp 4": (alone, alone.group("dp"), False, 4),
+        "micro-batches of 1, tp 2, dp 2, sequence parallel": (pairs, pairs.group("dp"), True, 1),
+    }
+    for name, (topology, dp_group, sequence_parallel, micro) in layouts.items():
+        trainer = make_trainer(tmp_path, topology, dp_group, sequence_parallel=sequence_parallel, **options)
+        actual = curve(trainer, micro_batch_size=micro)
+        error = ((actual - expected) / expected).abs().max().item()
+        assert error <= rtol, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+def test_initial_weights_are_the_dense_ones_at_every_tp(group, tmp_path, architecture):
+    options = {"sequence_parallel": False, "dtype": "float32", "architecture": architecture}
+    alone, split = Topology.create(tp=1), Topology.create(tp=group.size())
+    dense = make_trainer(tmp_path, alone, alone.group("tp"), **options).model
+    model = make_trainer(tmp_path, split, alone.group("tp"), **options).model
+    weights = dict(dense.named_parameters())
+    for name, param, layout in named_param_layouts(model, group.size()):
+        assert_bit_equal(gather_parameter(param, layout, group=split.group("tp")), weights[name].detach(), name=name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_replicated_parameters_stay_equal_and_dropout_is_reproducible(group, tmp_path, sequence_parallel):
+    topology = Topology.create(tp=2)
+    alone = Topology.create(tp=1)
+    curves = []
+    for _ in range(2):
+        settings = tiny_settings(
+            tmp_path, tp=2, sequence_parallel=sequence_parallel, model={"dropout": 0.2}, steps=STEPS
+        )
+        torch.manual_seed(11)
+        model = build_model(
+            settings, VOCAB, pg_collection=ProcessGroupCollection.from_topology(topology), device=torch.device("cpu")
+        )
+        trainer = Trainer(settings, model, tp_group=topology.group("tp"), dp_group=alone.group("tp"))
+        curves.append(curve(trainer))
+        for name, param, layout in named_param_layouts(model, 2):
+            if layout.dim is None:
+                copies = [torch.empty_like(param) for _ in range(2)]
+                dist.all_gather(copies, param.detach(), group=group)
+                assert_bit_equal(copies[0], copies[1], name=name)
+    assert_bit_equal(curves[0], curves[1], name="the curve of the same seed")
