@@ -1,0 +1,156 @@
+"""A corpus: documents of text, counted and hashed, and its split into a part to learn from and a part held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shardwise.errors import ConfigError, DataError
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size for people to read.
+
+    >>> format_bytes(12_108_092), format_bytes(1500), format_bytes(7)
+    ('12.1 MB', '1.5 kB', '7 B')
+    """
+    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+# A cut goes back to the start of a line, if that is not longer than this or than the part cut off.
+_MAX_LINE_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents of text, held in memory. Empty documents are left out.
+
+    Attributes:
+        name: what people call it, its size included; says nothing about where it lies.
+        documents: the texts, in a fixed order.
+        num_bytes: size of all documents in UTF-8, in bytes.
+        sha256: hex digest of the documents and their order.
+
+    Raises:
+        DataError: no document has any text, or one has a lone surrogate.
+    """
+
+    name: str
+    documents: tuple[str, ...] = field(repr=False)
+    num_bytes: int = field(init=False)
+    sha256: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        documents = tuple(document for document in self.documents if document)
+        if not documents:
+            raise DataError(f"the corpus {self.name!r} has no text; give at least one document that is not empty")
+        digest = hashlib.sha256()
+        num_bytes = 0
+        for number, document in enumerate(documents):
+            try:
+                content = document.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"document {number} of the corpus {self.name!r} has a lone surrogate at character {error.start}, "
+                    f"which is no text; remove it"
+                ) from error
+            # The length in front keeps ("ab", "c") apart from ("a", "bc").
+            digest.update(len(content).to_bytes(8, "little"))
+            digest.update(content)
+            num_bytes += len(content)
+        object.__setattr__(self, "documents", documents)
+        object.__setattr__(self, "num_bytes", num_bytes)
+        object.__setattr__(self, "sha256", digest.hexdigest())
+
+    def to_bytes(self) -> bytes:
+        """All documents in UTF-8, one after the other with nothing between, as a compressor would see them."""
+        return b"".join(document.encode() for document in self.documents)
+
+    def split(
+        self, *, held_out_fraction: float | None = None, held_out_bytes: int | None = None, seed: int = 0
+    ) -> tuple[Corpus, Corpus]:
+        """Divide into a part to learn from and a part held out for validation.
+
+        Documents are held out whole, in the order of a hash of the seed and their text, so that neither their names nor
+        their order matter and equal documents stay on one side. The one that would hold out too much is cut, and its
+        tail is held out: from the start of a line, or of a word in very long lines. So one big file can be split too.
+
+        Args:
+            held_out_fraction: part of the bytes to hold out, between 0 and 1. Give this or ``held_out_bytes``.
+            held_out_bytes: number of bytes to hold out. Somewhat more are, for the cut to fall between two lines.
+            seed: another seed holds out other documents.
+
+        Returns:
+            The training part and the held-out part, neither of them empty, documents in their original order.
+
+        Raises:
+            ConfigError: not exactly one of the two sizes given, or a fraction outside of 0 to 1.
+            DataError: the corpus is too small for the split.
+        """
+        target = self._held_out_target(held_out_fraction, held_out_bytes)
+        kept = list(self.documents)
+        held_out = [""] * len(kept)
+        remaining = target
+        for same in self._equal_documents(seed):
+            if remaining <= 0:
+                break
+            document = self.documents[same[0]]
+            size = len(document.encode())
+            head, tail = "", document
+            if size * len(same) > remaining:
+                head, tail = _cut_tail(document, -(-remaining // len(same)))
+            for index in same:
+                kept[index], held_out[index] = head, tail
+            remaining -= len(tail.encode()) * len(same)
+        if not any(kept):
+            raise DataError(
+                f"the corpus {self.name!r} of {self.num_bytes} bytes is too small to hold out {target} bytes and to "
+                f"keep some to learn from; give more text or hold out less"
+            )
+        return self._part("training", kept), self._part("held out", held_out)
+
+    def _held_out_target(self, fraction: float | None, num_bytes: int | None) -> int:
+        if (fraction is None) == (num_bytes is None):
+            raise ConfigError(
+                f"give either held_out_fraction or held_out_bytes, not {fraction!r} and {num_bytes!r}: one of them"
+            )
+        if fraction is not None:
+            if not 0 < fraction < 1:
+                raise ConfigError(f"held_out_fraction {fraction} must be more than 0 and less than 1")
+            return max(1, round(fraction * self.num_bytes))
+        assert num_bytes is not None
+        if num_bytes < 1:
+            raise ConfigError(f"held_out_bytes {num_bytes} must be at least 1")
+        return num_bytes
+
+    def _equal_documents(self, seed: int) -> list[list[int]]:
+        """Indices of the documents, equal ones together, in the order in which they are held out."""
+        groups: dict[bytes, list[int]] = {}
+        for index, document in enumerate(self.documents):
+            groups.setdefault(hashlib.sha256(f"{seed}:{document}".encode()).digest(), []).append(index)
+        return [groups[digest] for digest in sorted(groups)]
+
+    def _part(self, what: str, documents: Iterable[str]) -> Corpus:
+        texts = tuple(document for document in documents if document)
+        size = format_bytes(sum(len(text.encode()) for text in texts))
+        return Corpus(f"{self.name} ({what}: {size})", texts)
+
+
+def _cut_tail(document: str, num_bytes: int) -> tuple[str, str]:
+    """Head and tail, the tail of at least ``num_bytes``, cut before a line or else a word if one begins near there."""
+    content = document.encode()
+    latest = len(content) - num_bytes
+    earliest = max(1, latest - max(num_bytes, _MAX_LINE_BYTES))
+    for separator in (b"\n", b" "):
+        # The separator ends the head.
+        found = content.rfind(separator, earliest - 1, latest)
+        if found >= 0:
+            return content[: found + 1].decode(), content[found + 1 :].decode()
+    # No boundary near: the start of a character.
+    while content[latest] & 0xC0 == 0x80:
+        latest -= 1
+    return content[:latest].decode(), content[latest:].decode()

@@ -1,0 +1,215 @@
+"""Which samples make up which batch: a pure function of the seed and the step, the same at every layout.
+
+Nothing is remembered between batches, so a run resumes at any step, and on any number of ranks, with the samples that
+it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardwise.data.dataset import EvaluationWindows, Sample, TokenDataset
+from shardwise.errors import ConfigError
+
+Batch = tuple[Tensor, Tensor]
+"""``(tokens [b, s], labels [b, s])``, int64, on the CPU."""
+
+# What the numbers of an epoch are drawn for, so that its order and its offset are independent.
+_FOR_ORDER = 0
+_FOR_OFFSET = 1
+
+
+def _random_uint64(seed: int, epoch: int, purpose: int, count: int) -> NDArray[np.uint64]:
+    # NumPy promises the raw numbers of a bit generator for ever, but not what Generator makes of them.
+    bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch, purpose)))
+    return np.asarray(bits.random_raw(count), dtype=np.uint64)
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
+    order = np.argsort(_random_uint64(seed, epoch, _FOR_ORDER, num_samples), kind="stable").astype(np.int64)
+    order.setflags(write=False)
+    return order
+
+
+def _check_rank(dp_rank: int, dp_size: int, micro_batch_size: int) -> None:
+    if dp_size < 1 or micro_batch_size < 1:
+        raise ConfigError(f"data-parallel size {dp_size} and micro_batch_size {micro_batch_size} must be at least 1")
+    if not 0 <= dp_rank < dp_size:
+        raise ConfigError(f"data-parallel rank {dp_rank} is not one of {dp_size}")
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """The order of samples: each epoch is a new permutation of all of them, and batches follow one another through it.
+
+    Attributes:
+        num_samples: samples in an epoch.
+        global_batch_size: samples in a step, over all data-parallel ranks. May exceed an epoch.
+        seed: not negative.
+
+    Raises:
+        ConfigError: a size below 1 or a negative seed.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.global_batch_size < 1 or self.seed < 0:
+            raise ConfigError(
+                f"num_samples {self.num_samples} and global_batch_size {self.global_batch_size} must be at least 1, "
+                f"and seed {self.seed} at least 0"
+            )
+
+    def _places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Epoch, and place in it, of each sample of a step."""
+        if step < 0:
+            raise ConfigError(f"step {step} must be at least 0")
+        first = step * self.global_batch_size
+        epochs, places = np.divmod(np.arange(first, first + self.global_batch_size, dtype=np.int64), self.num_samples)
+        return epochs, places
+
+    def epochs(self, step: int) -> NDArray[np.int64]:
+        """``[global_batch_size]``: the epoch, from 0, of each sample of a step."""
+        return self._places(step)[0]
+
+    def global_batch(self, step: int) -> NDArray[np.int64]:
+        """``[global_batch_size]``: the samples of a step, in order.
+
+        Args:
+            step: from 0.
+
+        Raises:
+            ConfigError: ``step`` is negative.
+        """
+        epochs, places = self._places(step)
+        samples = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            of_epoch = epochs == epoch
+            samples[of_epoch] = _epoch_order(self.seed, int(epoch), self.num_samples)[places[of_epoch]]
+        return samples
+
+    def micro_batches(self, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[slice]:
+        """Which parts of a global batch one rank computes on, one after the other.
+
+        A rank has a contiguous part of the global batch: all ranks' parts in order are the whole, at every layout.
+
+        Args:
+            dp_rank: data-parallel rank.
+            dp_size: number of data-parallel ranks.
+            micro_batch_size: samples in one forward pass.
+
+        Raises:
+            ConfigError: the global batch does not divide into micro-batches of all ranks.
+        """
+        _check_rank(dp_rank, dp_size, micro_batch_size)
+        together = dp_size * micro_batch_size
+        if self.global_batch_size % together:
+            near = max(together, self.global_batch_size - self.global_batch_size % together)
+            raise ConfigError(
+                f"global_batch_size {self.global_batch_size} is not divisible by data-parallel size {dp_size} x "
+                f"micro_batch_size {micro_batch_size} = {together}; use a multiple such as {near}"
+            )
+        of_rank = self.global_batch_size // dp_size
+        first = dp_rank * of_rank
+        return [slice(start, start + micro_batch_size) for start in range(first, first + of_rank, micro_batch_size)]
+
+
+class DataLoader:
+    """The batches of a dataset. In each epoch all samples are shifted by another offset, so texts are cut anew.
+
+    Args:
+        dataset: gives the samples.
+        global_batch_size: samples in a step, over all data-parallel ranks.
+        seed: of the order and the offsets.
+
+    Raises:
+        ConfigError: ``global_batch_size`` is less than 1, or the seed negative.
+    """
+
+    def __init__(self, dataset: TokenDataset, global_batch_size: int, seed: int) -> None:
+        self.dataset = dataset
+        self.schedule = BatchSchedule(len(dataset), global_batch_size, seed)
+
+    def _offset(self, epoch: int) -> int:
+        draw = _random_uint64(self.schedule.seed, epoch, _FOR_OFFSET, 1)[0]
+        return int(draw) % self.dataset.sequence_length
+
+    def batch(
+        self, step: int, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int | None = None
+    ) -> Iterator[Batch]:
+        """The micro-batches of one rank in one step.
+
+        Args:
+            step: from 0; any, in any order.
+            dp_rank: data-parallel rank.
+            dp_size: number of data-parallel ranks.
+            micro_batch_size: ``b``, samples in one forward pass; all that the rank has if None.
+
+        Returns:
+            ``global_batch_size / (dp_size * b)`` pairs ``(tokens [b, s], labels [b, s])``, int64, made as they are
+            asked for.
+
+        Raises:
+            ConfigError: the global batch does not divide into micro-batches of all ranks, no such rank, or a negative
+                step. At the call, before anything is asked for.
+        """
+        if micro_batch_size is None:
+            micro_batch_size = max(1, self.schedule.global_batch_size // max(1, dp_size))
+        slices = self.schedule.micro_batches(dp_rank, dp_size, micro_batch_size)
+        samples = self.schedule.global_batch(step)
+        epochs = self.schedule.epochs(step)
+        offsets = {epoch: self._offset(epoch) for epoch in set(epochs.tolist())}
+        return (
+            _stack(
+                self.dataset.sample(index, offsets[epoch])
+                for index, epoch in zip(samples[part].tolist(), epochs[part].tolist(), strict=True)
+            )
+            for part in slices
+        )
+
+
+def evaluation_batches(
+    windows: EvaluationWindows, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1
+) -> Iterator[Batch]:
+    """The evaluation windows of one rank, in batches of one size.
+
+    Every rank gets the same number of batches, filled up with windows in which no label counts. Over all ranks, every
+    token is a label exactly once.
+
+    Args:
+        windows: all windows.
+        micro_batch_size: ``b``, windows in one forward pass.
+        dp_rank: data-parallel rank.
+        dp_size: number of data-parallel ranks.
+
+    Returns:
+        Pairs ``(tokens [b, s], labels [b, s])``, int64, made as they are asked for.
+
+    Raises:
+        ConfigError: ``micro_batch_size`` is less than 1, or no such rank.
+    """
+    _check_rank(dp_rank, dp_size, micro_batch_size)
+    together = dp_size * micro_batch_size
+    firsts = range(dp_rank * micro_batch_size, -(-len(windows) // together) * together, together)
+    return (
+        _stack(
+            windows[index] if index < len(windows) else windows.padding()
+            for index in range(first, first + micro_batch_size)
+        )
+        for first in firsts
+    )
+
+
+def _stack(samples: Iterable[Sample]) -> Batch:
+    tokens, labels = zip(*samples, strict=True)
+    return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels))

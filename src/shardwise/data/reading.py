@@ -1,0 +1,203 @@
+"""Documents from files and folders of text or JSON lines.
+
+A file is one document, except that each line of a JSON-lines file (``.jsonl``, ``.ndjson``) is one. In a folder, the
+files with a suffix of ``TEXT_SUFFIXES`` or ``JSONL_SUFFIXES`` are read, in all folders below it, in the order of their
+paths; what begins with a dot is not. A file that is named itself is read whatever its suffix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from shardwise.data.corpus import Corpus, format_bytes
+from shardwise.errors import ConfigError, DataError
+
+AnyPath = str | os.PathLike[str]
+
+JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+"""Files of which each line is a JSON object with a text."""
+
+_PROSE_SUFFIXES = ".txt .text .md .markdown .rst .adoc .org .tex .html .htm .xml"
+_SOURCE_SUFFIXES = (
+    ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .cs .go .rs .swift .m .js .mjs .jsx .ts .tsx .rb "
+    ".pl .php .lua .jl .r .hs .ml .ex .erl .clj .el .lisp .scm .f90 .sql .sh .bash .toml .yaml .yml .ini .cfg"
+)
+# Not .json and .csv: a folder's are seldom text to learn from. They can be named themselves.
+TEXT_SUFFIXES = frozenset(_PROSE_SUFFIXES.split() + _SOURCE_SUFFIXES.split())
+"""Files of a folder that are read as one document each (in either case)."""
+
+# A binary file named by mistake may be as large as a disk; this much of it is looked at before the rest is read.
+_FIRST_LOOK_BYTES = 1 << 16
+
+
+def read_corpus(paths: AnyPath | Iterable[AnyPath], *, text_key: str = "text") -> Corpus:
+    """Read the documents of files and folders.
+
+    The text must be UTF-8; a byte order mark is dropped, and line ends stay as they are. A file that is reached twice,
+    also through links, is read once. Nothing is skipped in silence: a file that was picked and cannot be read is an
+    error, in a folder too. Empty files, blank lines and empty texts of JSON lines carry nothing and are left out.
+
+    Args:
+        paths: files and folders, or one; documents come in the order of these.
+        text_key: name of the text in the objects of JSON lines.
+
+    Returns:
+        The corpus; its name and hash do not depend on where the paths lie.
+
+    Raises:
+        DataError: a path that is missing, unreadable or without text, a file that is not text, a line that is not a
+            JSON object with a text. The message names the file, and the line or byte.
+        ConfigError: no paths given.
+    """
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
+    names: list[str] = []
+    texts: dict[str, list[str]] = {}
+    for given in paths:
+        if not os.fspath(given):
+            raise DataError("a data path is empty; name a file or folder of text")
+        root = Path(given).expanduser()
+        names.append(os.path.basename(os.path.abspath(root)) or "/")
+        has_text = False
+        for file in _files_of(root):
+            place = os.path.realpath(file)
+            if place not in texts:
+                texts[place] = _documents_of(file, text_key)
+            has_text = has_text or any(texts[place])
+        if not has_text:
+            raise DataError(f"data path {str(root)!r} has no text: all that it holds is empty; give a path with text")
+    if not names:
+        raise ConfigError("no data given; name at least one file or folder of text")
+    documents = [document for of_file in texts.values() for document in of_file]
+    size = format_bytes(sum(len(document.encode()) for document in documents))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return Corpus(f"{shown}, {len(texts)} file{'s' if len(texts) > 1 else ''}, {size}", tuple(documents))
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        link = " (a link to nothing)" if path.is_symlink() else ""
+        raise DataError(f"data path {str(path)!r} does not exist{link}; check its spelling and the folder") from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    reason = getattr(error, "strerror", None) or error
+    return DataError(f"cannot read {str(path)!r}: {reason}; check the path and its permissions")
+
+
+def _files_of(root: Path) -> list[Path]:
+    """The files that a path stands for: itself, or those of a folder that are text by their suffix, in order."""
+    mode = _status(root).st_mode
+    if stat.S_ISREG(mode):
+        return [root]
+    if not stat.S_ISDIR(mode):
+        raise DataError(f"data path {str(root)!r} is neither a file nor a folder; give a file or folder of text")
+    num_files = 0
+    picked = []
+    for file in _walk(root):
+        num_files += 1
+        if file.suffix.lower() in TEXT_SUFFIXES | JSONL_SUFFIXES:
+            if not stat.S_ISREG(_status(file).st_mode):
+                raise DataError(f"{str(file)!r} is no regular file; move it out of the data folder")
+            picked.append(file)
+    if not picked:
+        raise DataError(
+            f"folder {str(root)!r} has no text: none of its {num_files} file(s) has a suffix such as .txt, .md, .py or "
+            f".jsonl; name files with other suffixes themselves"
+        )
+    return sorted(picked, key=lambda file: file.relative_to(root).parts)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """All that is no folder below a folder, hidden names left out. Each folder is entered once, so link loops end."""
+    entered = set()
+    pending = [root]
+    while pending:
+        folder = pending.pop()
+        status = _status(folder)
+        if (status.st_dev, status.st_ino) in entered:
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        try:
+            entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+            is_folder = {entry: entry.is_dir() for entry in entries}
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+        # The last one pending is entered next.
+        pending.extend(entry for entry in reversed(entries) if is_folder[entry])
+        yield from (entry for entry in entries if not is_folder[entry])
+
+
+def _documents_of(file: Path, text_key: str) -> list[str]:
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(_FIRST_LOOK_BYTES)
+            if b"\0" not in content:
+                content += opened.read()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    text = _decode(content, file)
+    if file.suffix.lower() not in JSONL_SUFFIXES:
+        return [text]
+    # Only \n ends a line of JSON lines; str.splitlines would also split at U+2028, which JSON strings may hold.
+    lines = enumerate(text.split("\n"), start=1)
+    return [_text_of_line(line, f"{str(file)!r}, line {number}", text_key) for number, line in lines if line.strip()]
+
+
+def _decode(content: bytes, file: Path) -> str:
+    offset = content.find(b"\0")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        # The first look may cut a character, and then its NUL is the reason.
+        offset = error.start if offset < 0 else min(offset, error.start)
+    if offset < 0:
+        return text.removeprefix("\ufeff")
+    line = content.count(b"\n", 0, offset) + 1
+    kind = "UTF-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "binary"
+    raise DataError(
+        f"data file {str(file)!r} is not UTF-8 text but {kind}: byte 0x{content[offset]:02x} at offset {offset} (line "
+        f"{line}); convert or unpack it, or leave it out"
+    )
+
+
+def _text_of_line(line: str, where: str, text_key: str) -> str:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where}: broken JSON: {error.msg} at column {error.colno}; repair or remove the line"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: JSON that cannot be read: {error}; repair or remove the line") from error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{where}: not a JSON object but {_kind(value)}; each line must be like {{{text_key!r}: '...'}}"
+        )
+    if text_key not in value:
+        keys = ", ".join(map(repr, list(value)[:5])) or "none"
+        raise DataError(f"{where}: no key {text_key!r} (its keys: {keys}); name the key of the text or repair the line")
+    text = value[text_key]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {text_key!r} is not a string but {_kind(text)}; make it a string or remove the line")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: a lone surrogate \\u{ord(text[error.start]):04x} in {text_key!r}, which is no character; "
+            f"remove it"
+        ) from error
+    return text
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

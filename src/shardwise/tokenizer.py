@@ -1,0 +1,387 @@
+"""Text to token ids and back: what data, Hugging Face folders and generation share.
+
+A byte-level BPE by the ``tokenizers`` library. Every byte is a token, so every text survives the round trip exactly,
+and no text is ever out of vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from shardwise.errors import ConfigError, DataError, VocabularyError
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Where a tokenizer file does not say which token ends a text, these names are tried in order.
+_USUAL_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
+
+# What a token may at most span. Made for source code: an identifier is one piece and takes one blank and one sign in
+# front (" self", ".join", "(_name"), and a line's end is one piece with the next line's indentation and the signs
+# before it ("):\n        "). Every run is bounded, because merges within one piece of a megabyte would take hours.
+_SIGN = r"[^\s\p{L}\p{M}\p{N}_]"
+_PIECE_PATTERN = "|".join(
+    (
+        rf" ?{_SIGN}?[\p{{L}}\p{{M}}_][\p{{L}}\p{{M}}\p{{N}}_]{{0,63}}",
+        r"\p{N}{1,3}",
+        rf" ?{_SIGN}{{1,64}}(?:[\r\n]{{1,64}}[ \t]{{0,64}})?",
+        r"\s{0,64}[\r\n]{1,64}[ \t]{0,64}",
+        r"\s{1,64}",
+    )
+)
+
+# The library holds some 200 bytes per token while it encodes, so longer texts go through it in parts of this many
+# characters.
+_MAX_PART_CHARS = 1 << 20
+
+_CACHE_FORMAT = 1
+
+
+class TextSource(Protocol):
+    """What ``Tokenizer.train_cached`` needs of a corpus."""
+
+    @property
+    def documents(self) -> Sequence[str]:
+        """The texts."""
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the contents."""
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Create or replace a file, complete or not at all, also when several processes do it at once.
+
+    Args:
+        path: the file; its folder is made if missing.
+        write: called with the open binary file; its result is not used.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("xb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot write {str(path)!r}: {reason}; choose a folder that can be written to") from error
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def _use_one_thread() -> None:
+    """Set the library to one thread, unless ``TOKENIZERS_PARALLELISM`` says otherwise.
+
+    Its threads do not survive a fork: a forked child warns or hangs, by version. And the ranks of one machine share its
+    cores as it is.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Consecutive parts of bounded length, cut before a line where there is one in the second half of a part."""
+    start = 0
+    while len(text) - start > _MAX_PART_CHARS:
+        limit = start + _MAX_PART_CHARS
+        newline = text.rfind("\n", start + _MAX_PART_CHARS // 2, limit)
+        stop = limit if newline < 0 else newline + 1
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _check_special_tokens(special_tokens: Sequence[str], vocab_size: int) -> None:
+    if isinstance(special_tokens, str) or not special_tokens or not all(special_tokens):
+        raise ConfigError(
+            f"special_tokens must be non-empty strings, the first of which ends a text: {special_tokens!r}"
+        )
+    if len(set(special_tokens)) < len(special_tokens):
+        raise ConfigError(f"special_tokens must differ from each other: {list(special_tokens)}")
+    minimum = 256 + len(special_tokens)
+    if vocab_size < minimum:
+        raise ConfigError(
+            f"vocab_size {vocab_size} is too small: every byte and each of {len(special_tokens)} special token(s) "
+            f"needs an id; use at least {minimum}"
+        )
+
+
+class Tokenizer:
+    """A tokenizer of the ``tokenizers`` library with an end-of-text token.
+
+    Text is text: a special token's name in it is encoded like any other characters, so a document cannot end itself.
+
+    The library runs on one thread, some 6 MB of text per second, unless the environment has
+    ``TOKENIZERS_PARALLELISM=true``; where it has nothing of that name, ``false`` is set, since threads do not survive a
+    fork.
+
+    Args:
+        backend: the library's tokenizer; its padding, truncation and handling of special tokens are set here.
+        eos_token: the special token that ends a text.
+
+    Raises:
+        DataError: the tokenizer has no such token.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT) -> None:
+        eos_id = backend.token_to_id(eos_token)
+        if eos_id is None:
+            raise DataError(f"the tokenizer has no end-of-text token {eos_token!r}; name the one that it has")
+        _use_one_thread()
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.eos_token = eos_token
+        self.eos_id: int = eos_id
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        # The library's own pickle forgets that special tokens are text.
+        return Tokenizer._from_json, (self._backend.to_str(), self.eos_token)
+
+    @classmethod
+    def _from_json(cls, text: str, eos_token: str) -> Tokenizer:
+        return cls(tokenizers.Tokenizer.from_str(text), eos_token)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
+        """Learn a byte-level BPE. The same texts give the same tokenizer, on any number of threads.
+
+        Args:
+            texts: what to learn from; long ones are read in parts.
+            vocab_size: number of ids, special tokens included. Fewer result if the texts offer no more merges.
+            special_tokens: get the first ids; the first of them ends a text.
+
+        Raises:
+            ConfigError: ``vocab_size`` is less than 256 and the special tokens, or these are not distinct names.
+        """
+        _check_special_tokens(special_tokens, vocab_size)
+        _use_one_thread()
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_PIECE_PATTERN), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(special_tokens),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator((part for text in texts for part in _parts(text)), trainer)
+        return cls(backend, special_tokens[0])
+
+    @classmethod
+    def train_cached(
+        cls,
+        corpus: TextSource,
+        vocab_size: int,
+        cache_dir: str | os.PathLike[str],
+        special_tokens: Sequence[str] = (END_OF_TEXT,),
+    ) -> Tokenizer:
+        """``train`` on the corpus, or what an earlier call with the same contents and settings learned.
+
+        Args:
+            corpus: its documents are learned from.
+            vocab_size: as for ``train``.
+            cache_dir: folder for the learned tokenizers, made if missing. A damaged entry is learned anew.
+            special_tokens: as for ``train``.
+
+        Raises:
+            ConfigError: as for ``train``, or ``cache_dir`` cannot be written to.
+        """
+        _check_special_tokens(special_tokens, vocab_size)
+        settings = [_CACHE_FORMAT, corpus.sha256, vocab_size, list(special_tokens), _PIECE_PATTERN]
+        key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+        path = Path(cache_dir).expanduser() / f"tokenizer-{key[:32]}.json"
+        tokenizer = cls._from_cache(path, special_tokens[0])
+        if tokenizer is None:
+            tokenizer = cls.train(corpus.documents, vocab_size, special_tokens)
+            entry = {"sha256": tokenizer.sha256, "tokenizer": tokenizer._backend.to_str()}
+            _write_text(path, json.dumps(entry))
+        return tokenizer
+
+    @classmethod
+    def _from_cache(cls, path: Path, eos_token: str) -> Tokenizer | None:
+        """The cached tokenizer; None if there is none, or it is not what was written."""
+        try:
+            entry = json.loads(path.read_bytes())
+            tokenizer = cls._from_json(entry["tokenizer"], eos_token)
+            return tokenizer if tokenizer.sha256 == entry["sha256"] else None
+        except Exception:  # the library raises bare Exception; whatever is wrong, training anew is the answer
+            return None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], eos_token: str | None = None) -> Tokenizer:
+        """Read a ``tokenizer.json``, ours or another of the Hugging Face format.
+
+        Args:
+            path: the file, or the folder that holds it.
+            eos_token: the token that ends a text. If None, the one that ``tokenizer_config.json`` beside the file
+                names, or else the first of the usual names that the tokenizer has.
+
+        Raises:
+            DataError: no such file, not a tokenizer, or no end-of-text token found in it.
+        """
+        file = Path(path).expanduser()
+        if file.is_dir():
+            file = file / "tokenizer.json"
+        try:
+            backend = tokenizers.Tokenizer.from_str(file.read_bytes().decode())
+        except FileNotFoundError:
+            raise DataError(
+                f"no tokenizer at {str(file)!r}; give a tokenizer.json or the folder that holds it"
+            ) from None
+        except OSError as error:
+            raise DataError(f"cannot read the tokenizer {str(file)!r}: {error.strerror or error}") from error
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{str(file)!r} is not a tokenizer.json of the Hugging Face format: {error}") from error
+        if eos_token is None:
+            eos_token = _eos_token_of_config(file.with_name("tokenizer_config.json"))
+        if eos_token is None:
+            eos_token = next((name for name in _USUAL_END_NAMES if backend.token_to_id(name) is not None), None)
+        if eos_token is None:
+            raise DataError(f"the tokenizer {str(file)!r} does not say which token ends a text; pass its eos_token")
+        return cls(backend, eos_token)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, which ``transformers`` opens too.
+
+        Args:
+            folder: made if missing.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            # As GPT-2 has it: the token that ends a text also begins one.
+            "bos_token": self.eos_token,
+            "eos_token": self.eos_token,
+            # Without this, decoding drops blanks before punctuation.
+            "clean_up_tokenization_spaces": False,
+        }
+        folder = Path(folder).expanduser()
+        for name, text in (
+            ("tokenizer.json", self._backend.to_str(pretty=True)),
+            ("tokenizer_config.json", json.dumps(config, indent=2)),
+        ):
+            _write_text(folder / name, f"{text}\n")
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id: the rows that an embedding needs."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hex digest of all that decides which ids a text becomes."""
+        return hashlib.sha256(f"{self.eos_token}\n{self._backend.to_str()}".encode()).hexdigest()
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a text. No token is added in front or behind.
+
+        Args:
+            text: any text without lone surrogates.
+            parse_special: read the names of special tokens in the text as these tokens, for prompts in a chat format.
+
+        Raises:
+            DataError: the text holds a lone surrogate, which no byte sequence stands for.
+        """
+        return self.encode_batch([text], parse_special=parse_special)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, parse_special: bool = False) -> list[list[int]]:
+        """``encode`` of each text; on several threads if ``TOKENIZERS_PARALLELISM=true`` is set."""
+        parts: list[str] = []
+        counts: list[int] = []
+        for text in texts:
+            parts.extend(_parts(text) if self._encodes_locally else (text,))
+            counts.append(len(parts))
+        backend = self._parsing_backend if parse_special else self._backend
+        try:
+            encoded = [encoding.ids for encoding in backend.encode_batch_fast(parts, add_special_tokens=False)]
+        except TypeError as error:
+            for number, text in enumerate(texts):
+                if not _is_encodable(text):
+                    raise DataError(
+                        f"text {number} cannot be encoded: it has a lone surrogate, which is no character; remove it"
+                    ) from error
+            raise
+        starts = (0, *counts[:-1])
+        return [
+            encoded[start] if stop - start == 1 else [token for ids in encoded[start:stop] for token in ids]
+            for start, stop in zip(starts, counts, strict=False)
+        ]
+
+    @cached_property
+    def _parsing_backend(self) -> tokenizers.Tokenizer:
+        """A fresh copy, which reads special tokens, so that no call changes what another one sees."""
+        return tokenizers.Tokenizer.from_str(self._backend.to_str())
+
+    @cached_property
+    def _encodes_locally(self) -> bool:
+        """Whether a text may be encoded in parts: not if each part gets a blank in front, as SentencePiece does."""
+        ids = self._backend.encode("x", add_special_tokens=False).ids
+        return self.decode(ids + ids) == "xx"
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens by their names.
+
+        ``decode(encode(text)) == text``. Ids that end within a character give U+FFFD for it.
+
+        Args:
+            ids: token ids.
+
+        Raises:
+            VocabularyError: an id is outside the vocabulary.
+        """
+        numbers = [int(token) for token in ids]
+        for position, token in enumerate(numbers):
+            if not 0 <= token < self.vocab_size:
+                raise VocabularyError(
+                    f"token id {token} at position {position} is outside the vocabulary of {self.vocab_size} ids"
+                )
+        return self._backend.decode(numbers, skip_special_tokens=False)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _eos_token_of_config(path: Path) -> str | None:
+    """The end-of-text token that a ``tokenizer_config.json`` names; None if there is no such file or name."""
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {str(path)!r}: {error}; repair or remove it") from error
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

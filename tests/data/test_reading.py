@@ -1,0 +1,214 @@
+import io
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from shardwise.data import read_corpus
+from shardwise.errors import ConfigError, DataError
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def error_of(*paths: Path | str, **options: str) -> str:
+    """The message of the error that reading raises: one line that names the file."""
+    with pytest.raises(DataError) as raised:
+        read_corpus(paths, **options)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_file_is_a_document_exactly_as_it_is(tmp_path):
+    text = "Grüße\r\nzweite Zeile\u2028 dritte\n\n"
+    corpus = read_corpus(write(tmp_path / "notes.weird", text))
+    assert corpus.documents == (text,)
+    assert corpus.num_bytes == len(text.encode())
+    assert corpus.name == f"notes.weird, 1 file, {corpus.num_bytes} B"
+
+
+def test_a_byte_order_mark_is_dropped(tmp_path):
+    assert read_corpus(write(tmp_path / "a.txt", b"\xef\xbb\xbftext")).documents == ("text",)
+    assert read_corpus(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "a"}')).documents == ("a",)
+
+
+def test_a_line_of_json_lines_is_a_document(tmp_path):
+    texts = ["one", "zwei\nZeilen", "drei\u2028 und \u0000 vier"]
+    content = "\r\n".join([json.dumps({"id": 1, "text": text}, ensure_ascii=False) for text in texts] + ["", "  "])
+    assert read_corpus(write(tmp_path / "a.jsonl", content)).documents == tuple(texts)
+    assert read_corpus(write(tmp_path / "b.NDJSON", content)).documents == tuple(texts)
+
+
+def test_the_key_of_the_text_can_be_chosen(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "no", "content": "yes"}')
+    assert read_corpus(path, text_key="content").documents == ("yes",)
+
+
+def test_a_folder_is_read_in_the_order_of_paths(tmp_path):
+    # Made in another order than they are read in. By parts, "a/z" comes before "a-b/c".
+    for name in ("b.txt", "a-b/c.md", "a/z.py", "a/b/c.PY", "Z.rst", "lines.jsonl"):
+        write(tmp_path / "data" / name, '{"text": "lines.jsonl"}' if name.endswith("jsonl") else name)
+    for name in ("model.bin", ".hidden.txt", ".git/config.txt", "table.csv", "no_suffix"):
+        write(tmp_path / "data" / name, b"\0")
+    write(tmp_path / "data" / "empty.txt", "")
+    corpus = read_corpus([tmp_path / "data"])
+    assert corpus.documents == ("Z.rst", "a/b/c.PY", "a/z.py", "a-b/c.md", "b.txt", "lines.jsonl")
+    assert corpus.name.startswith("data, 7 files, ")
+
+
+def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch):
+    for name in ("a/1.txt", "a/2.txt", "b/1.txt", "c.txt"):
+        write(tmp_path / name, name)
+    expected = read_corpus(tmp_path)
+    iterdir = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda self: sorted(iterdir(self), reverse=True))
+    assert read_corpus(tmp_path).documents == expected.documents == ("a/1.txt", "a/2.txt", "b/1.txt", "c.txt")
+
+
+def test_name_and_hash_do_not_depend_on_the_place(tmp_path):
+    for place in ("here", "there/far"):
+        write(tmp_path / place / "data" / "a.txt", "text")
+    here, there = (read_corpus(tmp_path / place / "data") for place in ("here", "there/far"))
+    assert here == there
+
+
+def test_paths_come_in_their_order_and_a_file_once(tmp_path, monkeypatch):
+    one, two = write(tmp_path / "d" / "1.txt", "one"), write(tmp_path / "d" / "2.txt", "two")
+    (tmp_path / "link.txt").symlink_to(two)
+    corpus = read_corpus([str(tmp_path / "link.txt"), tmp_path / "d", one])
+    assert corpus.documents == ("two", "one")
+    assert corpus.name == "link.txt, d, 1.txt, 2 files, 6 B"
+    monkeypatch.chdir(tmp_path / "d")
+    assert read_corpus(".").name.startswith("d, 2 files")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_corpus("~/d").documents == ("one", "two")
+
+
+def test_many_paths_make_a_short_name(tmp_path):
+    paths = [write(tmp_path / f"{number}.txt", "x") for number in range(5)]
+    assert read_corpus(paths).name == "0.txt, 1.txt, 2.txt and 2 more, 5 files, 5 B"
+
+
+def test_link_loops_end(tmp_path):
+    write(tmp_path / "a" / "b" / "x.txt", "text")
+    (tmp_path / "a" / "b" / "up").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "again").symlink_to(tmp_path / "a" / "b")
+    assert read_corpus(tmp_path).documents == ("text",)
+    (tmp_path / "self").symlink_to(tmp_path / "self")
+    assert "cannot read" in error_of(tmp_path / "self")
+
+
+def test_missing_paths(tmp_path):
+    assert re.search(r"'.*/nowhere' does not exist; check", error_of(tmp_path / "nowhere"))
+    file = write(tmp_path / "a.txt", "x")
+    assert "does not exist" in error_of(file / "below")
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "gone")
+    assert "'" + str(tmp_path / "broken.txt") + "' does not exist (a link to nothing)" in error_of(tmp_path)
+
+
+def test_no_and_empty_paths(tmp_path):
+    with pytest.raises(ConfigError, match="no data given"):
+        read_corpus([])
+    assert "a data path is empty" in error_of("")
+    assert "null" in error_of("a\0b")
+
+
+def test_paths_without_text(tmp_path):
+    whole = write(tmp_path / "whole.txt", "text")
+    for path in (
+        write(tmp_path / "empty.txt", ""),
+        write(tmp_path / "blank.jsonl", "\n \n"),
+        write(tmp_path / "texts.jsonl", '{"text": ""}\n'),
+        write(tmp_path / "folder" / "empty.txt", "").parent,
+    ):
+        assert f"{str(path)!r} has no text: all that it holds is empty" in error_of(whole, path)
+    write(tmp_path / "numbers" / "a.bin", "x")
+    assert "has no text: none of its 1 file(s) has a suffix" in error_of(tmp_path / "numbers")
+    (tmp_path / "nothing").mkdir()
+    assert "has no text: none of its 0 file(s)" in error_of(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"ab\n\0cd", "binary: byte 0x00 at offset 3 (line 2)"),
+        (b"ab\xffcd\0", "binary: byte 0xff at offset 2 (line 1)"),
+        (b"\xef\xbb\xbfab\xff", "binary: byte 0xff at offset 5 (line 1)"),
+        (b"caf\xe9", "binary: byte 0xe9 at offset 3 (line 1)"),
+        ("text".encode("utf-16"), "UTF-16: byte 0xff at offset 0 (line 1)"),
+        # A character of two bytes stands across the end of the first look, in which there is a NUL.
+        (b"\0" + b"x" * 65534 + "é".encode(), "binary: byte 0x00 at offset 0 (line 1)"),
+        (b"x" * 70_000 + b"\0", "binary: byte 0x00 at offset 70000 (line 1)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a"])
+def test_binary_files(tmp_path, content, what, name):
+    path = write(tmp_path / "d" / name, content)
+    assert f"{str(path)!r} is not UTF-8 text but {what}; convert" in error_of(path)
+    if path.suffix:
+        assert error_of(path.parent) == error_of(path)
+
+
+def test_a_binary_file_as_large_as_a_disk_is_not_read_whole(tmp_path, monkeypatch):
+    class Disk(io.BytesIO):
+        def read(self, size=-1):
+            assert size >= 0
+            return super().read(size)
+
+    path = write(tmp_path / "model.bin", b"\0")
+    monkeypatch.setattr(Path, "open", lambda self, mode: Disk(b"PK\0" * 100_000))
+    assert "byte 0x00 at offset 2" in error_of(path)
+
+
+def test_a_character_across_the_first_look_is_whole(tmp_path):
+    text = "x" * 65535 + "é"
+    assert read_corpus(write(tmp_path / "a.txt", text)).documents == (text,)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ('{"text": "a"', "line 2: broken JSON: Expecting ',' delimiter at column 13"),
+        ('{"text": "a"} {"text": "b"}', "line 2: broken JSON: Extra data at column 15"),
+        ("[" * 100_000, "line 2: JSON that cannot be read"),
+        ('{"text": ' + "1" * 5000 + "}", "line 2: JSON that cannot be read"),
+        ('["text"]', "line 2: not a JSON object but a list"),
+        ("null", "line 2: not a JSON object but null"),
+        ('{"body": "a", "id": 1}', "line 2: no key 'text' (its keys: 'body', 'id')"),
+        ("{}", "line 2: no key 'text' (its keys: none)"),
+        ('{"text": null}', "line 2: 'text' is not a string but null"),
+        ('{"text": 1.5}', "line 2: 'text' is not a string but a number"),
+        ('{"text": ["a"]}', "line 2: 'text' is not a string but a list"),
+        ('{"text": "\\ud83d"}', "line 2: a lone surrogate \\ud83d in 'text'"),
+    ],
+)
+def test_broken_lines(tmp_path, line, what):
+    path = write(tmp_path / "a.jsonl", '{"text": "fine"}\n' + line + '\n{"text": "fine"}\n')
+    assert f"{str(path)!r}, {what}" in error_of(path)
+
+
+def test_what_may_not_be_read(tmp_path, monkeypatch):
+    path = write(tmp_path / "d" / "a.txt", "text")
+
+    def refuse(self, *_):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    # Not by chmod, since a superuser reads all the same.
+    for method, named in (("open", path), ("iterdir", path.parent), ("stat", path.parent)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, refuse)
+            message = error_of(path.parent)
+        assert message == f"cannot read {str(named)!r}: Permission denied; check the path and its permissions"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert "neither a file nor a folder" in error_of(tmp_path / "pipe.txt")
+    assert "is no regular file" in error_of(tmp_path)

@@ -1,0 +1,69 @@
+"""What the README shows is what happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def python_example() -> str:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    return example
+
+
+def run_example(folder: Path, ranks: int) -> str:
+    script = folder / "example.py"
+    script.write_text(python_example(), encoding="utf-8")
+    store = folder / f"store{ranks}"
+    # As under torchrun, without its agent: a file for the rendezvous, so that no port is needed.
+    start = f"""
+import runpy
+import sys
+import torch.distributed as dist
+join, store = dist.init_process_group, dist.FileStore({str(store)!r}, {ranks})
+dist.init_process_group = lambda backend: join(backend, store=store, rank=int(sys.argv[1]), world_size={ranks})
+runpy.run_path({str(script)!r})
+"""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", start, str(rank)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks
+    return outputs[0]
+
+
+@pytest.mark.slow
+def test_python_example_gives_the_same_loss_at_every_number_of_ranks(tmp_path):
+    losses = {ranks: run_example(tmp_path, ranks) for ranks in (1, 2, 3)}
+    assert re.fullmatch(r"loss 1\d\.\d{6}\n", losses[1])
+    assert len({round(float(text.split()[1]), 4) for text in losses.values()}) == 1
+
+
+def test_links_and_files_named_in_the_documents_exist():
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = document.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+        for named in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+)`", text):
+            assert (ROOT / named).exists(), f"{document.name} names {named}"
+
+
+def test_the_two_commands_of_the_readme_are_the_makefiles():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make ([\w-]+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
