@@ -1,9 +1,9 @@
 """One initialisation for every layout: a rank draws the whole parameter's numbers and keeps its slice.
 
-The values equal ``init_method(torch.empty(global_shape))`` bit for bit, whatever the number of ranks, as long as every
-rank's default generator is in the same state; and the generator ends in the same state too, so that the next
-parameter agrees as well. Known methods are drawn a bounded block of rows at a time, so that no rank ever holds more than
-its slice and one block; an arbitrary method is given the whole parameter.
+The whole weight is the same bit for bit, whatever the number of ranks, as long as every rank's default generator is in
+the same state; and the generator ends in the same state too, so that the next parameter agrees as well. On a CPU the
+values are those of ``init_method(torch.empty(global_shape))``. Known methods are drawn a bounded block of rows at a
+time, so that no rank ever holds more than its slice and one block; an arbitrary method is given the whole parameter.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def _draws_element_by_element(init_method: InitMethod) -> bool:
     return isinstance(init_method, Normal) or init_method in (torch.nn.init.zeros_, torch.nn.init.ones_)
 
 
+def _blocks_continue_one_stream(device: torch.device) -> bool:
+    # Elsewhere a number depends on how many are drawn with it, so that one rank must draw the same blocks as several.
+    return device.type == "cpu"
+
+
 @torch.no_grad()
 def initialize_shard_(shard: Tensor, layout: ParamLayout, rank: int, init_method: InitMethod) -> Tensor:
     """Fill ``shard`` with this rank's slice of ``init_method`` applied to the whole parameter.
@@ -66,7 +71,7 @@ def initialize_shard_(shard: Tensor, layout: ParamLayout, rank: int, init_method
     """
     if shard.is_meta:
         return shard
-    whole_is_here = layout.dim is None or layout.world_size == 1
+    whole_is_here = layout.dim is None or (layout.world_size == 1 and _blocks_continue_one_stream(shard.device))
     if whole_is_here and _draws_element_by_element(init_method):
         init_method(shard)
         return shard
@@ -84,7 +89,7 @@ def initialize_shard_(shard: Tensor, layout: ParamLayout, rank: int, init_method
 def _row_blocks(num_rows: int, row_elements: int) -> list[tuple[int, int]]:
     """Runs of rows of about a million elements, each run but the last a multiple of 16 rows."""
     rows = max(_ROW_MULTIPLE, _BLOCK_ELEMENTS // max(row_elements, 1) // _ROW_MULTIPLE * _ROW_MULTIPLE)
-    starts = list(range(0, num_rows, rows))
+    starts = list(range(0, num_rows, rows)) or [0]
     if len(starts) > 1 and (num_rows - starts[-1]) * row_elements < _ROW_MULTIPLE:
         # The last 16 values of a fill depend on each other; a shorter tail would be drawn by another rule.
         starts.pop()

@@ -27,17 +27,26 @@ StreamState = dict[str, Tensor]
 """Generator states by device type."""
 
 
+def _cuda_is_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
 def _live_state() -> StreamState:
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if _cuda_is_in_use():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def _set_live_state(state: StreamState) -> None:
     torch.set_rng_state(state["cpu"])
+    if not _cuda_is_in_use():
+        return
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+    else:
+        # The state is older than the use of CUDA; its numbers there begin where its seed would have them begin.
+        torch.cuda.manual_seed(torch.default_generator.initial_seed())
 
 
 class RandomStreams:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ def balanced_range(n: int, t: int, rank: int) -> Interval:
     """
     if not 0 <= rank < t:
         raise ShardingError(f"rank {rank} is not one of {t} ranks")
+    if n < 0:
+        raise ShardingError(f"cannot split {n} elements over {t} ranks; they must be a count")
     quotient, remainder = divmod(n, t)
     start = rank * quotient + min(rank, remainder)
     return start, start + quotient + (rank < remainder)
@@ -66,8 +68,8 @@ def intervals_of_sizes(sizes: Sequence[int]) -> tuple[Interval, ...]:
     >>> intervals_of_sizes([2, 3])
     ((0, 2), (2, 5))
     """
-    stops = tuple(accumulate(sizes))
-    return tuple(zip((0, *stops[:-1]), stops, strict=True))
+    stops = (0, *accumulate(sizes))
+    return tuple(pairwise(stops))
 
 
 def checked_sizes(sizes: Sequence[int], total: int, t: int, what: str) -> tuple[int, ...]:
@@ -80,6 +82,17 @@ def checked_sizes(sizes: Sequence[int], total: int, t: int, what: str) -> tuple[
     if len(result) != t or sum(result) != total or min(result) < 0:
         raise ShardingError(f"{what}: sizes {list(result)} must be {t} counts, one per rank, that sum to {total}")
     return result
+
+
+def checked_dim(dim: int, shape: Sequence[int]) -> int:
+    """``dim`` counted from the first dimension of ``shape``; ShardingError if there is no such dimension.
+
+    >>> checked_dim(-1, (4, 5))
+    1
+    """
+    if not -len(shape) <= dim < len(shape):
+        raise ShardingError(f"shape {list(shape)} has no dimension {dim}")
+    return dim % len(shape)
 
 
 @dataclass(frozen=True)
@@ -124,15 +137,17 @@ class ParamLayout:
 
         Args:
             global_shape: shape of the whole parameter.
-            dim: dimension to split.
+            dim: dimension to split; a negative one counts from the last.
             world_size: number of ranks.
             stride: number of equal sections of the dimension, each split by itself.
             sizes: one size per rank, of one section; balanced if None.
 
         Raises:
-            ShardingError: ``stride`` does not divide the dimension, or ``sizes`` do not sum to a section.
+            ShardingError: there is no such dimension, ``stride`` does not divide it, or ``sizes`` do not sum to a
+                section.
         """
         shape = tuple(global_shape)
+        dim = checked_dim(dim, shape)
         section = divide(shape[dim], stride)
         if sizes is None:
             sizes = balanced_sizes(section, world_size)

@@ -97,9 +97,15 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in names]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Which axes of ``order`` the token (axis names joined by "-") contains."""
-        wanted = token.split("-")
-        return [name in wanted for name in order.split("-")]
+        """Which axes of ``order`` the token (axis names joined by "-") contains.
+
+        Raises:
+            ConfigError: the token names an axis that is not in ``order``.
+        """
+        wanted, names = token.split("-"), order.split("-")
+        if not set(wanted) <= set(names):
+            raise ConfigError(f"token {token!r} names an axis that is not in the order {order!r}")
+        return [name in wanted for name in names]
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """The groups of ranks that differ only along the axes in ``token``, such as ``"tp"`` or ``"tp-dp"``."""
@@ -188,8 +194,9 @@ class ParallelSizes:
             "tp_cp": decoder.get_ranks("tp-cp"),
             "tp_dp": decoder.get_ranks("tp-dp"),
             "tp_dp_cp": decoder.get_ranks("tp-dp-cp"),
-            "embd": [embedding_ranks(ranks) for ranks in pipelines],
-            "pos_embd": [position_embedding_ranks(ranks) for ranks in pipelines],
+            # A process group keeps its ranks in ascending order, whatever order they are given in.
+            "embd": [sorted(embedding_ranks(ranks)) for ranks in pipelines],
+            "pos_embd": [sorted(position_embedding_ranks(ranks)) for ranks in pipelines],
             "ep": experts.get_ranks("ep"),
             "expt_tp": experts.get_ranks("tp"),
             "tp_ep": experts.get_ranks("tp-ep"),

@@ -33,4 +33,4 @@ class GlobalMemoryBuffer:
         held = self.buffer.get(key)
         if held is None or held.numel() < numel:
             held = self.buffer[key] = torch.empty(numel, dtype=dtype, device=where, requires_grad=False)
-        return held[:numel].view(*tensor_shape)
+        return held[:numel].view(tuple(tensor_shape))

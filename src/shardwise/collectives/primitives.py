@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import ShardingError
-from shardwise.sharding import balanced_sizes, checked_sizes
+from shardwise.sharding import balanced_sizes, checked_dim, checked_sizes
 
 # PyTorch 2.13 renamed these two and warns about the old names.
 _all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,7 +99,7 @@ def all_gather_async(
     t = group.size()
     if t == 1:
         return Pending(None, lambda: tensor)
-    dim = dim % tensor.dim()
+    dim = checked_dim(dim, tensor.shape)
     if sizes is None:
         sizes = (tensor.size(dim),) * t
     elif len(sizes) != t or sizes[group.rank()] != tensor.size(dim):
@@ -115,7 +115,7 @@ def all_gather_async(
         shape[dim] = max(sizes)
         shard = tensor.new_zeros(shape)
         shard.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
-    gathered = shard.new_empty((t * shard.size(0), *shard.shape[1:]) if shard.dim() else (t,))
+    gathered = shard.new_empty((t * shard.size(0), *shard.shape[1:]))
     work = _all_gather_into(gathered, shard, group=group, async_op=True)
 
     def finish() -> Tensor:
@@ -140,7 +140,7 @@ def all_gather(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequ
         The whole tensor, the same on every rank.
 
     Raises:
-        ShardingError: ``sizes`` does not have one entry per rank, or not this rank's size.
+        ShardingError: ``sizes`` does not have one entry per rank, or not this rank's size; no such dimension.
     """
     return all_gather_async(tensor, group=group, dim=dim, sizes=sizes).wait()
 
@@ -152,7 +152,7 @@ def reduce_scatter_async(
     t = group.size()
     if t == 1:
         return Pending(None, lambda: tensor)
-    dim = dim % tensor.dim()
+    dim = checked_dim(dim, tensor.shape)
     sizes = _sizes_along(tensor.size(dim), t, sizes)
     own = sizes[group.rank()]
     if dim == 0 and _is_even(sizes):
@@ -183,7 +183,7 @@ def reduce_scatter(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: 
         A new tensor of this rank's size along ``dim``.
 
     Raises:
-        ShardingError: ``sizes`` does not sum to the dimension.
+        ShardingError: ``sizes`` does not sum to the dimension, or there is no such dimension.
     """
     return reduce_scatter_async(tensor, group=group, dim=dim, sizes=sizes).wait()
 
@@ -199,11 +199,14 @@ def split_for_rank(tensor: Tensor, *, group: ProcessGroup, dim: int, sizes: Sequ
 
     Returns:
         A contiguous tensor (the input itself on one rank).
+
+    Raises:
+        ShardingError: ``sizes`` does not sum to the dimension, or there is no such dimension.
     """
     t = group.size()
     if t == 1:
         return tensor
-    dim = dim % tensor.dim()
+    dim = checked_dim(dim, tensor.shape)
     sizes = _sizes_along(tensor.size(dim), t, sizes)
     rank = group.rank()
     return tensor.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
@@ -245,5 +248,9 @@ def all_to_all(
 def broadcast_(tensor: Tensor, *, group: ProcessGroup, group_src: int = 0) -> Tensor:
     """Overwrite ``tensor`` with that of rank ``group_src`` (counted within the group), and return it."""
     if group.size() > 1:
-        dist.broadcast(tensor, group=group, group_src=group_src)
+        # What travels is memory, in whatever order each rank's strides put it.
+        packed = tensor.contiguous()
+        dist.broadcast(packed, group=group, group_src=group_src)
+        if packed is not tensor:
+            tensor.copy_(packed)
     return tensor

@@ -11,7 +11,7 @@ P         a partial sum         the same
 
 The class names are those that programs written against the reference know. Each class keeps on ``ctx`` what its
 backward reads (``group`` and sizes) and nothing else: no move saves an activation. ``symbolic`` is the forward without
-autograd.
+autograd. Moves have first derivatives only: PyTorch's collectives would give a wrong second one, so it is refused.
 
 Sizes: a dimension that the ranks do not divide is split by the balanced rule, or by the sizes given; a gather of uneven
 shards must be told them, since no sizes are exchanged.
@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives.primitives import all_gather, all_reduce, all_to_all, reduce_scatter, split_for_rank
@@ -45,6 +46,7 @@ class _CopyToModelParallelRegion(Function):
         return input_
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return all_reduce(grad_output, group=ctx.group), None
 
@@ -79,6 +81,7 @@ class _ScatterToModelParallelRegion(Function):
         return split_for_rank(input_, group=group, dim=-1, sizes=ctx.sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return all_gather(grad_output, group=ctx.group, dim=-1, sizes=getattr(ctx, "sizes", None)), None, None
 
@@ -97,6 +100,7 @@ class _GatherFromModelParallelRegion(Function):
         return all_gather(input_, group=group, dim=-1, sizes=sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return split_for_rank(grad_output, group=ctx.group, dim=-1, sizes=getattr(ctx, "sizes", None)), None, None
 
@@ -115,6 +119,7 @@ class _ScatterToSequenceParallelRegion(Function):
         return split_for_rank(input_, group=group, dim=0, sizes=ctx.sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return all_gather(grad_output, group=ctx.group, dim=0, sizes=getattr(ctx, "sizes", None)), None, None
 
@@ -150,6 +155,7 @@ class _GatherFromSequenceParallelRegion(Function):
         return all_gather(input_, group=group, dim=0, sizes=output_split_sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         move = reduce_scatter if ctx.tensor_parallel_output_grad else split_for_rank
         return move(grad_output, group=ctx.group, dim=0, sizes=ctx.output_split_sizes), None, None, None
@@ -169,6 +175,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
         return reduce_scatter(input_, group=group, dim=0, sizes=ctx.input_split_sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return all_gather(grad_output, group=ctx.group, dim=0, sizes=ctx.input_split_sizes), None, None
 
@@ -187,6 +194,7 @@ class _AllGatherFromTensorParallelRegion(Function):
         return all_gather(input_, group=group, dim=-1, sizes=sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return reduce_scatter(grad_output, group=ctx.group, dim=-1, sizes=getattr(ctx, "sizes", None)), None, None
 
@@ -205,6 +213,7 @@ class _ReduceScatterToTensorParallelRegion(Function):
         return reduce_scatter(input_, group=group, dim=-1, sizes=ctx.sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return all_gather(grad_output, group=ctx.group, dim=-1, sizes=getattr(ctx, "sizes", None)), None, None
 
@@ -222,6 +231,7 @@ class _AllToAll(Function):
         return all_to_all(input_, group=group, output_sizes=output_split_sizes, input_sizes=input_split_sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         grad_input = all_to_all(
             grad_output, group=ctx.group, output_sizes=ctx.input_split_sizes, input_sizes=ctx.output_split_sizes

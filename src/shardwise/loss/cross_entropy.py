@@ -72,6 +72,11 @@ def _local_statistics(logits: Tensor, local_target: Tensor, owned: Tensor, want_
     return statistics
 
 
+def _rows(logits: Tensor) -> Tensor:
+    # Not -1 for their number: it is ambiguous where a rank holds no part of the vocabulary.
+    return logits.detach().reshape(logits.shape[:-1].numel(), logits.size(-1))
+
+
 class _VocabParallelCrossEntropy(Function):
     @staticmethod
     def forward(
@@ -87,7 +92,7 @@ class _VocabParallelCrossEntropy(Function):
         vocab_size = ranges[-1][1]
         start, stop = ranges[group.rank()]
         num_valid = stop - start
-        flat = logits.detach().reshape(-1, logits.size(-1))[:, :num_valid]
+        flat = _rows(logits)[:, :num_valid]
         flat_target = target.reshape(-1)
         ignored = flat_target == ignore_index
         local_target = flat_target - start
@@ -122,7 +127,7 @@ class _VocabParallelCrossEntropy(Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         logits, local_target, owned, ignored, maximum, sum_exp = ctx.saved_tensors
         # The saved values are the caller's when it did not give them up.
-        source = logits.detach().reshape(-1, logits.size(-1))
+        source = _rows(logits)
         result = source if ctx.overwrite_logits else torch.empty_like(source)
         scale = grad_output.reshape(-1).to(sum_exp.dtype).masked_fill(ignored, 0.0)
         rest = ctx.label_smoothing / (ctx.vocab_size - 1) if ctx.label_smoothing > 0 else 0.0

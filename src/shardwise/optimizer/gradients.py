@@ -57,7 +57,9 @@ def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in counted:
         # Norms of rows, then their squares summed in fp64: one fp32 sum over a whole weight is off by as much as 2e-4.
-        squares += torch.linalg.vector_norm(gradient, dim=-1).double().square().sum()
+        # In its own dtype a row's norm may overflow (fp16), or keep two digits (bf16).
+        dtype = torch.float32 if gradient.dtype.itemsize < 4 else None
+        squares += torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype).double().square().sum()
     return all_reduce(squares, group=tp_group).sqrt()
 
 

@@ -195,6 +195,7 @@ class ColumnParallelLinear(_TensorParallelModule):
     Raises:
         TopologyError: no group given and none initialised.
         ShardingError: ``sizes`` do not sum to a section.
+        ConfigError: ``gather_output`` with sequence parallelism, or with several sections.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
@@ -218,12 +219,12 @@ class ColumnParallelLinear(_TensorParallelModule):
         self.input_size = input_size
         self.output_size = output_size
         self.gather_output = gather_output
+        self.stride = stride
         self.skip_bias_add = skip_bias_add
         self.sequence_parallel = config.sequence_parallel and self.tp_size > 1
         if gather_output and self.sequence_parallel:
             raise ConfigError("gather_output and sequence_parallel exclude each other; turn one off")
-        if gather_output and stride > 1:
-            raise ConfigError(f"gather_output would return the {stride} sections out of order; use stride=1")
+        self._check_order(gather_output)
         layout = ParamLayout.split((output_size, input_size), 0, self.tp_size, stride=stride, sizes=sizes)
         self.weight_shape = layout.local_shape(self.tp_rank)
         self.output_size_per_partition = self.weight_shape[0]
@@ -254,7 +255,10 @@ class ColumnParallelLinear(_TensorParallelModule):
 
         Raises:
             ShardingError: there is no weight, or a passed one is not of this layer's shape.
+            ConfigError: the output is to be gathered, but has several sections.
         """
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        self._check_order(gather)
         if weight is None:
             weight = self.weight
             if weight is None:
@@ -270,10 +274,15 @@ class ColumnParallelLinear(_TensorParallelModule):
             parallelism=LinearParallelism.COLUMN_SEQUENCE if self.sequence_parallel else LinearParallelism.COLUMN,
             group=self.tp_group,
         )
-        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather and self.tp_size > 1:
             output = _GatherFromModelParallelRegion.apply(output, self.tp_group, self._output_sizes)
         return output, self.bias if self.skip_bias_add else None
+
+    def _check_order(self, gather: bool) -> None:
+        if gather and self.stride > 1:
+            raise ConfigError(
+                f"gathering the output would return its {self.stride} sections out of order; use stride=1"
+            )
 
     def extra_repr(self) -> str:
         return (
@@ -367,7 +376,8 @@ class RowParallelLinear(_TensorParallelModule):
         if self.skip_bias_add:
             return output, self.bias
         if self.bias is not None and self.tp_size > 1:
-            output = output + self.bias
+            # Under autocast the output has another dtype than the bias; a whole linear would add in the output's.
+            output = output + self.bias.to(output.dtype)
         return output, None
 
     def extra_repr(self) -> str:

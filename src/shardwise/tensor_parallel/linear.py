@@ -30,14 +30,14 @@ from shardwise.collectives.primitives import (
 class LinearParallelism(Enum):
     """What a tensor-parallel linear communicates.
 
-    ================== ========================== ==================================
+    ================== ========================== ====================================================
     member             forward                    backward
-    ================== ========================== ==================================
+    ================== ========================== ====================================================
     COLUMN             nothing (I -> V)           all-reduce of the input gradient
-    COLUMN_SEQUENCE    all-gather of the input    reduce-scatter of the input gradient
+    COLUMN_SEQUENCE    all-gather of the input    the same again, reduce-scatter of the input gradient
     ROW                all-reduce of the output   nothing
     ROW_SEQUENCE       reduce-scatter of output   all-gather of the output gradient
-    ================== ========================== ==================================
+    ================== ========================== ====================================================
     """
 
     COLUMN = "column"
@@ -104,7 +104,8 @@ class TensorParallelLinear(Function):
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.size(-1))
+    # Not -1 for the rows: it is ambiguous where a rank holds no features.
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.size(-1))
 
 
 def tensor_parallel_linear(
@@ -132,8 +133,18 @@ def tensor_parallel_linear(
     if group.size() == 1 or not torch.is_grad_enabled():
         # Nothing to communicate in a backward: autograd's own linear is all that is needed, and quicker.
         return _forward(input_, weight, bias, parallelism, group)
+    if torch.is_autocast_enabled(input_.device.type):
+        # Autocast ends with the forward; what the backward multiplies must have one dtype by then.
+        input_, weight, bias = _autocast(input_), _autocast(weight), None if bias is None else _autocast(bias)
     output: Tensor = TensorParallelLinear.apply(input_, weight, bias, parallelism, group)
     return output
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    # As PyTorch's own linear: fp64 stays.
+    if tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def _forward(

@@ -1,0 +1,162 @@
+"""``shardwise demo``: prove that splitting the model changes nothing, then train it and show what it learned."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from shardwise.cli.arguments import parse_command
+from shardwise.cli.launch import launch_ranks, shardwise_command
+from shardwise.cli.rank import RankEnvironment
+from shardwise.errors import ConfigError
+from shardwise.training.settings import (
+    CorpusSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    Settings,
+    TrainingSettings,
+)
+
+if TYPE_CHECKING:
+    from shardwise.training.parity import Parity
+    from shardwise.training.run import Outcome
+    from shardwise.training.session import Session
+
+
+@dataclass(frozen=True)
+class DemoArguments:
+    """Train a small GPT on this machine's Python standard library, in about a minute on two cores.
+
+    Attributes:
+        out: folder for the checkpoint, metrics, picture and sample; an earlier demo's are replaced.
+        tp: ranks that split the model, each a process on this machine.
+        steps: optimizer steps.
+        debug: show stack traces.
+    """
+
+    out: str = "runs/demo"
+    tp: int = 2
+    steps: int = 600
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+def demo_settings(arguments: DemoArguments) -> Settings:
+    """The demo's run."""
+    return Settings(
+        data=("stdlib",),
+        out=arguments.out,
+        resume="restart",
+        device="cpu",
+        model=ModelSettings(num_layers=4, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256),
+        parallel=ParallelSettings(tp=arguments.tp),
+        optimizer=OptimizerSettings(learning_rate=6e-3, warmup_steps=30),
+        training=TrainingSettings(steps=arguments.steps, global_batch_size=8, eval_every=max(1, arguments.steps // 4)),
+        corpus=CorpusSettings(held_out_fraction=0.03),
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run the demo, in ranks that this process starts.
+
+    Args:
+        argv: the arguments after ``demo``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: a number of ranks that the model cannot be split over, or a folder that is not an earlier demo's.
+    """
+    arguments = parse_command(DemoArguments, argv, "shardwise demo")
+    settings = demo_settings(arguments)
+    if RankEnvironment.read() is None and arguments.tp > 1:
+        _check_folder(Path(arguments.out))
+        return launch_ranks(
+            arguments.tp, shardwise_command("demo", *argv), command="shardwise demo", debug=arguments.debug
+        )
+    _run_rank(settings)
+    return 0
+
+
+def _check_folder(out: Path) -> None:
+    """The demo replaces what it finds; it must not find somebody's run."""
+    if (out / "checkpoints").exists() and not (out / "DEMO").exists():
+        raise ConfigError(f"{out} holds a run that is not a demo's; choose another --out")
+
+
+def _run_rank(settings: Settings) -> None:
+    # Late, because PyTorch takes seconds to import, and a wrong argument should not.
+    from shardwise.training.parity import check_parity
+    from shardwise.training.ranks import open_ranks
+    from shardwise.training.run import banner, train
+    from shardwise.training.session import gather_texts, open_session
+
+    with open_ranks(settings.device) as ranks:
+        say = print if ranks.is_first else _say_nothing
+        settings.check_world(ranks.world_size)
+        say("reading the standard library and learning its vocabulary (kept for the next time) ...", flush=True)
+        texts = gather_texts(settings, ranks)
+        session = open_session(settings, ranks, texts)
+        say(banner(session), flush=True)
+        say(f"proving that tp={settings.parallel.tp} equals tp=1 before training ...", flush=True)
+        parity = check_parity(session)
+        say(f"       {parity.line()}", flush=True)
+        if ranks.is_first:
+            session.out.mkdir(parents=True, exist_ok=True)
+            (session.out / "DEMO").write_text("made by `shardwise demo`, which replaces it\n", encoding="utf-8")
+        outcome = train(session)
+        say(report(session, parity, outcome))
+
+
+def _say_nothing(*values: object, flush: bool = False) -> None:
+    pass
+
+
+def report(session: Session, parity: Parity, outcome: Outcome) -> str:
+    """The demo's last screen."""
+    from shardwise.training.run import banner
+
+    held_out, settings = session.texts.held_out, session.settings
+    tokens = settings.training.steps * settings.training.global_batch_size * settings.model.sequence_length
+    compared = ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())
+    under = ", ".join(
+        f"{1 - outcome.held_out_bits_per_byte / value:.0%} under {name}"
+        for name, value in outcome.references.items()
+        if outcome.held_out_bits_per_byte < value
+    )
+    command = _command_name()
+    rows = {
+        "parity": parity.line(),
+        "loss": f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f} nats per token, {tokens:,} tokens in "
+        f"{outcome.seconds:.0f} s",
+        "held out": f"{outcome.held_out_bits_per_byte:.3f} bits per byte on {held_out.num_bytes:,} bytes it never saw",
+        "": f"the same bytes: {compared}" + (f"; the model is {under}" if under else ""),
+        "traffic": f"{outcome.collectives_per_step} collectives and {outcome.bytes_per_step / 1e6:.1f} MB per rank and step",
+        "files": f"{session.out}/: loss.png metrics.jsonl sample.txt checkpoints/{outcome.checkpoint.name}/",
+    }
+    body = "\n".join(f"{name:<9}{text}" for name, text in rows.items())
+    notes = "".join(f"\n         {note}" for note in outcome.notes)
+    return f"""
+{banner(session)}
+{body}{notes}
+
+Go on:
+  {command} generate {session.out} --prompt "def "
+  {command} train --data YOUR_FILES --out runs/mine --parallel.tp {settings.parallel.tp}
+  {command} train --help"""
+
+
+def _command_name() -> str:
+    """How the user can call this program: its name if the shell finds it, else its path from here."""
+    beside_python = Path(sys.executable).with_name("shardwise")
+    found = shutil.which("shardwise")
+    if found is not None or not beside_python.exists():
+        return "shardwise"
+    return os.path.relpath(beside_python)

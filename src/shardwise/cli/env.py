@@ -1,0 +1,228 @@
+"""``shardwise env``: versions, devices, backends, and which fast paths are on and why not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import platform
+import shutil
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import shardwise
+from shardwise.cli.arguments import parse_command
+from shardwise.cli.launch import physical_cores
+
+if TYPE_CHECKING:
+    import torch
+
+_REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "tqdm")
+_OPTIONAL = ("matplotlib", "tensorboard", "triton")
+
+
+@dataclass(frozen=True)
+class EnvArguments:
+    """Show versions, devices, backends, and which fast paths are on and why not.
+
+    Attributes:
+        json: print JSON, for a bug report or a script.
+        debug: show stack traces.
+    """
+
+    json: bool = False
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """Something that makes training faster where it can be had.
+
+    Attributes:
+        name: what it is.
+        on: whether ``shardwise train`` uses it on this machine.
+        why: where or how if on; why not if off.
+    """
+
+    name: str
+    on: bool
+    why: str
+
+
+def main(argv: list[str]) -> int:
+    """Print what this machine has.
+
+    Args:
+        argv: the arguments after ``env``.
+
+    Returns:
+        0.
+    """
+    arguments = parse_command(EnvArguments, argv, "shardwise env")
+    report = gather()
+    print(json.dumps(report, indent=2) if arguments.json else as_table(report))
+    return 0
+
+
+def gather() -> dict[str, Any]:
+    """What ``shardwise env`` shows, as JSON values."""
+    import torch
+
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices.append(torch.device("cuda", 0))
+    return {
+        "versions": versions(),
+        "machine": {
+            "platform": platform.platform(),
+            "cpu": f"{physical_cores()} cores to use, {torch.get_num_threads()} threads, "
+            f"{torch.backends.cpu.get_cpu_capability()}",
+            "accelerators": _accelerators(),
+        },
+        "distributed backends": _backends(),
+        "fast paths": [{"name": path.name, "on": path.on, "why": path.why} for path in fast_paths(devices)],
+    }
+
+
+def versions() -> dict[str, str]:
+    """The version of each package, or why it cannot be used."""
+    found = {"shardwise": shardwise.__version__, "python": platform.python_version()}
+    for name in _REQUIRED:
+        found[name] = importlib.metadata.version(name)
+    for name in _OPTIONAL:
+        try:
+            module = importlib.import_module(name)
+            found[name] = str(getattr(module, "__version__", "installed"))
+        except ModuleNotFoundError as error:
+            found[name] = "not installed" if error.name == name else f"does not import: {error}"
+        except Exception as error:  # an optional package can fail in any way
+            found[name] = f"does not import: {type(error).__name__}: {error}"
+    return found
+
+
+def fast_paths(devices: Iterable[torch.device]) -> list[FastPath]:
+    """What ``shardwise train`` uses to be fast on ``devices``, each tried out."""
+    paths = []
+    for device in devices:
+        refusal = _refusal(partial(_try_fused_adamw, device))
+        paths.append(FastPath(f"fused AdamW on {device.type}", refusal is None, refusal or "always"))
+        paths.append(_fused_attention(device))
+    return [
+        *paths,
+        FastPath("CUDA graphs", False, "shardwise has none yet"),
+        FastPath("Triton kernels", False, "shardwise has none yet"),
+    ]
+
+
+def _try_fused_adamw(device: torch.device) -> None:
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(8, device=device))
+    weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([weight], fused=True).step()
+
+
+def _fused_attention(device: torch.device) -> FastPath:
+    """Which fused kernels compute causal attention and its gradient, for which dtypes."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    dtypes_of: dict[str, list[str]] = {}
+    refusals, with_dropout = [], False
+    for label, backend in (
+        ("flash", SDPBackend.FLASH_ATTENTION),
+        ("memory-efficient", SDPBackend.EFFICIENT_ATTENTION),
+        ("cuDNN", SDPBackend.CUDNN_ATTENTION),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            refusal = _refusal(partial(_try_attention, device, backend, dtype, 0.0))
+            if refusal is None:
+                dtypes_of.setdefault(label, []).append(str(dtype).removeprefix("torch."))
+                with_dropout |= _refusal(partial(_try_attention, device, backend, dtype, 0.1)) is None
+            else:
+                refusals.append(f"{label}: {refusal}")
+    name = f"fused attention on {device.type}"
+    if not dtypes_of:
+        return FastPath(name, False, refusals[0])
+    kernels = ", ".join(f"{label} ({', '.join(dtypes)})" for label, dtypes in dtypes_of.items())
+    return FastPath(name, True, kernels if with_dropout else f"{kernels}; none with dropout")
+
+
+def _try_attention(device: torch.device, backend: Any, dtype: torch.dtype, dropout: float) -> None:
+    import torch
+    from torch.nn.attention import sdpa_kernel
+
+    # Batch 1, 2 heads, 16 tokens, head size 64.
+    query = torch.zeros(1, 2, 16, 64, device=device, dtype=dtype, requires_grad=True)
+    with sdpa_kernel(backend):
+        attend = torch.nn.functional.scaled_dot_product_attention
+        attend(query, query, query, dropout_p=dropout, is_causal=True).sum().backward()
+
+
+def _refusal(attempt: Callable[[], None]) -> str | None:
+    """Why PyTorch does not do it, in one line; None if it does."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            attempt()
+        except (RuntimeError, ValueError) as error:
+            # PyTorch says the reason in warnings, and then only that no kernel is left.
+            reasons = [*(str(warning.message) for warning in caught), str(error)]
+            reasons = [reason.partition(" (Triggered")[0].partition("\n")[0] for reason in reasons]
+            return next((reason for reason in reasons if not reason.endswith(":")), type(error).__name__)
+    return None
+
+
+def _accelerators() -> list[str]:
+    import torch
+
+    if torch.cuda.is_available():
+        found = []
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            found.append(f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+        return found
+    other = torch.accelerator.current_accelerator()
+    # `shardwise train` knows "cpu" and "cuda".
+    return [] if other is None else [f"{other.type}, which `shardwise train` does not use"]
+
+
+def _backends() -> dict[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return {"none": "this PyTorch was built without torch.distributed"}
+    nccl = "used by CUDA ranks" if torch.cuda.is_available() else "no CUDA device here"
+    return {
+        "gloo": "used by CPU ranks" if dist.is_gloo_available() else "not in this PyTorch",
+        "nccl": nccl if dist.is_nccl_available() else "not in this PyTorch",
+        "mpi": "in this PyTorch, not used" if dist.is_mpi_available() else "not in this PyTorch",
+    }
+
+
+def as_table(report: dict[str, Any]) -> str:
+    """``gather``'s report in two columns, no wider than the terminal."""
+    accelerators = report["machine"]["accelerators"] or ["none"]
+    rows = [
+        *report["versions"].items(),
+        ("", ""),
+        ("platform", report["machine"]["platform"]),
+        ("cpu", report["machine"]["cpu"]),
+        *(("accelerator", text) for text in accelerators),
+        ("", ""),
+        *((f"backend {name}", text) for name, text in report["distributed backends"].items()),
+        ("", ""),
+        *((path["name"], f"{'on' if path['on'] else 'off'}: {path['why']}") for path in report["fast paths"]),
+    ]
+    indent = max(len(name) for name, _ in rows) + 2
+    width = max(indent + 30, min(shutil.get_terminal_size().columns, 120))
+    lines = [
+        textwrap.fill(text, width, initial_indent=name.ljust(indent), subsequent_indent=" " * indent).rstrip()
+        for name, text in rows
+    ]
+    return "\n".join(lines)

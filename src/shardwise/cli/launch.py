@@ -1,0 +1,225 @@
+"""Start ranks on this machine by PyTorch's elastic agent, and say in one line why they ended if they failed.
+
+Nothing but the loopback interface is used, and no name is looked up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cli.rank import ENDING_SIGNALS, LAUNCHER_VARIABLE, REPORTS_VARIABLE, FailureReport, Interrupted
+from shardwise.cli.reporting import EXIT_FAILURE, RESUME_HINT, describe, print_error, print_line
+from shardwise.errors import LaunchError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_SHUTDOWN_SECONDS = 5
+_MONITOR_SECONDS = 0.1
+# A rank found killed this much later than another one's failure did not cause it.
+_SAME_MOMENT_SECONDS = 5.0
+
+
+def shardwise_command(*arguments: str) -> list[str]:
+    """The command line that runs ``shardwise ARGUMENTS`` with this interpreter, as a rank's program."""
+    # `-m` puts the current folder first on the path, where a user's random.py would be taken for Python's own. It is
+    # wanted only if this process was started that way.
+    here = bool(sys.path) and sys.path[0] in ("", os.getcwd())
+    return [sys.executable, *([] if here else ["-P"]), "-m", "shardwise", *arguments]
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may run on; logical ones where the system does not tell them apart."""
+    if hasattr(os, "sched_getaffinity"):
+        usable = os.sched_getaffinity(0)
+    else:
+        usable = set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in usable:
+        try:
+            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        except OSError:
+            siblings = str(cpu)
+        cores.add(siblings)
+    return len(cores)
+
+
+def launch_ranks(
+    nproc: int, argv: Sequence[str], *, command: str = "shardwise", debug: bool = False, resumable: bool = False
+) -> int:
+    """Run ``argv`` as ``nproc`` ranks on this machine, and wait for all of them.
+
+    Each finds its place in ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. If one fails,
+    the others are ended within seconds. If this process is killed, the ranks end by themselves, provided that they run
+    inside ``run_command``.
+
+    Args:
+        nproc: number of ranks.
+        argv: the program and its arguments; see ``shardwise_command``.
+        command: what an error line begins with.
+        debug: show stack traces and what the agent logs.
+        resumable: the command can go on from a checkpoint; the line about a killed rank says so.
+
+    Returns:
+        0, or the exit code after the line that says why: 2 for the user's mistakes, 1 for failures.
+
+    Raises:
+        Interrupted: SIGINT, SIGTERM or SIGHUP reached this process; the ranks have ended.
+        LaunchError: the ranks could not be started.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="shardwise-ranks-", ignore_cleanup_errors=True) as name,
+        _environment(_rank_variables(nproc, Path(name), debug)),
+        _signal_handlers_kept(),
+        _no_name_lookups(),
+        contextlib.nullcontext() if debug else _agent_silenced(),
+    ):
+        # Late, because it takes seconds, and once the environment has what keeps it quiet.
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        # One that is ignored (`nohup`) stays ignored.
+        handled = [number.name for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(name) / "agent")),
+            run_id=f"shardwise-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=_MONITOR_SECONDS,
+            signals_to_handle=",".join(handled),
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+        )
+        # The agent expands "${local_rank}" in arguments; ours are to arrive as they are.
+        arguments = [argument.replace("$", "$$") for argument in argv[1:]]
+        try:
+            elastic_launch(config, argv[0])(*arguments)
+        except SignalException as error:
+            raise Interrupted(error.sigval) from None
+        except ChildFailedError as error:
+            return _report(command, nproc, error.failures, FailureReport.read_all(Path(name)), debug, resumable)
+        except Exception as error:
+            raise LaunchError(f"could not start {nproc} ranks: {describe(error)[0]}") from error
+    return 0
+
+
+def _report(
+    command: str,
+    nproc: int,
+    failures: Mapping[int, ProcessFailure],
+    reports: list[FailureReport],
+    debug: bool,
+    resumable: bool,
+) -> int:
+    """Print why the ranks failed, in one line, and return the exit code."""
+    if debug:
+        for report in filter(lambda report: report.trace, reports):
+            print_line(f"rank {report.rank}:\n{report.trace.rstrip()}")
+    # SIGTERM is how the agent ends the other ranks.
+    killed = [item for item in failures.items() if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
+    if killed:
+        rank, failure = min(killed, key=lambda item: item[1].timestamp)
+        if not reports or reports[0].time > failure.timestamp - _SAME_MOMENT_SECONDS:
+            cause = f"rank {rank} (pid {failure.pid}) was killed by {failure.signal_name()}"
+            if failure.exitcode == -signal.SIGKILL:
+                cause += ", by hand or for lack of memory"
+            print_error(command, f"{cause}; {RESUME_HINT}" if resumable else cause)
+            return EXIT_FAILURE
+    if reports:
+        first = reports[0]
+        unanimous = len(reports) == nproc and all(report.message == first.message for report in reports)
+        # A user's mistake reads the same whichever rank finds it first.
+        named = first.exit_code == EXIT_FAILURE and not unanimous
+        print_error(command, f"rank {first.rank}: {first.message}" if named else first.message)
+        return first.exit_code
+    rank, failure = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+    print_error(command, f"rank {rank} (pid {failure.pid}) ended with exit code {failure.exitcode} and no message")
+    return EXIT_FAILURE
+
+
+def _rank_variables(nproc: int, folder: Path, debug: bool) -> dict[str, str]:
+    """What the ranks find in their environment beside what the agent sets; the user's own values go first."""
+    variables = {
+        "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
+        # PyTorch's store looks up the name of 127.0.0.1 for its log; where DNS does not answer, that takes 10 s.
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
+    loopback = next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
+    if loopback is not None:
+        variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = loopback
+    if not debug:
+        # Or each rank that survives another one warns of its closed connection.
+        variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    variables = {name: os.environ.get(name, value) for name, value in variables.items()}
+    return variables | {REPORTS_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within, ``os.environ`` has these values too: the agent hands it to the ranks."""
+    before = {name: os.environ.get(name) for name in (*variables, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Put back the signal handlers that the agent replaces."""
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _no_name_lookups() -> Iterator[None]:
+    """Within, this host's full name is its short one.
+
+    The agent asks for it at every event, for logs that are off; where DNS does not answer, each takes many seconds.
+    """
+    before = socket.getfqdn
+    socket.getfqdn = lambda name="": name or socket.gethostname()
+    try:
+        yield
+    finally:
+        socket.getfqdn = before
+
+
+@contextlib.contextmanager
+def _agent_silenced() -> Iterator[None]:
+    """Within, the agent logs nothing: its warnings say what our one line says."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler, propagate = logging.NullHandler(), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)

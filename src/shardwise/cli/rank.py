@@ -1,0 +1,200 @@
+"""What a process does because others run beside it: end when told to, end when its launcher died, say why it failed.
+
+A rank that waits in a collective is inside C++ code, where Python's signal handlers do not run. So a thread watches for
+the signal too, and ends the process if the main thread has not done so itself within ``GRACE_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from shardwise.errors import ConfigError
+
+REPORTS_VARIABLE = "SHARDWISE_RANK_REPORTS"
+"""Environment variable: the folder where ranks leave their FailureReport for the launcher to print."""
+
+LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
+"""Environment variable: process id of the launcher, without which a rank does not go on."""
+
+GRACE_SECONDS = 2.0
+"""How long a rank that was told to end may take to do so by itself."""
+
+ENDING_SIGNALS = tuple(
+    signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in signal.Signals.__members__
+)
+"""The signals that ask a process to end, as far as this system has them."""
+
+_POLL_SECONDS = 0.5
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked this process to end; a KeyboardInterrupt, so that code which tidies up after Ctrl-C does here too.
+
+    Attributes:
+        signal: the signal.
+        exit_code: what shells report for it, 128 plus its number.
+    """
+
+    def __init__(self, signum: int) -> None:
+        self.signal = signal.Signals(signum)
+        self.exit_code = 128 + signum
+        super().__init__(f"ended by {self.signal.name}")
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why a rank failed.
+
+    Attributes:
+        rank: global rank.
+        message: one line; empty if there is nothing to say (its output was closed).
+        exit_code: 2 for the user's mistakes, 1 for failures.
+        time: seconds since the epoch.
+        trace: the stack trace.
+        in_collective: a collective failed, which the failure of another rank may have caused.
+    """
+
+    rank: int
+    message: str
+    exit_code: int
+    time: float
+    trace: str = ""
+    in_collective: bool = False
+
+    def write(self, folder: Path) -> None:
+        """Leave the report in ``folder``, complete or not at all."""
+        path = folder / f"rank{self.rank}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        temporary.replace(path)
+
+    @classmethod
+    def read_all(cls, folder: Path) -> list[FailureReport]:
+        """The reports in ``folder``, the likeliest cause first: the earliest, and those of failed collectives last."""
+        reports = [cls(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank*.json")]
+        return sorted(reports, key=lambda report: (report.in_collective, report.time))
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What a launcher told this process through the environment.
+
+    Attributes:
+        rank: global rank.
+        world_size: number of ranks.
+        reports: folder for this rank's FailureReport; None if the launcher is not ours.
+        launcher_pid: process without which this rank does not go on; None if that is not known.
+        attempt: folder that torchrun gives the ranks of this host; None if it does not.
+    """
+
+    rank: int
+    world_size: int
+    reports: Path | None = None
+    launcher_pid: int | None = None
+    attempt: Path | None = None
+
+    @classmethod
+    def read(cls) -> RankEnvironment | None:
+        """From ``RANK``, ``WORLD_SIZE`` and what else launchers set; None if this process is not a rank of several.
+
+        Raises:
+            ConfigError: only one of the two is set, or they are no numbers that fit.
+        """
+        rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+        if rank is None and world_size is None:
+            return None
+        try:
+            numbers = int(rank or ""), int(world_size or "")
+        except ValueError:
+            numbers = (0, 0)
+        if not 0 <= numbers[0] < numbers[1]:
+            raise ConfigError(
+                f"the environment has RANK={rank} and WORLD_SIZE={world_size}, which only a launcher sets; unset both"
+            )
+        folder, launcher = os.environ.get(REPORTS_VARIABLE), os.environ.get(LAUNCHER_VARIABLE)
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if launcher is None and "TORCHELASTIC_RUN_ID" in os.environ:
+            launcher = str(os.getppid())
+        return cls(
+            *numbers,
+            reports=Path(folder) if folder else None,
+            launcher_pid=int(launcher) if launcher else None,
+            # The error file is ATTEMPT/LOCAL_RANK/error.json.
+            attempt=Path(error_file).parent.parent if error_file else None,
+        )
+
+
+@contextlib.contextmanager
+def signals_raise(*, once: bool) -> Iterator[None]:
+    """Within, SIGINT, SIGTERM and SIGHUP raise Interrupted; one that is ignored (``nohup``) stays so.
+
+    Args:
+        once: what a second signal does: nothing if True, for a rank, which its guard ends; end the process if False.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(signum: int, frame: FrameType | None) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN if once else signal.SIG_DFL)
+        raise Interrupted(signum)
+
+    before = {each: signal.getsignal(each) for each in ENDING_SIGNALS}
+    before = {each: handler for each, handler in before.items() if handler is not signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, handle)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def start_guard(launcher_pid: int | None) -> None:
+    """Start the thread that ends this process when the main thread cannot: on a signal, or when the launcher died.
+
+    Call it once, in the main thread, after ``signals_raise``.
+
+    Args:
+        launcher_pid: the parent process to watch; None watches signals alone.
+    """
+    receive, send = os.pipe()
+    os.set_blocking(send, False)
+    # The interpreter writes each signal's number here at once, whatever the main thread is doing.
+    signal.set_wakeup_fd(send, warn_on_full_buffer=False)
+
+    def watch() -> NoReturn:
+        signum = 0
+        while signum not in ENDING_SIGNALS:
+            readable, _, _ = select.select([receive], [], [], _POLL_SECONDS)
+            if readable:
+                signum = os.read(receive, 1)[0]
+            elif launcher_pid is not None and os.getppid() != launcher_pid:
+                signum = signal.SIGTERM
+                os.kill(os.getpid(), signum)
+        time.sleep(GRACE_SECONDS)
+        os._exit(128 + signum)
+
+    threading.Thread(target=watch, name="shardwise-guard", daemon=True).start()
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End a rank that failed, at once: its process group's destructors would wait for the other ranks, and complain."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)

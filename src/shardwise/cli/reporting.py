@@ -1,0 +1,240 @@
+"""Every error becomes one line and an exit code: 2 for the user's mistakes, 1 for failures, 130 and 143 for signals."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from itertools import pairwise
+from pathlib import Path
+from typing import TextIO
+
+from shardwise.cli.rank import FailureReport, Interrupted, RankEnvironment, leave, signals_raise, start_guard
+from shardwise.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ShardingError,
+    ShardwiseError,
+    TopologyError,
+    VocabularyError,
+)
+
+EXIT_FAILURE = 1
+EXIT_MISTAKE = 2
+EXIT_CLOSED_OUTPUT = 141  # What shells report for SIGPIPE.
+
+RESUME_HINT = "the last checkpoint stands: run the same command with --resume auto"
+
+_MISTAKES = (ConfigError, DataError, ShardingError, VocabularyError, CheckpointError, TopologyError)
+_PATH_MISTAKES = {
+    errno.ENOENT,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
+_LONGEST_MESSAGE = 400
+_HEAR_OTHERS_SECONDS = 1.0
+
+
+def describe(error: BaseException) -> tuple[str, int]:
+    """One line that says what went wrong, and the exit code.
+
+    An error that nobody foresaw is named with its type, cut to a few hundred characters, and pointed to ``--debug``.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, ShardwiseError):
+        return text or type(error).__name__, EXIT_MISTAKE if isinstance(error, _MISTAKES) else EXIT_FAILURE
+    if isinstance(error, OSError) and error.strerror:
+        names = " -> ".join(os.fsdecode(name) for name in (error.filename, error.filename2) if _is_path(name))
+        reason = f"{names}: {error.strerror}" if names else error.strerror
+        return reason, EXIT_MISTAKE if error.errno in _PATH_MISTAKES else EXIT_FAILURE
+    if len(text) > _LONGEST_MESSAGE:
+        text = text[:_LONGEST_MESSAGE] + "..."
+    named = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{named}; run again with --debug for the stack trace", EXIT_FAILURE
+
+
+def _is_path(name: object) -> bool:
+    return isinstance(name, str | bytes | os.PathLike)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` was most likely meant to be, or None.
+
+    ``tp`` finds ``parallel.tp``: a name whose last part is the same comes first.
+    """
+    known = list(known)
+    last = name.rpartition(".")[2]
+    same_last = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
+    close = get_close_matches(name, same_last, 1, 0.0) or get_close_matches(name, known, 1)
+    return close[0] if close else None
+
+
+def print_line(line: str) -> None:
+    """Print one line on stderr; over what a progress bar left there if it is a terminal."""
+    clear = "\r\033[K" if sys.stderr.isatty() else ""
+    with contextlib.suppress(BrokenPipeError):
+        print(clear + line, file=sys.stderr, flush=True)
+
+
+def print_error(command: str, message: str) -> None:
+    """Print ``COMMAND: error: MESSAGE``; nothing if there is no message."""
+    if message:
+        print_line(f"{command}: error: {message}")
+
+
+def run_command(command: str, body: Callable[[], int | None], *, debug: bool = False, resumable: bool = False) -> int:
+    """Run a command to its exit code, with every error made one line.
+
+    In a rank of several (``RANK`` and ``WORLD_SIZE`` are set) the line goes to the launcher, which prints one for all;
+    under ``torchrun`` the first rank of a host to have it prints it. A rank that fails does not return from here.
+
+    Args:
+        command: what the line begins with, such as ``shardwise train``.
+        body: the command; None is success.
+        debug: show the stack trace too.
+        resumable: the command can go on from a checkpoint after an interruption, and the line says how.
+
+    Returns:
+        0, 1 or 2; 128 and the signal's number after SIGINT or SIGTERM; 141 if nobody reads the output.
+    """
+    try:
+        environment = RankEnvironment.read()
+    except ConfigError as error:
+        print_error(command, str(error))
+        return EXIT_MISTAKE
+    try:
+        with signals_raise(once=environment is not None):
+            if environment is not None:
+                start_guard(environment.launcher_pid)
+            code = _run(command, body, environment, debug, resumable)
+    except Interrupted as interruption:  # Before the command began, or while its end was being reported.
+        code = interruption.exit_code
+    if environment is not None and code != 0:
+        leave(code)
+    return code
+
+
+def _run(
+    command: str, body: Callable[[], int | None], environment: RankEnvironment | None, debug: bool, resumable: bool
+) -> int:
+    try:
+        code = body() or 0
+        sys.stdout.flush()
+        return code
+    except Interrupted as interruption:
+        _report_interruption(command, interruption, environment, resumable)
+        return interruption.exit_code
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print_error(command, end.code)
+            return EXIT_MISTAKE
+        return int(end.code or 0)
+    except BrokenPipeError as error:
+        return _report_broken_pipe(command, error, environment, debug)
+    except Exception as error:
+        return _report_failure(command, error, environment, debug)
+
+
+def _report_interruption(
+    command: str, interruption: Interrupted, environment: RankEnvironment | None, resumable: bool
+) -> None:
+    line = f"{command}: interrupted; continue with --resume auto" if resumable else f"{command}: interrupted"
+    if environment is None:
+        print_line(line)
+    elif environment.reports is not None:
+        _leave_report(environment, FailureReport(environment.rank, str(interruption), EXIT_FAILURE, time.time()))
+    # torchrun also sends SIGTERM, when another rank failed: that is no news.
+    elif interruption.signal is signal.SIGINT:
+        _print_first(environment, line)
+
+
+def _report_broken_pipe(command: str, error: BrokenPipeError, environment: RankEnvironment | None, debug: bool) -> int:
+    closed = [stream for stream in (sys.stdout, sys.stderr) if _nobody_reads(stream)]
+    if not closed:
+        return _report_failure(command, error, environment, debug)
+    for stream in closed:
+        # The interpreter flushes once more at exit, and would complain.
+        with open(os.devnull, "wb") as sink:
+            os.dup2(sink.fileno(), stream.fileno())
+    if environment is not None:
+        _leave_report(environment, FailureReport(environment.rank, "", EXIT_CLOSED_OUTPUT, time.time()))
+    return EXIT_CLOSED_OUTPUT
+
+
+def _nobody_reads(stream: TextIO) -> bool:
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # A replaced stream, such as a StringIO.
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def _report_failure(command: str, error: Exception, environment: RankEnvironment | None, debug: bool) -> int:
+    message, code = describe(error)
+    trace = "".join(traceback.format_exception(error))
+    line = f"{command}: error: {message}"
+    if environment is None:
+        print_line(f"{trace}{line}" if debug else line)
+        return code
+    in_collective = _failed_in_collective(error)
+    report = FailureReport(environment.rank, message, code, time.time(), trace, in_collective)
+    if not _leave_report(environment, report):
+        if debug:
+            print_line(trace.rstrip())
+        _print_first(environment, line)
+    if in_collective:
+        # Another rank's failure ended the collective, and that rank may still be tidying up: let it be heard first.
+        with contextlib.suppress(Interrupted):
+            time.sleep(_HEAR_OTHERS_SECONDS)
+    return code
+
+
+def _failed_in_collective(error: BaseException) -> bool:
+    """Whether the error comes out of a collective, which fails on every rank that waits for one that failed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    folders = Path(frames[-1].filename).parts[:-1] if frames else ()
+    pairs = set(pairwise(folders))
+    return ("torch", "distributed") in pairs or ("shardwise", "collectives") in pairs
+
+
+def _leave_report(environment: RankEnvironment, report: FailureReport) -> bool:
+    """Leave the launcher a report; False if it does not want one or there is no room on the disk for it."""
+    if environment.reports is None:
+        return False
+    try:
+        report.write(environment.reports)
+    except OSError:
+        return False
+    return True
+
+
+def _print_first(environment: RankEnvironment, line: str) -> None:
+    """Print ``line`` unless another rank of this host did."""
+    if environment.attempt is not None:
+        name = f"printed-{hashlib.sha256(line.encode()).hexdigest()[:16]}"
+        try:
+            (environment.attempt / name).touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # Better twice than never.
+    print_line(line)

@@ -1,0 +1,157 @@
+"""Text from a model, one token at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.collectives.agreement import check_same
+from shardwise.errors import ConfigError, VocabularyError
+from shardwise.inference.cache import PreallocatedCache
+from shardwise.inference.sampling import Sampling, sample_next_token
+from shardwise.models.gpt import GPTModel
+from shardwise.sharding import balanced_range
+
+
+def generate(
+    model: GPTModel,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    eos_id: int | None = None,
+    on_token: Callable[[int], None] | None = None,
+) -> list[int]:
+    """Continue a prompt.
+
+    Every rank of the model's tensor-parallel group calls it with the same arguments and gets the same tokens; the same
+    seed gives the same tokens at every size of the group, up to rounding of the logits.
+
+    The model reads at most its ``max_sequence_length`` tokens. Of a longer prompt it reads the last ones. When the
+    context is full, its older half is dropped and the rest is read anew from position 0, so that text of any length
+    can be generated; a token then follows from at least the ``max_sequence_length // 2`` tokens before it.
+
+    The model is in evaluation mode meanwhile. PyTorch's default random generators are not used.
+
+    Args:
+        model: built without sequence parallelism.
+        prompt_ids: token ids; may be empty if ``eos_id`` is given, from which the model then starts, as from the end of
+            the text before.
+        max_new_tokens: most tokens to generate.
+        sampling: how a token is chosen.
+        seed: of the choices, from 0 to 2**63 - 1.
+        eos_id: the token that ends the text.
+        on_token: called with each token as soon as it is chosen, on every rank. What it raises ends the generation on
+            its rank.
+
+    Returns:
+        The new tokens, without the prompt and without ``eos_id``.
+
+    Raises:
+        ConfigError: sequence parallelism, no prompt, a negative ``max_new_tokens``, or a seed out of range.
+        VocabularyError: a token of the prompt or ``eos_id`` outside the vocabulary.
+        DesyncError: the ranks were given different arguments.
+        DivergenceError: the logits are infinite or not numbers.
+    """
+    vocab_size = model.vocab_size
+    assert vocab_size is not None
+    # Before the other checks, so that a mistake on one rank leaves no rank waiting.
+    prompt_sha256 = hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()
+    asked = f"prompt SHA-256 {prompt_sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_id=}"
+    check_same(asked, "what to generate", group=model.tp_group)
+    _check_arguments(model, prompt_ids, max_new_tokens, seed, eos_id, vocab_size)
+
+    window = model.max_sequence_length
+    context = list(prompt_ids) if eos_id is None or prompt_ids else [eos_id]
+    context = context[-window:]
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    cache = PreallocatedCache.for_model(model, batch_size=1, capacity=min(window, len(context) + max_new_tokens))
+    new_tokens: list[int] = []
+    unread = context
+    with _evaluation(model):
+        while len(new_tokens) < max_new_tokens:
+            logits = _next_logits(model, unread, cache, vocab_size)
+            chosen = sample_next_token(
+                logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generator
+            )
+            token = int(chosen)
+            if token == eos_id:
+                break
+            new_tokens.append(token)
+            if on_token is not None:
+                on_token(token)
+            context.append(token)
+            unread = [token]
+            if len(context) > window:
+                context = context[-max(1, window // 2) :]
+                unread = context
+                cache.truncate(0)
+    return new_tokens
+
+
+def sequence_log_probs(model: GPTModel, input_ids: Tensor) -> Tensor:
+    """The log-probability of each token after the ones before it, from one pass over whole sequences.
+
+    Args:
+        model: put in evaluation mode meanwhile.
+        input_ids: ``[b, s]``, at least 2 tokens each.
+
+    Returns:
+        ``[b, s - 1]``, of the tokens from the second on; fp32 (fp64 for an fp64 model), the same on every rank.
+
+    Raises:
+        ShardingError: the sequences are longer than the model's ``max_sequence_length`` and one.
+        VocabularyError: a token outside the vocabulary.
+    """
+    with _evaluation(model):
+        loss: Tensor = model(input_ids[:, :-1], labels=input_ids[:, 1:])
+    return -loss
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode is restored, whatever it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        # Not inference_mode: a buffer first made under it and kept could not be used in training afterwards.
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _next_logits(model: GPTModel, unread: Sequence[int], cache: PreallocatedCache, vocab_size: int) -> Tensor:
+    """``[1, v/t]``: read the tokens that follow those in the cache, and return the logits of the one after them."""
+    device = model.word_embeddings.weight.device
+    positions = torch.arange(cache.length, cache.length + len(unread), device=device)
+    logits: Tensor = model(torch.tensor([unread], device=device), positions, cache=cache)[-1]
+    if not model.parallel_output:
+        start, stop = balanced_range(vocab_size, model.tp_group.size(), model.tp_group.rank())
+        logits = logits[:, start:stop]
+    return logits
+
+
+def _check_arguments(
+    model: GPTModel, prompt_ids: Sequence[int], max_new_tokens: int, seed: int, eos_id: int | None, vocab_size: int
+) -> None:
+    if model.sequence_parallel:
+        raise ConfigError(
+            "generation reads one token at a time, which sequence parallelism cannot split over the "
+            f"{model.tp_group.size()} ranks; build the model with sequence_parallel=False, its weights are the same"
+        )
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must not be negative")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed is {seed}; it must be from 0 to 2**63 - 1")
+    if not prompt_ids and eos_id is None:
+        raise ConfigError("the prompt is empty; give at least one token, or an eos_id to start from")
+    for what, token in (*((f"prompt_ids[{i}]", token) for i, token in enumerate(prompt_ids)), ("eos_id", eos_id)):
+        if token is not None and not 0 <= token < vocab_size:
+            raise VocabularyError(f"{what} is {token}, outside the vocabulary of {vocab_size} ids")

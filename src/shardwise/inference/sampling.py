@@ -1,0 +1,190 @@
+r"""The choice of the next token from logits that are split over the ranks.
+
+Every rank holds ``x``, the logits of its part of the vocabulary. Sampling from ``softmax(x / T)`` is an argmax in
+disguise (the Gumbel-max trick): with ``u`` uniform on (0, 1), one number for each id,
+
+    argmax_i  x_i + T · (-log(-log u_i))
+
+is a sample. So greedy choice and sampling are one small all-gather: every rank's best score and its id. Top-k gathers k
+candidates of every rank, and top-p without top-k all logits, since its threshold needs their sum in order.
+
+Every rank draws ``u`` for the *whole* vocabulary from a generator of the same seed. The noise thereby belongs to the
+id, not to a rank or to a place in a list: the same seed gives the same text at every tensor-parallel size. Where the
+logits at two sizes differ by their last bits, a choice differs only between scores as close as that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives.primitives import all_gather
+from shardwise.errors import ConfigError, DivergenceError, ShardingError
+from shardwise.sharding import balanced_range, balanced_sizes
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: temperature first, then top-k, then top-p of what is left.
+
+    Attributes:
+        temperature: logits are divided by it; under 1 favours likely tokens. 0 always takes the likeliest.
+        top_k: choose among this many likeliest tokens; 0 is off.
+        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum, over 0 and at most 1; 1 is
+            off.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"temperature is {self.temperature}; it must be a number of at least 0 (0 is greedy)")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; it must be at least 0 (0 is off)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must be over 0 and at most 1 (1 is off)")
+
+
+GREEDY = Sampling(temperature=0.0)
+"""Always the likeliest token."""
+
+
+def vocab_parallel_argmax(scores: Tensor, *, vocab_size: int, group: ProcessGroup) -> Tensor:
+    """The id of the highest score over all ranks; of equal scores the lowest id, at every number of ranks.
+
+    Layout V -> I: one all-gather of 16 bytes per row and rank.
+
+    Args:
+        scores: ``[b, v/t]``, this rank's part of the vocabulary by the balanced rule; not modified.
+        vocab_size: size of the whole vocabulary.
+        group: the ranks that split it.
+
+    Returns:
+        ``[b]``, int64, the same on every rank.
+
+    Raises:
+        ShardingError: ``scores`` is not this rank's part of the vocabulary.
+        DivergenceError: the highest score of a row is infinite or not a number; on every rank.
+    """
+    start = _check_shard(scores, vocab_size, group)
+    scores = _without_nan(scores)
+    # argmax, unlike topk, promises the first of equals.
+    index = scores.argmax(dim=-1, keepdim=True)
+    best = torch.stack((scores.gather(1, index), (index + start).double()), dim=-1)
+    values, ids = all_gather(best, group=group, dim=1).unbind(-1)
+    return _pick_highest(values, ids)
+
+
+def sample_next_token(
+    logits: Tensor, sampling: Sampling, *, vocab_size: int, group: ProcessGroup, generator: torch.Generator
+) -> Tensor:
+    """Choose a token for each row of split logits.
+
+    Layout V -> I: one all-gather, per row and rank of 16 bytes (``min(k, v/t)`` times as many with top-k, ``v/t`` times
+    with top-p alone).
+
+    Args:
+        logits: ``[b, v/t]``, this rank's part of the vocabulary by the balanced rule; not modified.
+        sampling: how to choose.
+        vocab_size: size of the whole vocabulary.
+        group: the ranks that split it.
+        generator: of the CPU, in the same state on every rank; ``b * vocab_size`` numbers are drawn, none if greedy.
+
+    Returns:
+        ``[b]`` ids, int64, the same on every rank.
+
+    Raises:
+        ShardingError: ``logits`` is not this rank's part of the vocabulary.
+        DivergenceError: the logits are infinite or not numbers; on every rank.
+    """
+    if sampling.temperature == 0 or sampling.top_k == 1:
+        return vocab_parallel_argmax(logits, vocab_size=vocab_size, group=group)
+    start = _check_shard(logits, vocab_size, group)
+    uniform = torch.rand(logits.size(0), vocab_size, generator=generator, dtype=torch.float64, device="cpu")
+    # Times the temperature, where the formula above could divide by it: no overflow at a small one.
+    noise = (-uniform.log()).log_().mul_(-sampling.temperature).to(logits.device)
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        local_noise = noise[:, start : start + logits.size(1)]
+        return vocab_parallel_argmax(logits + local_noise, vocab_size=vocab_size, group=group)
+    values, ids = _gather_candidates(_without_nan(logits), start, sampling.top_k or vocab_size, vocab_size, group)
+    if sampling.top_p < 1:
+        values = _keep_top_p(values, sampling.top_p, sampling.temperature)
+    return _pick_highest(values + noise.gather(1, ids.long()), ids)
+
+
+def _check_shard(scores: Tensor, vocab_size: int, group: ProcessGroup) -> int:
+    """The first id of this rank's part of the vocabulary."""
+    t, rank = group.size(), group.rank()
+    if vocab_size < t:
+        raise ShardingError(f"a vocabulary of {vocab_size} ids is too small for {t} ranks; each needs at least one")
+    start, stop = balanced_range(vocab_size, t, rank)
+    if scores.dim() != 2 or scores.size(1) != stop - start:
+        raise ShardingError(
+            f"rank {rank} of {t} holds {stop - start} of {vocab_size} ids; pass scores of shape "
+            f"[batch, {stop - start}], not {list(scores.shape)}"
+        )
+    return start
+
+
+def _without_nan(scores: Tensor) -> Tensor:
+    """In double precision, and NaN as infinity: it wins on whichever rank it is, so that all ranks refuse it alike."""
+    scores = scores.double()
+    return torch.where(scores.isnan(), torch.inf, scores)
+
+
+def _pick_highest(values: Tensor, ids: Tensor) -> Tensor:
+    """The id of each row's highest value; the first of equals, so ``ids`` come in ascending order."""
+    index = values.argmax(dim=-1, keepdim=True)
+    if not values.gather(1, index).isfinite().all():
+        raise DivergenceError(
+            "the model's logits are infinite or not numbers, so that no token can be chosen: its weights have "
+            "diverged; use an earlier checkpoint or train with a lower learning rate"
+        )
+    return ids.gather(1, index).squeeze(1).long()
+
+
+def _gather_candidates(
+    logits: Tensor, start: int, top_k: int, vocab_size: int, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` highest logits of all ranks and their ids, both ``[b, k]`` in double precision, in order of ids."""
+    ids = torch.arange(start, start + logits.size(1), device=logits.device).double().expand_as(logits)
+    candidates = _top_k_in_order(torch.stack((logits, ids), dim=-1), top_k)
+    sizes = [min(top_k, size) for size in balanced_sizes(vocab_size, group.size())]
+    candidates = all_gather(candidates, group=group, dim=1, sizes=sizes)
+    values, ids = _top_k_in_order(candidates, top_k).unbind(-1)
+    return values, ids
+
+
+def _top_k_in_order(candidates: Tensor, k: int) -> Tensor:
+    """``[b, n, 2]`` pairs of value and id to the ``[b, k, 2]`` of highest value, their order kept.
+
+    Of equal values the first are taken, on which ``torch.topk`` makes no promise.
+    """
+    values = candidates[..., 0]
+    if k >= values.size(1):
+        return candidates
+    threshold = values.topk(k, dim=1).values[:, -1:]
+    above = values > threshold
+    equal = values == threshold
+    kept = above | (equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    return candidates[kept].view(-1, k, 2)
+
+
+def _keep_top_p(values: Tensor, top_p: float, temperature: float) -> Tensor:
+    """``values`` ``[b, n]`` with -inf for all but the fewest whose probabilities sum to at least ``top_p``."""
+    ordered, order = values.sort(dim=1, descending=True, stable=True)
+    probabilities = ((ordered - ordered[:, :1]) / temperature).softmax(dim=1)
+    before = probabilities.cumsum(1) - probabilities
+    # Not even an infinite value, whose probability is no number, may drop the first.
+    dropped = ~(before < top_p)
+    dropped[:, 0] = False
+    return values.masked_fill(torch.zeros_like(dropped).scatter_(1, order, dropped), -torch.inf)

@@ -1,0 +1,126 @@
+"""What the ranks of the launch tests run: ``python rank_program.py BEHAVIOUR FOLDER``.
+
+It imports PyTorch only where the behaviour says so, and so starts at once.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from shardwise.cli.reporting import run_command
+from shardwise.errors import ConfigError, LaunchError
+
+RANK = int(os.environ["RANK"])
+
+
+def succeed(folder: Path) -> None:
+    (folder / f"rank{RANK}.json").write_text(json.dumps({"argv": sys.argv[1:], "environment": dict(os.environ)}))
+
+
+def all_mistaken(folder: Path) -> None:
+    raise ConfigError("the corpus is empty")
+
+
+def one_breaks(folder: Path) -> None:
+    """Rank 1 has a bug; the others wait for it in a collective."""
+    if RANK == 1:
+        raise ZeroDivisionError("division\nby zero")
+    hang()
+
+
+def peers_notice(folder: Path) -> None:
+    """Rank 1 is killed; the others get an error from their collective at once."""
+    (folder / f"pid{RANK}").write_text(str(os.getpid()))
+    wait_for(folder / "pid1")
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise LaunchError("connection closed by peer")
+
+
+def one_is_killed(folder: Path) -> None:
+    """Rank 1 is killed; the others wait for it in a collective."""
+    (folder / f"pid{RANK}").write_text(str(os.getpid()))
+    if RANK == 1:
+        wait_for(folder / "pid0")
+        os.kill(os.getpid(), signal.SIGKILL)
+    hang()
+
+
+def one_breaks_among_collectives(folder: Path) -> None:
+    """Rank 1 has a bug between two collectives of real groups."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        dist.all_reduce(torch.ones(1))
+        if RANK == 1:
+            raise ZeroDivisionError("division by zero")
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
+        # The other rank hears of it now, and reports first.
+        time.sleep(0.2 * RANK)
+
+
+def one_is_killed_among_collectives(folder: Path) -> None:
+    """Rank 1 is killed between two collectives of real groups."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def one_exits(folder: Path) -> None:
+    """Rank 1 ends without a word."""
+    if RANK == 1:
+        os._exit(7)
+    hang()
+
+
+def output_closed(folder: Path) -> None:
+    """Rank 0 prints where nobody reads."""
+    if RANK == 0:
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, sys.stdout.fileno())
+        print("x" * 100_000)
+    hang()
+
+
+def rank_0_sleeps(folder: Path) -> None:
+    """Rank 0 is in Python code, the others in a collective; both until told to end."""
+    (folder / f"pid{RANK}").write_text(str(os.getpid()))
+    if RANK != 0:
+        hang()
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        (folder / "tidied").touch()
+        raise
+
+
+def hang() -> None:
+    """Block as in a collective: in C code, without Python's lock, where signal handlers do not run."""
+    library = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(256)
+    library.pthread_mutex_init(mutex, None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("program", lambda: globals()[sys.argv[1]](Path(sys.argv[2]))))

@@ -1,0 +1,157 @@
+"""Defaults, TOML file and flags become settings; a mistake in them becomes one line."""
+
+import dataclasses
+import re
+
+import pytest
+
+from shardwise.cli.arguments import parse_train_arguments
+from shardwise.errors import ConfigError
+from shardwise.training.settings import Settings
+
+
+def settings(*argv):
+    return parse_train_arguments(argv).settings
+
+
+@pytest.fixture
+def toml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text):
+        (tmp_path / "run.toml").write_text(text)
+        return "--config", "run.toml"
+
+    return write
+
+
+def test_flags_override_the_file_which_overrides_the_defaults(toml):
+    config = toml(
+        'data = ["a", "b"]\nresume = "auto"\n[model]\nnum_layers = 7\nffn-hidden-size = 96\n[optimizer]\nepsilon = 1\n'
+    )
+    arguments = parse_train_arguments(
+        [*config, "--model.num-layers", "8", "--parallel.tp=2", "--model.no-tie-embeddings", "--nproc", "4"]
+    )
+    expected = Settings(data=("a", "b"), resume="auto")
+    expected = dataclasses.replace(
+        expected,
+        model=dataclasses.replace(expected.model, num_layers=8, ffn_hidden_size=96, tie_embeddings=False),
+        optimizer=dataclasses.replace(expected.optimizer, epsilon=1.0),
+        parallel=dataclasses.replace(expected.parallel, tp=2),
+    )
+    assert arguments.settings == expected
+    assert isinstance(arguments.settings.optimizer.epsilon, float)
+    assert (arguments.nproc, arguments.debug) == (4, False)
+
+
+def test_without_a_file_or_flags_the_defaults_stand():
+    arguments = parse_train_arguments(["--data", "a", "b", "--debug"])
+    assert arguments.settings == Settings(data=("a", "b"))
+    assert (arguments.nproc, arguments.debug) == (None, True)
+
+
+def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
+    config = toml('data = ["a"]\n[model]\nhidden_size = 36\n')
+    assert settings(*config, "--model.num-heads", "6").model.num_heads == 6
+    # 36 / 4 is odd, which rotary positions cannot have.
+    with pytest.raises(ConfigError, match="36 / 4 is odd"):
+        settings(*config)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model.num-layerz", "3"], "unknown flag --model.num-layerz; did you mean --model.num-layers?"),
+        (["--tp=2"], "unknown flag --tp; did you mean --parallel.tp?"),
+        (["--qqqqqq"], "unknown flag --qqqqqq; see --help"),
+        (["--model.num-layers", "x"], "--model.num-layers is 'x'; it must be an integer"),
+        (["--model.num-layers", "3.5"], "--model.num-layers is '3.5'; it must be an integer"),
+        (["--model.num-query-groups", "x"], "--model.num-query-groups is 'x'; it must be an integer"),
+        (["--optimizer.beta1", "x"], "--optimizer.beta1 is 'x'; it must be a number"),
+        (["--model.num-layers"], "--model.num-layers needs a value"),
+        (["--out", "--data", "a"], "--out needs a value"),
+        (["--config"], "--config needs a value"),
+        (["--resume", "yes"], "--resume is 'yes'; it must be one of 'auto', 'never', 'restart'"),
+        (["stray"], "no flag takes stray"),
+        (["--data", "a", "--data", "b"], "--data is given twice; write all its values after one --data"),
+        (["--debug", "1"], "--debug takes no value, got '1'"),
+        (
+            ["--model.tie-embeddings=False"],
+            "--model.tie-embeddings takes no value, got 'False'; "
+            "write --model.tie-embeddings or --model.no-tie-embeddings",
+        ),
+        ([], "no text to train on; pass --data with files or folders, or --data stdlib"),
+        (["--data"], "no text to train on; pass --data with files or folders, or --data stdlib"),
+        (["--data", "a", "--model.dropout", "2"], "model.dropout is 2.0; it must be at least 0 and under 1"),
+        (["--data", "a", "--nproc", "0"], "--nproc is 0; it must be at least 1"),
+    ],
+)
+def test_a_mistake_in_the_flags_is_one_line(argv, message, capfd):
+    with pytest.raises(ConfigError) as caught:
+        parse_train_arguments(argv)
+    assert str(caught.value) == message
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nnum_layer = 3", "run.toml: unknown setting model.num_layer; did you mean model.num_layers?"),
+        ("num_layers = 3", "run.toml: unknown setting num_layers; did you mean model.num_layers?"),
+        ("qqqqqq = 3", "run.toml: unknown setting qqqqqq"),
+        ('"model.num_layers" = 3', "run.toml: unknown setting model.num_layers; did you mean model.num_layers?"),
+        ("model = 3", "run.toml: model must be a table, [model], got 3"),
+        ('[model]\nnum_layers = "3"', "run.toml: model.num_layers is '3'; it must be an integer"),
+        ("[model]\nnum_layers = 3.0", "run.toml: model.num_layers is 3.0; it must be an integer"),
+        ("[model]\nnum_layers = true", "run.toml: model.num_layers is True; it must be an integer"),
+        ("[model]\nffn_hidden_size = []", "run.toml: model.ffn_hidden_size is []; it must be an integer"),
+        ("[model]\ntie_embeddings = 1", "run.toml: model.tie_embeddings is 1; it must be true or false"),
+        ('[model]\ndropout = "x"', "run.toml: model.dropout is 'x'; it must be a number"),
+        ("out = 3", "run.toml: out is 3; it must be a string"),
+        ('data = "a"', 'run.toml: data is \'a\'; it must be a list of strings, such as ["a.txt", "b"]'),
+        ('resume = "yes"', "run.toml: resume is 'yes'; it must be one of 'auto', 'never', 'restart'"),
+        ("x =\ny = 2", "run.toml is not TOML: Invalid value (at line 1, column 4)"),
+        ('data = ["a"]\n[model]\nnum_layers = 0', "model.num-layers is 0; it must be at least 1"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(toml, text, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_train_arguments(toml(text))
+    assert str(caught.value) == message
+
+
+def test_a_file_that_is_not_text_is_not_toml(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))} is not TOML: "):
+        parse_train_arguments(["--config", str(path)])
+
+
+def test_a_file_that_is_missing_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        parse_train_arguments([f"--config={tmp_path / 'none.toml'}"])
+
+
+def test_help_explains_every_setting_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        parse_train_arguments(["--help", "--config", "none.toml"])
+    assert caught.value.code == 0
+    text, error = capsys.readouterr()
+    assert error == ""
+    assert "\033" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.replace("│", " ").split())
+    defaults = Settings(data=("x",))
+    for field in dataclasses.fields(defaults):
+        part = getattr(defaults, field.name)
+        if not dataclasses.is_dataclass(part):
+            continue
+        for setting in dataclasses.fields(part):
+            flag = f"--{field.name}.{setting.name}".replace("_", "-")
+            # The flag, what it takes, an explanation of a few words, the default.
+            entry = re.search(rf"{flag}(?:,| [A-Z{{]).*?\(default: (.*?)\)", words)
+            assert entry is not None, flag
+            assert entry[1] == str(getattr(part, setting.name)), flag
+            assert len(entry[0].split()) > 5, flag
+    assert "--nproc INT ranks to start on this machine; as many as parallel.tp if not given." in words

@@ -1,0 +1,228 @@
+"""``shardwise generate`` on a checkpoint as training writes it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise import checkpoint
+from shardwise.checkpoint import TensorShard
+from shardwise.cli.generate import main
+from shardwise.cli.main import main as shardwise_main
+from shardwise.errors import CheckpointError, ConfigError, DataError
+from shardwise.inference import Sampling, generate
+from shardwise.models.gpt import GPTModel
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.sharding import ParamLayout
+from shardwise.tensor_parallel.layers import named_param_layouts
+from shardwise.tokenizer import Tokenizer
+from shardwise.training.build import build_model
+from shardwise.training.ranks import open_ranks
+from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
+
+STEPS = (1, 2)
+
+
+class Run:
+    """A run's folder, and what its newest checkpoint should write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.newest = folder / "checkpoints" / f"step-{STEPS[-1]:08d}"
+        self.tokenizer = Tokenizer.train(["def eins(zwei):\n    return zwei  # größer 中文\n"], 290)
+        # Split over two ranks and along the sequence, which generation on one rank must not care about.
+        self.settings = Settings(
+            data=("x",),
+            out=str(folder),
+            model=ModelSettings(num_layers=2, hidden_size=16, num_heads=2, vocab_size=290, sequence_length=32),
+            parallel=ParallelSettings(tp=2, sequence_parallel=True),
+            training=TrainingSettings(dtype="float64"),
+        )
+        with open_ranks("cpu"):
+            for step in STEPS:
+                state = {
+                    f"model.{name}": TensorShard(param, layout, 0)
+                    for name, param, layout in named_param_layouts(self.model(step), 1)
+                }
+                state["optimizer.step"] = TensorShard(torch.zeros(3), ParamLayout.replicated((3,), 1), 0)
+                checkpoint.save(
+                    folder / "checkpoints",
+                    step,
+                    state,
+                    {"settings": self.settings.to_json(), "tokenizer_sha256": self.tokenizer.sha256},
+                    group=dist.group.WORLD,
+                    extra_files=self.tokenizer.save,
+                )
+
+    def model(self, step: int) -> GPTModel:
+        torch.manual_seed(step)
+        groups = ProcessGroupCollection(tp=dist.group.WORLD)
+        model = build_model(self.settings, self.tokenizer.vocab_size, pg_collection=groups, device=torch.device("cpu"))
+        with torch.no_grad():
+            for param in model.parameters():
+                param *= 20
+        return model
+
+    def text(self, prompt: str, max_new_tokens: int, sampling: Sampling, seed: int = 0) -> str:
+        ids, eos_id = self.tokenizer.encode(prompt), self.tokenizer.eos_id
+        with open_ranks("cpu"):
+            model = self.model(STEPS[-1])
+            new = generate(model, ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, eos_id=eos_id)
+        return self.tokenizer.decode(ids + new) + "\n"
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize("prompt", ["def f(", "größe", ""])
+def test_writes_the_prompt_and_what_the_newest_model_adds(run, capsys, prompt):
+    assert main([str(run.folder), "--prompt", prompt, "--max-new-tokens", "60", "--seed", "5"]) == 0
+    written = capsys.readouterr()
+    assert written.out == run.text(prompt, 60, Sampling(0.8, top_k=50), seed=5)
+    assert len(written.out) > 30
+    assert written.err == ""
+
+
+def test_flags_reach_the_sampling(run, capsys):
+    flags = ["--max-new-tokens", "30", "--temperature", "1.5", "--top-k", "0", "--top-p", "0.9"]
+    assert main([str(run.folder), "--prompt", "x", *flags]) == 0
+    assert capsys.readouterr().out == run.text("x", 30, Sampling(1.5, top_p=0.9))
+
+
+def test_folders_that_name_a_checkpoint(run, capsys):
+    texts = {}
+    for folder in (run.folder, run.folder / "checkpoints", *(run.folder / "checkpoints").iterdir()):
+        assert main([str(folder), "--prompt", "x", "--max-new-tokens", "20"]) == 0
+        texts[folder.name] = capsys.readouterr().out
+    assert texts[run.folder.name] == texts["checkpoints"] == texts["step-00000002"] != texts["step-00000001"]
+
+
+def test_pieces_are_shown_as_they_come(run, monkeypatch):
+    shown = []
+    monkeypatch.setattr("shardwise.cli.generate._show", shown.append)
+    main([str(run.folder), "--prompt", "def f(", "--max-new-tokens", "20"])
+    # The prompt, each token and the line's end.
+    assert len(shown) == 22
+    assert shown[0] == "def f("
+    assert "".join(shown) == run.text("def f(", 20, Sampling(0.8, top_k=50))
+
+
+def test_a_long_prompt_is_read_from_its_end(run, capsys):
+    prompt = "return zwei " * 30
+    assert main([str(run.folder), "--prompt", prompt, "--max-new-tokens", "4"]) == 0
+    written = capsys.readouterr()
+    assert written.out.startswith(prompt)
+    count = len(run.tokenizer.encode(prompt))
+    assert f"the prompt has {count} tokens, of which the model reads the last 32" in written.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-new-tokens", "-1"], "--max-new-tokens is -1"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--nproc", "0"], "--nproc is 0"),
+        (["--nproc", "3"], "2 key-value heads cannot be split over 3 ranks; use --nproc 2 or less"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--top-k", "many"], "--top-k is 'many'"),
+        (["--topk", "3"], "unknown flag --topk; did you mean --top-k?"),
+    ],
+)
+def test_flags_that_cannot_be(run, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        main([str(run.folder), *flags])
+
+
+def test_more_ranks_than_the_launcher_started(run, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="--nproc asks for 2 ranks, but the launcher started 1"):
+        main([str(run.folder), "--nproc", "2"])
+
+
+def test_folders_without_a_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        main([str(tmp_path / "nowhere")])
+    with pytest.raises(CheckpointError, match="holds no checkpoint; give the --out"):
+        main([str(tmp_path)])
+    (tmp_path / "step-00000001").mkdir()
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        main([str(tmp_path / "step-00000001")])
+
+
+def test_checkpoints_that_are_damaged(run, tmp_path):
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(run.newest, tmp_path / f"step-{name}"))
+
+    other = copy("other")
+    Tokenizer.train(["other"], 270).save(other)
+    with pytest.raises(CheckpointError, match="is not the tokenizer that the model was trained with"):
+        main([str(other)])
+    without = copy("without")
+    (without / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="no tokenizer at"):
+        main([str(without)])
+    broken = copy("broken")
+    tensors = next(broken.glob("*.safetensors"))
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(CheckpointError, match=tensors.name):
+        main([str(broken)])
+
+
+def test_checkpoints_of_other_programs(tmp_path):
+    with open_ranks("cpu"):
+        state = {"x": TensorShard(torch.zeros(1), ParamLayout.replicated((1,), 1), 0)}
+        checkpoint.save(tmp_path, 1, state, {"settings": {}}, group=dist.group.WORLD)
+    with pytest.raises(CheckpointError, match=r"not written by shardwise train: tokenizer_sha256 is missing"):
+        main([str(tmp_path)])
+
+
+def test_help_explains_each_flag(capsys):
+    assert shardwise_main(["generate", "--help"]) == 0
+    text = capsys.readouterr().out
+    for words in ("CHECKPOINT", "--prompt", "--top-p", "0 is off", "(default: 200)", "1 is off"):
+        assert words in text
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads as Linux does")
+def test_leaves_no_thread_of_a_process_group(run):
+    # In a process of its own, where nothing is imported or made before.
+    program = (
+        "import sys; from pathlib import Path; from shardwise.cli.generate import main; main(sys.argv[1:]);"
+        "print(*sorted(path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, str(run.folder), "--prompt", "x", "--max-new-tokens", "2"]
+    done = subprocess.run(command, capture_output=True, env=environment(), timeout=100, check=False)
+    assert done.returncode == 0
+    assert b"python" in done.stderr
+    assert b"gloo" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_same_text_on_two_ranks(run):
+    arguments = ["--prompt", "größe", "--max-new-tokens", "60"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "generate", str(run.folder), *arguments, "--nproc", "2"],
+        capture_output=True,
+        env=environment(),
+        timeout=200,
+        check=False,
+    )
+    assert done.stderr.decode() == ""
+    assert done.returncode == 0
+    assert done.stdout.decode() == run.text("größe", 60, Sampling(0.8, top_k=50))
