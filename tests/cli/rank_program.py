@@ -86,6 +86,13 @@ def one_exits(folder: Path) -> None:
     hang()
 
 
+def one_is_told_to_end(folder: Path) -> None:
+    """Somebody ends rank 1 alone."""
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    hang()
+
+
 def output_closed(folder: Path) -> None:
     """Rank 0 prints where nobody reads."""
     if RANK == 0:

@@ -113,11 +113,15 @@ def test_gloo_ranks_end_with_one_line_too(tmp_path, capfd, behaviour, message):
     assert error.count("\n") == 1
 
 
-def test_a_rank_that_ends_without_a_word_is_named(tmp_path, capfd):
-    assert launch("one_exits", tmp_path) == 1
+@pytest.mark.parametrize(
+    ("behaviour", "end"),
+    [("one_exits", "ended with exit code 7 and no message"), ("one_is_told_to_end", "was ended by SIGTERM")],
+)
+def test_a_rank_that_ends_without_a_word_is_named(tmp_path, capfd, behaviour, end):
+    assert launch(behaviour, tmp_path) == 1
     error = capfd.readouterr().err
     assert error.startswith("shardwise train: error: rank 1 (pid ")
-    assert error.endswith("ended with exit code 7 and no message\n")
+    assert error.endswith(f" {end}\n")
 
 
 def test_a_closed_output_is_quiet(tmp_path, capfd):

@@ -1,0 +1,55 @@
+"""The demo, with few steps: it proves parity, trains, measures and says where everything is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import checkpoint
+from shardwise.cli.demo import DemoArguments, demo_settings, main
+from shardwise.errors import ConfigError
+
+FILES = ("loss.png", "metrics.jsonl", "sample.txt", "settings.json", "tokenizer.json")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_demo_end_to_end(tmp_path):
+    out = tmp_path / "demo"
+    for _ in range(2):  # A second demo replaces the first.
+        done = subprocess.run(
+            [sys.executable, "-m", "shardwise", "demo", "--out", str(out), "--steps", "4"],
+            env={**os.environ, "SHARDWISE_CACHE": str(tmp_path / "cache")},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "tp=2 equals tp=1 over 3 steps" in done.stdout
+        measured = re.search(r"held out ([\d.]+) bits per byte on ([\d,]+) bytes", done.stdout)
+        assert measured is not None
+        # Enough held-out text to mean something, and a model that has learned nothing yet.
+        assert int(measured[2].replace(",", "")) >= 200_000
+        assert 2.0 < float(measured[1]) < 4.0
+        assert re.search(r"zlib -9 [12]\.\d+, lzma [12]\.\d+", done.stdout)
+        assert re.search(r"\d+ collectives and [\d.]+ MB per rank and step", done.stdout)
+        assert all((out / name).stat().st_size > 0 for name in FILES)
+        checkpoint.verify(out / "checkpoints" / "step-00000004")
+
+
+def test_demo_does_not_replace_somebodys_run(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="not a demo's"):
+        main(["--out", str(tmp_path)])
+
+
+def test_the_demos_own_settings_can_be():
+    settings = demo_settings(DemoArguments())
+    settings.check_world(2)
+    assert settings.parallel.tp == 2
+    assert Path(settings.out) == Path("runs/demo")
