@@ -1,0 +1,145 @@
+"""What benchmarks share: alternating rounds, ratios with their spread, facts about the machine, and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Smallest, middle and largest of some values."""
+
+    min: float
+    median: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of one value or more."""
+        return cls(min(values), statistics.median(values), max(values))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One variant's time over another's, round by round.
+
+    Attributes:
+        numerator, denominator: names of the variants; under 1 the first is faster.
+        per_round: one ratio per round. Both times come from the same round, so what slows the whole machine for a
+            while cancels.
+    """
+
+    numerator: str
+    denominator: str
+    per_round: list[float]
+
+    @property
+    def spread(self) -> Spread:
+        """Over the rounds."""
+        return Spread.of(self.per_round)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self) | asdict(self.spread)
+
+
+def alternating_orders(names: Sequence[str], num_rounds: int) -> Iterator[tuple[str, ...]]:
+    """The order of each round: forwards, backwards, forwards, ..., so that drift favours nobody.
+
+    >>> list(alternating_orders(["a", "b"], 2))
+    [('a', 'b'), ('b', 'a')]
+    """
+    for number in range(num_rounds):
+        yield tuple(names if number % 2 == 0 else reversed(names))
+
+
+def measure_in_rounds(
+    names: Sequence[str], measure: Callable[[str], float], *, num_rounds: int, num_warmup_rounds: int = 1
+) -> dict[str, list[float]]:
+    """Measure every variant once per round, in alternating order.
+
+    Args:
+        names: the variants.
+        measure: from a variant's name, a measured value.
+        num_rounds: rounds that count.
+        num_warmup_rounds: rounds before them that do not.
+
+    Returns:
+        For each variant its value in each round that counts.
+    """
+    values: dict[str, list[float]] = {name: [] for name in names}
+    orders = alternating_orders(names, num_warmup_rounds + num_rounds)
+    bar = tqdm(orders, total=num_warmup_rounds + num_rounds, unit="round", leave=False, disable=None)
+    for number, order in enumerate(bar):
+        for name in order:
+            bar.set_postfix_str(name)
+            value = measure(name)
+            if number >= num_warmup_rounds:
+                values[name].append(value)
+    return values
+
+
+def ratios_of(values: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]) -> list[Ratio]:
+    """The ratio of each pair of which both variants were measured."""
+    return [
+        Ratio(first, second, [a / b for a, b in zip(values[first], values[second], strict=True)])
+        for first, second in pairs
+        if first in values and second in values
+    ]
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need, the first to the left and the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for row in (header, *rows):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader needs to judge a measurement: processor, memory, load, versions. Nothing that names the machine."""
+    return {
+        "processor": _processor(),
+        "logical_cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "load_average_at_start": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write ``value`` to ``path``, readable and with a final newline; NaN and infinity are refused."""
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")

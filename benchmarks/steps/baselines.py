@@ -1,0 +1,144 @@
+"""Training steps without Shardwise: one process, and DTensor.
+
+Each ``make_...`` returns a function that does one whole training step. The baselines are written as their best users
+would: fused AdamW, gradients set to None, local tensors between the parallel layers, one reduction where three linear
+layers share an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+from steps.dense_llama import DenseLlama
+from steps.problem import (
+    ADAM_EPSILON,
+    BETAS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    WEIGHT_DECAY,
+    Problem,
+    Step,
+)
+
+
+def split_parameters(model: nn.Module) -> tuple[list[Parameter], list[Parameter]]:
+    """The matrices, and the weights of norms."""
+    params = list(model.parameters())
+    return [param for param in params if param.dim() >= 2], [param for param in params if param.dim() < 2]
+
+
+def make_adamw(matrices: Iterable[Parameter], norms: Iterable[Parameter]) -> torch.optim.AdamW:
+    """Fused AdamW that decays matrices and not norms. A group is all DTensors or all plain tensors, as it demands."""
+    groups = [
+        {"params": list(matrices), "weight_decay": WEIGHT_DECAY},
+        {"params": list(norms), "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=ADAM_EPSILON, fused=True)
+
+
+def gradients_of(params: Iterable[Parameter]) -> list[Tensor]:
+    """Those that there are."""
+    return [param.grad for param in params if param.grad is not None]
+
+
+def make_single(problem: Problem, *, fused: bool = False) -> Step:
+    """One process, the whole model."""
+    model = DenseLlama(problem.sizes, fused=fused).load(problem.weights)
+    matrices, norms = split_parameters(model)
+    optimizer = make_adamw(matrices, norms)
+    ids, labels = problem.ids, problem.labels.flatten()
+
+    def step() -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(model(ids).flatten(0, 1), labels)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    return step
+
+
+def make_dtensor(problem: Problem, mesh: DeviceMesh, *, sequence_parallel: bool = False, fused: bool = False) -> Step:
+    """The plan of torchtitan's Llama, with or without sequence parallelism.
+
+    With sequence parallelism the sequence comes first: gathering and scattering the first dimension needs no copies.
+    Without, norms stay plain parameters, which are quicker than replicated DTensors.
+    """
+    sequence_dim = 0 if sequence_parallel else 1
+    model = DenseLlama(problem.sizes, sequence_dim=sequence_dim, fused=fused)
+    model.load(problem.weights, num_ranks=mesh.size())
+    _parallelize_(model, mesh, Shard(sequence_dim) if sequence_parallel else None)
+    matrices, norms = split_parameters(model)
+    optimizer = make_adamw(matrices, norms)
+    ids, labels = problem.ids, problem.labels
+    if sequence_parallel:
+        ids, labels = ids.t().contiguous(), labels.t()
+    labels = labels.flatten()
+
+    def step() -> tuple[Tensor, Tensor]:
+        with loss_parallel():
+            loss = F.cross_entropy(model(ids).flatten(0, 1), labels)
+            loss.backward()
+        norm = _clip_dtensor_gradients_(matrices, norms)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    return step
+
+
+def _parallelize_(model: DenseLlama, mesh: DeviceMesh, sequence: Shard | None) -> None:
+    """Split the model; ``sequence`` is the layout between the parallel layers with sequence parallelism."""
+    between = Replicate() if sequence is None else sequence
+    # Once per input, so that queries, keys and values share one reduction of their input's gradient.
+    prepare = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "output": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+        "layers.*.attention": prepare,
+        "layers.*.feed_forward": prepare,
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=between),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=between),
+    }
+    columns = ["attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"]
+    if model.fused:
+        columns = ["attention.wqkv", "feed_forward.w13"]
+    plan |= {f"layers.*.{name}": ColwiseParallel() for name in columns}
+    if sequence is not None:
+        for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"):
+            plan[name] = SequenceParallel(sequence_dim=sequence.dim)
+    parallelize_module(model, mesh, plan)
+    model.tie()
+
+
+def _clip_dtensor_gradients_(matrices: list[Parameter], norms: list[Parameter]) -> Tensor:
+    """Clip as ``clip_grad_norm_`` does, which refuses a mixture of DTensors and plain tensors."""
+    for param in (*matrices, *norms):
+        # The embedding's gradient comes whole, and those of sequence-parallel norms as partial sums. Moved to their
+        # parameters' placements once here, they are not moved again by each later use.
+        if isinstance(param, DTensor) and isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
+            param.grad = param.grad.redistribute(placements=param.placements)
+    parts = [get_total_norm(gradients_of(matrices)), get_total_norm(gradients_of(norms))]
+    whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(whole))
+    clip_grads_with_norm_(matrices, MAX_GRAD_NORM, norm)
+    clip_grads_with_norm_(norms, MAX_GRAD_NORM, norm)
+    return norm

@@ -1,0 +1,133 @@
+"""What every variant of the training step shares: sizes, weights, batch, and the optimizer's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+
+Weights = dict[str, Tensor]
+"""Whole weights under the names of ``DenseLlama``."""
+
+Step = Callable[[], tuple[Tensor, Tensor]]
+"""One training step; returns the loss and the gradient's norm before clipping."""
+
+NORM_EPSILON = 1e-5
+ROTARY_BASE = 10000.0
+
+# So low that the one batch is not learnt by heart during a run: probabilities near 0 become denormal and slow.
+LEARNING_RATE = 1e-5
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+ADAM_EPSILON = 1e-8
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class LlamaSizes:
+    """One model and its batch.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        num_layers: number of transformer layers.
+        num_heads: number of attention heads.
+        ffn_hidden_size: width of the MLP.
+        vocab_size: number of token ids.
+        sequence_length: tokens in a sample.
+        batch_size: samples in a step.
+        tie_embeddings: the output layer uses the embedding's weight.
+
+    Raises:
+        ConfigError: sizes that cannot be.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    ffn_hidden_size: int
+    vocab_size: int
+    sequence_length: int
+    batch_size: int
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "tie_embeddings" and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.hidden_size % (2 * self.num_heads) != 0:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} over num_heads {self.num_heads} must be an even whole number: "
+                "rotary positions turn pairs"
+            )
+
+    def check_split(self, num_ranks: int) -> None:
+        """Raise ConfigError unless the ranks divide all that they split."""
+        for name in ("num_heads", "ffn_hidden_size", "vocab_size", "sequence_length"):
+            if getattr(self, name) % num_ranks != 0:
+                raise ConfigError(f"{name} {getattr(self, name)} is not a multiple of the {num_ranks} ranks")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What every variant starts from; bit for bit the same in every process.
+
+    Attributes:
+        sizes: of the whole model.
+        weights: the whole weights.
+        ids: ``[b, s]`` token ids, the same batch in every step.
+        labels: ``[b, s]`` ids to predict.
+    """
+
+    sizes: LlamaSizes
+    weights: Weights
+    ids: Tensor
+    labels: Tensor
+
+    @classmethod
+    def draw(cls, sizes: LlamaSizes, seed: int) -> Problem:
+        """Random weights and tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        weights = _draw_weights(sizes, generator)
+        tokens = torch.randint(sizes.vocab_size, (sizes.batch_size, sizes.sequence_length + 1), generator=generator)
+        return cls(sizes, weights, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def fuse_qkv(parts: Sequence[Tensor], head_dim: int) -> Tensor:
+    """One weight from those of queries, keys and values: a block for each head, with its rows of the three in turn."""
+    return torch.stack([part.unflatten(0, (-1, head_dim)) for part in parts], dim=1).flatten(0, 2)
+
+
+def _draw_weights(sizes: LlamaSizes, generator: torch.Generator) -> Weights:
+    h, f = sizes.hidden_size, sizes.ffn_hidden_size
+    weights: Weights = {}
+
+    def add(name: str, *shape: int) -> None:
+        # Large enough that attention looks somewhere, or a mistake in it would not show in the loss.
+        weights[name] = torch.randn(shape, generator=generator) * h**-0.5
+
+    def add_norm(name: str) -> None:
+        # Norms of ones would hide a norm that was not copied.
+        weights[name] = 1.0 + 0.1 * torch.randn(h, generator=generator)
+
+    add("tok_embeddings.weight", sizes.vocab_size, h)
+    for i in range(sizes.num_layers):
+        layer = f"layers.{i}."
+        add_norm(layer + "attention_norm.weight")
+        for name in ("wq", "wk", "wv", "wo"):
+            add(f"{layer}attention.{name}.weight", h, h)
+        add_norm(layer + "ffn_norm.weight")
+        for name, shape in (("w1", (f, h)), ("w3", (f, h)), ("w2", (h, f))):
+            add(f"{layer}feed_forward.{name}.weight", *shape)
+    add_norm("norm.weight")
+    if not sizes.tie_embeddings:
+        add("output.weight", sizes.vocab_size, h)
+    return weights

@@ -1,0 +1,110 @@
+"""What a worker process runs: the variants by name, checked and timed on demand."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardwise.topology import Topology
+from steps.baselines import make_dtensor, make_single
+from steps.problem import LlamaSizes, Problem, Step
+from steps.raw_collectives import make_raw
+from steps.shardwise_step import make_shardwise
+
+NUM_RANKS = 2
+RANK_VARIANTS = ("ours", "ours_sp", "dtensor", "dtensor_sp", "dtensor_fused", "dtensor_sp_fused", "raw")
+SINGLE_VARIANTS = ("single", "single_passive", "single_fused")
+
+SEED = 1234
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+
+Maker = Callable[[Problem], Step]
+
+
+class Runner:
+    """What a worker holds: the variants that it can run, and those made so far.
+
+    Args:
+        store: file through which the ranks meet; None for the single process.
+        rank: this rank.
+    """
+
+    def __init__(self, store: str | None, rank: int = 0) -> None:
+        self._topology: Topology | None = None
+        self._makers: dict[str, Maker] = {
+            "single": make_single,
+            "single_passive": make_single,
+            "single_fused": lambda problem: make_single(problem, fused=True),
+        }
+        if store is not None:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, NUM_RANKS),  # type: ignore[attr-defined]
+                rank=rank,
+                world_size=NUM_RANKS,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+            self._topology = Topology.create(tp=NUM_RANKS, timeout=COLLECTIVE_TIMEOUT)
+            self._makers = _rank_makers(self._topology)
+        self._steps: dict[str, Step] = {}
+
+    def prepare(self, sizes: LlamaSizes, variants: Sequence[str]) -> int:
+        """Make the variants of a model, in place of those of the last one; returns its number of parameters."""
+        self._steps = {}
+        problem = Problem.draw(sizes, SEED)
+        for variant in variants:
+            self._steps[variant] = self._makers[variant](problem)
+        return sum(weight.numel() for weight in problem.weights.values())
+
+    def run_steps(self, variant: str, num_steps: int) -> list[tuple[float, float]]:
+        """Loss and gradient norm of each of the next steps."""
+        results = [self._steps[variant]() for _ in range(num_steps)]
+        return [(_as_float(loss), _as_float(norm)) for loss, norm in results]
+
+    def time_steps(self, variant: str, num_steps: int) -> float:
+        """Seconds that the next steps take on this rank, from when all ranks are ready."""
+        step = self._steps[variant]
+        # Another variant had the caches.
+        step()
+        # Who times steps, or trains at scale, chooses when Python collects its garbage.
+        gc.collect()
+        gc.disable()
+        if self._topology is not None:
+            dist.barrier()
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            step()
+        seconds = time.perf_counter() - start
+        gc.enable()
+        return seconds
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        self._steps = {}
+        if self._topology is not None:
+            self._topology.destroy()
+            dist.destroy_process_group()
+
+
+def _rank_makers(topology: Topology) -> dict[str, Maker]:
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    return {
+        "ours": lambda problem: make_shardwise(problem, topology),
+        "ours_sp": lambda problem: make_shardwise(problem, topology, sequence_parallel=True),
+        "dtensor": lambda problem: make_dtensor(problem, mesh),
+        "dtensor_sp": lambda problem: make_dtensor(problem, mesh, sequence_parallel=True),
+        "dtensor_fused": lambda problem: make_dtensor(problem, mesh, fused=True),
+        "dtensor_sp_fused": lambda problem: make_dtensor(problem, mesh, sequence_parallel=True, fused=True),
+        "raw": lambda problem: make_raw(problem, topology.group("tp")),
+    }
+
+
+def _as_float(value: Tensor) -> float:
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)

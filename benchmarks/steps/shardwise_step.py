@@ -1,0 +1,106 @@
+"""The training step of Shardwise, from the same weights as the baselines."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.config import TransformerConfig
+from shardwise.models.gpt import GPTModel
+from shardwise.optimizer.adamw import make_adamw
+from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.tensor_parallel.layers import named_param_layouts
+from shardwise.topology import Topology
+from shardwise.transformer.layer import TransformerLayerSpec
+from steps.problem import (
+    ADAM_EPSILON,
+    BETAS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    NORM_EPSILON,
+    ROTARY_BASE,
+    WEIGHT_DECAY,
+    LlamaSizes,
+    Problem,
+    Step,
+    Weights,
+    fuse_qkv,
+)
+
+_NAMES = {
+    "word_embeddings.weight": "tok_embeddings.weight",
+    "input_layernorm.weight": "attention_norm.weight",
+    "self_attention.linear_proj.weight": "attention.wo.weight",
+    "pre_mlp_layernorm.weight": "ffn_norm.weight",
+    "mlp.linear_fc2.weight": "feed_forward.w2.weight",
+    "decoder.final_layernorm.weight": "norm.weight",
+    "output_layer.weight": "output.weight",
+}
+
+
+def make_shardwise(problem: Problem, topology: Topology, *, sequence_parallel: bool = False) -> Step:
+    """Tensor parallelism, with or without sequence parallelism."""
+    sizes = problem.sizes
+    tp_group, dp_group = topology.group("tp"), topology.group("dp")
+    config = TransformerConfig(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_heads,
+        ffn_hidden_size=sizes.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=NORM_EPSILON,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        tensor_model_parallel_size=tp_group.size(),
+        sequence_parallel=sequence_parallel,
+        perform_initialization=False,
+    )
+    model = GPTModel(
+        config,
+        TransformerLayerSpec(),
+        sizes.vocab_size,
+        sizes.sequence_length,
+        share_embeddings_and_output_weights=sizes.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=ROTARY_BASE,
+        pg_collection=ProcessGroupCollection.from_topology(topology),
+    )
+    with torch.no_grad():
+        for name, param, layout in named_param_layouts(model, tp_group.size()):
+            param.copy_(layout.take(_whole_weight(name, problem.weights, sizes), tp_group.rank()))
+    optimizer = make_adamw(
+        model, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=BETAS, epsilon=ADAM_EPSILON
+    )
+
+    def step() -> tuple[Tensor, Tensor]:
+        loss = model(problem.ids, labels=problem.labels).mean()
+        loss.backward()
+        finalize_gradients_(model, tp_group=tp_group, dp_group=dp_group)
+        norm = clip_grad_norm_(model, MAX_GRAD_NORM, tp_group=tp_group)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    return step
+
+
+def _whole_weight(name: str, weights: Weights, sizes: LlamaSizes) -> Tensor:
+    """The whole weight that Shardwise's model calls ``name``."""
+    prefix = ""
+    if name.startswith("decoder.layers."):
+        number, _, name = name.removeprefix("decoder.layers.").partition(".")
+        prefix = f"layers.{number}."
+    if name == "self_attention.linear_qkv.weight":
+        wq, wk, wv = (weights[f"{prefix}attention.{w}.weight"] for w in ("wq", "wk", "wv"))
+        return fuse_qkv([_halves(wq, sizes), _halves(wk, sizes), wv], sizes.head_dim)
+    if name == "mlp.linear_fc1.weight":
+        return torch.cat([weights[f"{prefix}feed_forward.{w}.weight"] for w in ("w1", "w3")])
+    return weights[prefix + _NAMES[name]]
+
+
+def _halves(weight: Tensor, sizes: LlamaSizes) -> Tensor:
+    """Rows of each head from pairs of neighbours to pairs half a head apart, which Shardwise's rotary turns."""
+    return weight.view(sizes.num_heads, sizes.head_dim // 2, 2, -1).transpose(1, 2).reshape(weight.shape)

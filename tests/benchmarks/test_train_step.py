@@ -1,0 +1,170 @@
+"""The benchmark of a training step, at sizes that take moments."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import train_step
+from steps.runner import RANK_VARIANTS, SINGLE_VARIANTS
+from train_step import check_parity, main
+
+from shardwise.errors import ParityError
+
+SCRIPT = Path(train_step.__file__)
+SIZES = {
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "ffn_hidden_size": 24,
+    "vocab_size": 64,
+    "sequence_length": 16,
+    "batch_size": 2,
+}
+TINY = [str(word) for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", str(SCRIPT), *arguments]
+    # Threads that spin for each other take seconds per step where other tests want the cores.
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tied", "variants"),
+    [
+        (False, (*RANK_VARIANTS, *SINGLE_VARIANTS)),
+        (True, ("ours", "ours_sp", "dtensor", "dtensor_sp", "raw", "single")),
+    ],
+    ids=["untied", "tied"],
+)
+def test_all_variants_train_alike_and_the_json_is_whole(tmp_path, tied, variants):
+    file = tmp_path / "result.json"
+
+    done = run(
+        *("--model", "llama", *TINY, "--tie-embeddings" if tied else "--no-tie-embeddings"),
+        *("--rounds", "2", "--steps", "1", "--json", str(file), "--variants", *variants),
+    )
+
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    assert report["benchmark"] == "train_step"
+    assert report["machine"]["usable_cores"] >= 1
+    assert report["num_rounds"] == 2
+    (result,) = report["models"]
+    assert result["model"] == "llama"
+    assert result["sizes"] == SIZES | {"tie_embeddings": tied}
+    h, f, v = 16, 24, 64
+    assert result["num_parameters"] == 2 * (4 * h * h + 3 * h * f + 2 * h) + h + v * h * (1 if tied else 2)
+
+    assert list(result["first_steps"]) == list(variants)
+    expected = result["first_steps"]["single"]
+    # Fresh weights know nothing of random tokens, and training lowers the loss.
+    assert expected["losses"][0] == pytest.approx(math.log(v), rel=0.25)
+    assert expected["losses"][2] < expected["losses"][1] < expected["losses"][0]
+    for steps in result["first_steps"].values():
+        assert steps["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        assert steps["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
+    assert 0 <= result["first_loss_relative_difference"] <= 1e-6
+
+    seconds = result["seconds_per_step"]
+    assert list(seconds) == list(variants)
+    assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())
+    pairs = {(ratio["numerator"], ratio["denominator"]) for ratio in result["ratios"]}
+    assert pairs == {pair for pair in train_step.RATIOS if set(pair) <= set(variants)}
+    for ratio in result["ratios"]:
+        of_rounds = zip(seconds[ratio["numerator"]], seconds[ratio["denominator"]], strict=True)
+        per_round = [a / b for a, b in of_rounds]
+        assert ratio["per_round"] == pytest.approx(per_round)
+        assert ratio["min"] == min(ratio["per_round"])
+        assert ratio["median"] == statistics.median(ratio["per_round"])
+        assert ratio["max"] == max(ratio["per_round"])
+        assert f"{ratio['numerator']} / {ratio['denominator']}" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists child processes through /proc")
+def test_no_process_outlives_a_killed_benchmark():
+    command = [sys.executable, str(SCRIPT), "--model", "demo", *TINY, "--rounds", "100000", "--steps", "1"]
+    with subprocess.Popen([*command, "--variants", "ours"], stdout=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while len(ranks := ranks_of(process.pid)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert len(ranks) == 2
+            # Somewhere in their start or in their steps.
+            time.sleep(4.0)
+        finally:
+            process.kill()
+    deadline = time.monotonic() + 60
+    while any(map(is_alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [pid for pid in ranks if is_alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The worker processes of a benchmark; Python's own helper processes are not among them."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    except FileNotFoundError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+STEPS = [(4.0, 2.0), (3.0, 1.0)]
+
+
+def test_rounding_is_allowed():
+    assert check_parity({"a": STEPS, "b": [(4.0 + 2e-6, 2.0 + 2e-6), (3.0, 1.0)]}) == pytest.approx(5e-7)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([(4.00001, 2.0), (3.0, 1.0)], "loss of step 1 is 4.00001 with b and 4.0 with a"),
+        ([(4.0, 2.0), (3.00001, 1.0)], "loss of step 2 is 3.00001 with b and 3.0 with a"),
+        ([(4.0, 2.0), (3.0, 1.01)], "gradient norm of step 2 is 1.01 with b and 1.0 with a"),
+        ([(math.nan, 2.0), (3.0, 1.0)], "loss of step 1 is nan with b and 4.0 with a"),
+    ],
+)
+def test_another_result_is_an_error(steps, message):
+    with pytest.raises(ParityError, match=message):
+        check_parity({"a": STEPS, "b": steps})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "argument --rounds: 0 is not at least 1"),
+        (["--variants", "theirs"], "argument --variants: invalid choice: 'theirs'"),
+        (["--hidden-size", "64"], "hidden_size would apply to both models; choose one with --model"),
+        (["--model", "demo", "--num-heads", "3"], "hidden_size 128 over num_heads 3 must be an even whole number"),
+        (["--model", "demo", "--vocab-size", "33"], "vocab_size 33 is not a multiple of the 2 ranks"),
+        (["--json", "nowhere/result.json"], "--json nowhere/result.json: there is no folder nowhere"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
