@@ -57,7 +57,7 @@ def demo_settings(arguments: DemoArguments) -> Settings:
         model=ModelSettings(num_layers=4, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256),
         parallel=ParallelSettings(tp=arguments.tp),
         optimizer=OptimizerSettings(learning_rate=6e-3, warmup_steps=30),
-        training=TrainingSettings(steps=arguments.steps, global_batch_size=8, eval_every=max(1, arguments.steps // 4)),
+        training=TrainingSettings(steps=arguments.steps, global_batch_size=8, eval_every=max(1, arguments.steps // 2)),
         corpus=CorpusSettings(held_out_fraction=0.03),
     )
 
@@ -138,7 +138,8 @@ def report(session: Session, parity: Parity, outcome: Outcome) -> str:
         f"{outcome.seconds:.0f} s",
         "held out": f"{outcome.held_out_bits_per_byte:.3f} bits per byte on {held_out.num_bytes:,} bytes it never saw",
         "": f"the same bytes: {compared}" + (f"; the model is {under}" if under else ""),
-        "traffic": f"{outcome.collectives_per_step} collectives and {outcome.bytes_per_step / 1e6:.1f} MB per rank and step",
+        "traffic": f"{outcome.collectives_per_step} collectives and {outcome.bytes_per_step / 1e6:.1f} MB per rank "
+        "and step",
         "files": f"{session.out}/: loss.png metrics.jsonl sample.txt checkpoints/{outcome.checkpoint.name}/",
     }
     body = "\n".join(f"{name:<9}{text}" for name, text in rows.items())

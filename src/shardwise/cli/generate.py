@@ -210,7 +210,7 @@ def _run_rank(arguments: GenerateArguments, sampling: Sampling) -> None:
     # Nothing may refer to the process group when the block ends: only then does PyTorch join the group's threads, and
     # one that is left may abort the interpreter while that ends. So what runs in the block is a function of its own;
     # and this import, with which PyTorch makes the group of the moment a default argument, comes before there is one.
-    pass
+    import shardwise.checkpoint  # noqa: F401
     from shardwise.training.ranks import open_ranks
 
     with open_ranks(arguments.device) as ranks:

@@ -131,26 +131,32 @@ def _report(
     if debug:
         for report in filter(lambda report: report.trace, reports):
             print_line(f"rank {report.rank}:\n{report.trace.rstrip()}")
-    # SIGTERM is how the agent ends the other ranks.
+    # In the order in which the agent found them. SIGTERM is how it then ends the other ranks.
+    rank, failure = next(iter(failures.items()))
     killed = [item for item in failures.items() if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
-    if killed:
-        rank, failure = min(killed, key=lambda item: item[1].timestamp)
-        if not reports or reports[0].time > failure.timestamp - _SAME_MOMENT_SECONDS:
-            cause = f"rank {rank} (pid {failure.pid}) was killed by {failure.signal_name()}"
-            if failure.exitcode == -signal.SIGKILL:
-                cause += ", by hand or for lack of memory"
-            print_error(command, f"{cause}; {RESUME_HINT}" if resumable else cause)
-            return EXIT_FAILURE
-    if reports:
-        first = reports[0]
-        unanimous = len(reports) == nproc and all(report.message == first.message for report in reports)
-        # A user's mistake reads the same whichever rank finds it first.
-        named = first.exit_code == EXIT_FAILURE and not unanimous
-        print_error(command, f"rank {first.rank}: {first.message}" if named else first.message)
-        return first.exit_code
-    rank, failure = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
-    print_error(command, f"rank {rank} (pid {failure.pid}) ended with exit code {failure.exitcode} and no message")
-    return EXIT_FAILURE
+    if killed and (not reports or reports[0].time > killed[0][1].timestamp - _SAME_MOMENT_SECONDS):
+        rank, failure = killed[0]
+        cause = f"rank {rank} (pid {failure.pid}) was killed by {failure.signal_name()}"
+        if failure.exitcode == -signal.SIGKILL:
+            cause += ", by hand or for lack of memory"
+        print_error(command, f"{cause}; {RESUME_HINT}" if resumable else cause)
+        return EXIT_FAILURE
+    silent = rank not in {report.rank for report in reports}
+    if not reports or (silent and reports[0].in_collective):
+        # One that a signal ended has its number, negative, or says it by its exit code.
+        signum = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
+        if signum in ENDING_SIGNALS:
+            how = f"was ended by {signal.Signals(signum).name}"
+        else:
+            how = f"ended with exit code {failure.exitcode} and no message"
+        print_error(command, f"rank {rank} (pid {failure.pid}) {how}")
+        return EXIT_FAILURE
+    first = reports[0]
+    unanimous = len(reports) == nproc and all(report.message == first.message for report in reports)
+    # A user's mistake reads the same whichever rank finds it first.
+    named = first.exit_code == EXIT_FAILURE and not unanimous
+    print_error(command, f"rank {first.rank}: {first.message}" if named else first.message)
+    return first.exit_code
 
 
 def _rank_variables(nproc: int, folder: Path, debug: bool) -> dict[str, str]:

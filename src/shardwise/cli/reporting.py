@@ -156,10 +156,8 @@ def _report_interruption(
     line = f"{command}: interrupted; continue with --resume auto" if resumable else f"{command}: interrupted"
     if environment is None:
         print_line(line)
-    elif environment.reports is not None:
-        _leave_report(environment, FailureReport(environment.rank, str(interruption), EXIT_FAILURE, time.time()))
-    # torchrun also sends SIGTERM, when another rank failed: that is no news.
-    elif interruption.signal is signal.SIGINT:
+    # Our launcher says it itself. torchrun also sends SIGTERM, when another rank failed: that is no news.
+    elif environment.reports is None and interruption.signal is signal.SIGINT:
         _print_first(environment, line)
 
 

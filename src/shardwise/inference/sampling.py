@@ -183,8 +183,5 @@ def _keep_top_p(values: Tensor, top_p: float, temperature: float) -> Tensor:
     """``values`` ``[b, n]`` with -inf for all but the fewest whose probabilities sum to at least ``top_p``."""
     ordered, order = values.sort(dim=1, descending=True, stable=True)
     probabilities = ((ordered - ordered[:, :1]) / temperature).softmax(dim=1)
-    before = probabilities.cumsum(1) - probabilities
-    # Not even an infinite value, whose probability is no number, may drop the first.
-    dropped = ~(before < top_p)
-    dropped[:, 0] = False
+    dropped = probabilities.cumsum(1) - probabilities >= top_p
     return values.masked_fill(torch.zeros_like(dropped).scatter_(1, order, dropped), -torch.inf)

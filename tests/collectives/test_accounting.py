@@ -1,0 +1,108 @@
+"""The counter sees what is launched, whoever launches it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from shardwise.collectives import accounting, primitives
+from shardwise.collectives.accounting import CollectiveCounter, Launch
+from shardwise.collectives.regions import _CopyToModelParallelRegion, _GatherFromModelParallelRegion
+
+
+def launched(function):
+    with CollectiveCounter() as counter:
+        function()
+    return [(launch.name, launch.num_bytes) for launch in counter.launches]
+
+
+@pytest.mark.ranks(2)
+def test_primitives(group):
+    x = torch.ones(4, 3)
+    assert launched(lambda: primitives.all_reduce(x, group=group)) == [("allreduce_", 48)]
+    assert launched(lambda: primitives.all_reduce(x.half(), group=group)) == [("allreduce_", 24)]
+    assert launched(lambda: primitives.all_reduce_async(x, group=group).wait()) == [("allreduce_", 48)]
+    assert launched(lambda: primitives.all_gather(x, group=group)) == [("_allgather_base_", 48)]
+    assert launched(lambda: primitives.reduce_scatter(x, group=group)) == [("_reduce_scatter_base_", 48)]
+    assert launched(lambda: primitives.all_to_all(x, group=group)) == [("alltoall_base_", 48)]
+    assert launched(lambda: primitives.broadcast_(x, group=group)) == [("broadcast_", 48)]
+    assert launched(lambda: primitives.split_for_rank(x, group=group, dim=0)) == []
+    # Uneven shards travel padded.
+    own = torch.ones(2 - group.rank(), 3)
+    assert launched(lambda: primitives.all_gather(own, group=group, sizes=[2, 1])) == [("_allgather_base_", 24)]
+    assert launched(lambda: primitives.reduce_scatter(torch.ones(3, 3), group=group)) == [("_reduce_scatter_base_", 48)]
+
+
+@pytest.mark.ranks(1)
+def test_nothing_is_launched_on_one_rank(group):
+    x = torch.ones(4, 3)
+    for function in (primitives.all_reduce, primitives.all_gather, primitives.reduce_scatter, primitives.all_to_all):
+        assert launched(lambda function=function: function(x, group=group)) == []
+    assert launched(lambda: primitives.broadcast_(x, group=group)) == []
+
+
+@pytest.mark.ranks(2)
+def test_what_others_launch(group):
+    x = torch.ones(4, dtype=torch.float64)
+    parts = [torch.empty(4, dtype=torch.float64) for _ in range(2)]
+    root = group.rank() == 0
+    cases = {
+        "allgather_": lambda: dist.all_gather(parts, x, group=group),
+        "reduce_": lambda: dist.reduce(x.clone(), 0, group=group),
+        "reduce_scatter_": lambda: dist.reduce_scatter(x.clone(), [x, x], group=group),
+        "gather_": lambda: dist.gather(x, parts if root else None, 0, group=group),
+        "scatter_": lambda: dist.scatter(x.clone(), [x, x] if root else None, 0, group=group),
+        "all_reduce": lambda: functional.all_reduce(x, "sum", group).clone(),
+        "all_gather_into_tensor": lambda: functional.all_gather_single(x, 0, group).clone(),
+        "reduce_scatter_tensor": lambda: functional.reduce_scatter_single(x, "sum", 0, group).clone(),
+        "broadcast": lambda: functional.broadcast(x, 0, group).clone(),
+    }
+    for name, function in cases.items():
+        ((seen, num_bytes),) = launched(function)
+        assert seen == name
+        sent = {"reduce_scatter_": 64, "scatter_": 64 if root else 0}.get(name, 32)
+        assert num_bytes == sent, name
+
+
+@pytest.mark.ranks(2)
+def test_backward_is_seen_too(group):
+    x = torch.ones(4, 2, requires_grad=True)
+    with CollectiveCounter() as counter:
+        y = _GatherFromModelParallelRegion.apply(_CopyToModelParallelRegion.apply(x, group), group)
+        assert counter.launches == [Launch("_allgather_base_", 32)]
+        y.sum().backward()
+    assert counter.launches == [Launch("_allgather_base_", 32), Launch("allreduce_", 32)]
+    assert counter.num_bytes == 64
+
+
+@pytest.mark.ranks(2)
+def test_only_the_block_is_seen(group):
+    x = torch.ones(4)
+    with CollectiveCounter() as outer:
+        with CollectiveCounter() as inner:
+            primitives.all_reduce(x, group=group)
+        primitives.all_reduce(x, group=group)
+    primitives.all_reduce(x, group=group)
+    assert (len(inner.launches), len(outer.launches)) == (1, 2)
+
+
+def test_every_collective_of_this_pytorch_is_known():
+    """A collective under a name that the counter does not know would count as none."""
+    others = {
+        "barrier",
+        "monitored_barrier_",
+        "check_for_nan",
+        "wait_tensor",
+        "_wrap_tensor_autograd",
+        # Between two ranks.
+        "send",
+        "recv_",
+        "recv_any_source_",
+        "isend",
+        "irecv",
+        "batch_p2p_ops",
+    }
+    spaces = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    known = {name for space, name in spaces if space in ("c10d", "_c10d_functional")}
+    assert len(known) > 20
+    assert known - others == set(accounting._INPUT_ARGUMENT)

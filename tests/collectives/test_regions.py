@@ -1,0 +1,253 @@
+"""Each move against its dense formula, and against its own adjoint.
+
+A tensor of the whole group is what the ranks hold together: the sum of partial values, the shards side by side, or the
+one value that all hold. ``TOGETHER`` says which, for the values of a layout and for its gradients.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from harness.parity import assert_bit_equal, assert_unmodified
+from hypothesis import given, settings
+
+from shardwise.collectives import regions
+from shardwise.errors import ShardingError
+from shardwise.sharding import balanced_sizes
+
+
+class Held(Enum):
+    """How the ranks hold one tensor together."""
+
+    SAME = "the same"
+    PART = "a partial sum"
+    SHARD = "each its shard"
+
+
+VALUES = {"I": Held.SAME, "R": Held.SAME, "V": Held.SHARD, "P": Held.PART}
+GRADIENTS = {"I": Held.SAME, "R": Held.PART, "V": Held.SHARD, "P": Held.SAME}
+
+
+@dataclass(frozen=True)
+class Move:
+    """One row of the table of layouts."""
+
+    function: type
+    source: str
+    target: str
+    dim: int | None = None
+    sized: bool = False
+    arguments: tuple = ()
+
+
+MOVES = {
+    "copy": Move(regions._CopyToModelParallelRegion, "I", "R"),
+    "reduce": Move(regions._ReduceFromModelParallelRegion, "P", "I"),
+    "scatter": Move(regions._ScatterToModelParallelRegion, "I", "V", -1, True),
+    "gather": Move(regions._GatherFromModelParallelRegion, "V", "I", -1, True),
+    "scatter sequence": Move(regions._ScatterToSequenceParallelRegion, "I", "V", 0, True),
+    "gather sequence": Move(regions._GatherFromSequenceParallelRegion, "V", "R", 0, True, (True,)),
+    "gather sequence to I": Move(regions._GatherFromSequenceParallelRegion, "V", "I", 0, True, (False,)),
+    "reduce-scatter sequence": Move(regions._ReduceScatterToSequenceParallelRegion, "P", "V", 0, True),
+    "all-gather last": Move(regions._AllGatherFromTensorParallelRegion, "V", "R", -1, True),
+    "reduce-scatter last": Move(regions._ReduceScatterToTensorParallelRegion, "P", "V", -1, True),
+}
+
+
+def drawn_by_all(held, shape, dim, sizes, t):
+    """What each rank holds, and the tensor that they hold together; integers, so that sums are exact."""
+    if held is Held.SAME:
+        whole = torch.randint(-9, 10, shape).double()
+        return [whole] * t, whole
+    if held is Held.PART:
+        parts = [torch.randint(-9, 10, shape).double() for _ in range(t)]
+        return parts, torch.stack(parts).sum(0)
+    whole = torch.randint(-9, 10, shape).double()
+    return list(whole.split(sizes, dim)), whole
+
+
+def taken_by_rank(held, whole, dim, sizes, rank):
+    """What a rank must hold of ``whole``, where that is determined."""
+    return whole if held is Held.SAME else whole.split(sizes, dim)[rank]
+
+
+def inner(values, gradients, held):
+    """The inner product that every rank can compute alone: over the group, counting what all share once."""
+    products = [float((v * g).sum()) for v, g in zip(values, gradients, strict=True)]
+    return products[0] if held is Held.SAME else sum(products)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("name", MOVES)
+@settings(max_examples=15)
+@given(
+    rows=st.integers(0, 7),
+    columns=st.integers(0, 7),
+    even=st.booleans(),
+    cuts=st.none() | st.lists(st.integers(0, 7), min_size=3, max_size=3),
+)
+def test_move_equals_its_formula_and_its_adjoint(group, name, rows, columns, even, cuts):
+    move, t, me = MOVES[name], group.size(), group.rank()
+    dim = 0 if move.dim is None else move.dim
+    shape = [rows, 2, columns]
+    if even:
+        shape[dim] *= t
+    n = shape[dim]
+    sizes = list(balanced_sizes(n, t))
+    given_sizes = None
+    if move.sized and cuts is not None:
+        edges = [0, *sorted(min(cut, n) for cut in cuts[: t - 1]), n]
+        given_sizes = sizes = [stop - start for start, stop in pairwise(edges)]
+    elif move.source == "V" and len(set(sizes)) > 1:
+        # A gather of uneven shards must be told them.
+        given_sizes = sizes
+
+    inputs, together = drawn_by_all(VALUES[move.source], shape, dim, sizes, t)
+    gradients, _ = drawn_by_all(GRADIENTS[move.target], shape, dim, sizes, t)
+    arguments = (*move.arguments, given_sizes) if move.sized else move.arguments
+
+    x = inputs[me].clone().requires_grad_()
+    with assert_unmodified(x=x, gradient=gradients[me]):
+        y = move.function.apply(x, group, *arguments)
+        y.backward(gradients[me])
+
+    # Forward: the tensor that the ranks hold together stays what it is.
+    assert torch.equal(y, taken_by_rank(VALUES[move.target], together, dim, sizes, me))
+    # Backward: as the transposed linear map. Every rank computes all ranks' outputs by the formula just checked.
+    outputs = [taken_by_rank(VALUES[move.target], together, dim, sizes, rank) for rank in range(t)]
+    grad_inputs = [None] * t
+    torch.distributed.all_gather_object(grad_inputs, x.grad, group=group)
+    once = Held.SAME if move.target == "I" else Held.SHARD
+    left = inner(outputs, gradients, once)
+    right = inner(inputs, grad_inputs, Held.SAME if move.source == "I" else Held.SHARD)
+    assert left == right
+    if GRADIENTS[move.source] is Held.SAME:
+        assert all(torch.equal(grad_input, grad_inputs[0]) for grad_input in grad_inputs)
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", MOVES)
+def test_backward_against_the_dense_formula(group, name):
+    """The adjoint fixes the gradient where the layout leaves no freedom; here it is written out."""
+    move, t, me = MOVES[name], group.size(), group.rank()
+    dim = 0 if move.dim is None else move.dim
+    shape = (2 * t, 3, 2 * t)
+    sizes = [2] * t
+    inputs, _ = drawn_by_all(VALUES[move.source], shape, dim, sizes, t)
+    gradients, gradient = drawn_by_all(GRADIENTS[move.target], shape, dim, sizes, t)
+    x = inputs[me].clone().requires_grad_()
+    # A gradient of awkward strides, as a transpose leaves it.
+    awkward = gradients[me].transpose(0, 2).contiguous().transpose(0, 2)
+    with assert_unmodified(awkward):
+        move.function.apply(x, group, *move.arguments).backward(awkward)
+    expected = gradient if GRADIENTS[move.source] is Held.SAME else gradient.split(sizes, dim)[me]
+    assert_bit_equal(x.grad, expected.contiguous())
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_with_two_users_is_not_reduced_twice(group):
+    x = torch.ones(3, requires_grad=True)
+    (x + regions._CopyToModelParallelRegion.apply(x, group)).sum().backward()
+    assert x.grad.tolist() == [3.0] * 3
+
+
+@pytest.mark.ranks(2)
+def test_an_argument_with_two_users_is_not_reduced_for_both(group):
+    x = torch.full((3,), 1.0 + group.rank(), requires_grad=True)
+    y = x * 1
+    total = regions._ReduceFromModelParallelRegion.apply(y, group)
+    assert total.tolist() == [3.0] * 3
+    assert y.tolist() == [1.0 + group.rank()] * 3
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", MOVES)
+def test_no_move_keeps_an_activation(group, name):
+    move, kept = MOVES[name], []
+    x = torch.ones(4, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        move.function.apply(x, group, *move.arguments).sum().backward()
+    assert kept == []
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", MOVES)
+def test_static_methods_as_programs_call_them(group, name):
+    """With a context that has nothing but what the program gave it."""
+
+    class Context:
+        group = None
+        tensor_parallel_output_grad = name != "gather sequence to I"
+        output_split_sizes = None
+        input_split_sizes = None
+
+    class BareContext:
+        group = None
+
+    Context.group = BareContext.group = group
+    move, t, me = MOVES[name], group.size(), group.rank()
+    dim = 0 if move.dim is None else move.dim
+    shape, sizes = (2 * t, 2 * t), [2] * t
+    inputs, together = drawn_by_all(VALUES[move.source], shape, dim, sizes, t)
+    gradients, gradient = drawn_by_all(GRADIENTS[move.target], shape, dim, sizes, t)
+    expected = taken_by_rank(VALUES[move.target], together, dim, sizes, me).contiguous()
+    with assert_unmodified(inputs[me]):
+        assert_bit_equal(move.function.symbolic(None, inputs[me], group, *move.arguments), expected)
+        assert_bit_equal(move.function.forward(BareContext(), inputs[me], group, *move.arguments), expected)
+    context = Context() if "sequence" in name else BareContext()
+    back = gradient if GRADIENTS[move.source] is Held.SAME else gradient.split(sizes, dim)[me]
+    with assert_unmodified(gradients[me]):
+        result = move.function.backward(context, gradients[me])
+    assert_bit_equal(result[0], back.contiguous())
+    assert set(result[1:]) == {None}
+
+
+@pytest.mark.ranks(2, 3)
+def test_all_to_all_and_its_inverse(group):
+    t, me = group.size(), group.rank()
+    rows = [[(r + 2 * s) % 3 for s in range(t)] for r in range(t)]
+    received = [rows[r][me] for r in range(t)]
+    every = [torch.randn(sum(rows[r]), 2, dtype=torch.float64) for r in range(t)]
+    gradients = [torch.randn(sum(rows[r][s] for r in range(t)), 2, dtype=torch.float64) for s in range(t)]
+    x = every[me].clone().requires_grad_()
+    with assert_unmodified(x, gradients[me]):
+        y = regions._AllToAll.apply(group, x, received, rows[me])
+        y.backward(gradients[me])
+    assert_bit_equal(y.detach(), torch.cat([every[r].split(rows[r])[me] for r in range(t)]))
+    back = [gradients[s].split([rows[r][s] for r in range(t)])[me] for s in range(t)]
+    assert_bit_equal(x.grad, torch.cat(back))
+
+    class Context:
+        pass
+
+    context = Context()
+    equal = torch.randn(2 * t, 3)
+    sent = regions._AllToAll.forward(context, group, equal)
+    assert_bit_equal(regions._AllToAll.backward(context, sent)[1], equal)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", [name for name in MOVES if name != "reduce"])
+def test_a_second_derivative_is_refused(group, name):
+    """PyTorch would compute one that leaves the other ranks out."""
+    move = MOVES[name]
+    x = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
+    y = move.function.apply(x, group, *move.arguments)
+    (gradient,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_sizes_that_do_not_fit_are_told_on_every_rank(group):
+    x = torch.ones(5, 5)
+    for name in ("scatter", "scatter sequence", "reduce-scatter sequence", "reduce-scatter last"):
+        with pytest.raises(ShardingError, match=r"sizes \[3, 3\] must be 2 counts, one per rank, that sum to 5"):
+            MOVES[name].function.apply(x, group, [3, 3])
+    for name in ("gather", "gather sequence", "all-gather last"):
+        with pytest.raises(ShardingError, match=r"sizes \[4, 4\] do not fit a shard of 5"):
+            MOVES[name].function.apply(x, group, *MOVES[name].arguments, [4, 4])

@@ -1,0 +1,175 @@
+"""Weights start with the dense layer's values, bit for bit, whatever the number of ranks."""
+
+import math
+
+import pytest
+import torch
+from harness.parity import assert_bit_equal
+
+from shardwise import initialization
+from shardwise.initialization import Normal, init_method_normal, initialize_shard_, scaled_init_method_normal
+from shardwise.sharding import ParamLayout
+
+SEED = 99
+
+
+def shards_of(layout, init_method, dtype=torch.float32):
+    """What every rank gets, and the generator's state afterwards, which must be the same on all."""
+    shards, states = [], []
+    for rank in range(layout.world_size):
+        torch.manual_seed(SEED)
+        shard = torch.full(layout.local_shape(rank), 7.0).to(dtype)
+        assert initialize_shard_(shard, layout, rank, init_method) is shard
+        shards.append(shard)
+        states.append(torch.get_rng_state())
+    for state in states[1:]:
+        assert_bit_equal(state, states[0])
+    return shards, states[0]
+
+
+def assert_equals_dense(layout, init_method, dense_init, dtype=torch.float32):
+    shards, state = shards_of(layout, init_method, dtype)
+    torch.manual_seed(SEED)
+    dense = torch.empty(layout.global_shape, dtype=dtype)
+    dense_init(dense)
+    assert_bit_equal(layout.assemble(shards), dense)
+    for rank, shard in enumerate(shards):
+        assert_bit_equal(shard, layout.take(dense, rank), name=f"shard of rank {rank}")
+    assert_bit_equal(torch.get_rng_state(), state, name="state of the generator")
+
+
+def dense_normal(std):
+    return lambda tensor: torch.nn.init.normal_(tensor, 0.0, std)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1003, 37), (7, 3), (64,), (13,), (1,), (33, 2, 5)], ids=str)
+def test_normal_equals_dense(shape, dtype):
+    for dim in range(len(shape)):
+        for tp in (1, 2, 3, 4, 5):
+            assert_equals_dense(ParamLayout.split(shape, dim, tp), Normal(0.02), dense_normal(0.02), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block", [1, 256, 1000])
+def test_normal_equals_dense_over_many_blocks(monkeypatch, dtype, block):
+    monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", block)
+    # Last blocks of every kind: a whole one, a few rows, and fewer than the 16 values that PyTorch draws at once.
+    for shape in [(1003, 37), (256, 3), (257, 3), (1029,), (1030, 1), (16, 1), (17, 1), (1041, 2), (48, 5, 3)]:
+        for dim in range(len(shape)):
+            for tp in (1, 2, 5):
+                assert_equals_dense(ParamLayout.split(shape, dim, tp), Normal(1.5), dense_normal(1.5), dtype)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((50257, 8), 0), ((2100, 1009), 0), ((2100, 1009), 1), ((2_200_003,), 0)])
+def test_normal_equals_dense_at_sizes_of_real_layers(shape, dim):
+    for tp in (1, 3):
+        assert_equals_dense(ParamLayout.split(shape, dim, tp), Normal(0.02), dense_normal(0.02))
+
+
+def test_stride_sizes_and_overlap(monkeypatch):
+    monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", 64)
+    layouts = [ParamLayout.split((74, 10), dim, tp, stride=2) for dim in (0, 1) for tp in (1, 2, 3, 4, 5)]
+    layouts += [
+        ParamLayout.split((74, 10), 0, 3, sizes=[40, 0, 34]),
+        ParamLayout.split((74, 10), 1, 3, stride=2, sizes=[1, 4, 0]),
+        ParamLayout((74, 10), 0, (((0, 50),), ((20, 74), (0, 3))), 2),
+        # More ranks than rows.
+        ParamLayout.split((3, 5), 0, 5),
+        ParamLayout.replicated((74, 10), 3),
+    ]
+    for layout in layouts:
+        assert_equals_dense(layout, Normal(0.5), dense_normal(0.5))
+
+
+@pytest.mark.parametrize(
+    "init_method",
+    [
+        torch.nn.init.xavier_uniform_,
+        torch.nn.init.normal_,
+        lambda tensor: tensor.copy_(torch.randperm(tensor.numel()).view(tensor.shape)),
+    ],
+    ids=["xavier", "normal of its own", "permutation"],
+)
+def test_an_arbitrary_method_is_given_the_whole(init_method):
+    for dim in (0, 1):
+        for tp in (1, 2, 3, 5):
+            assert_equals_dense(ParamLayout.split((14, 6), dim, tp, stride=2), init_method, init_method)
+    assert_equals_dense(ParamLayout.replicated((14, 6), 2), init_method, init_method)
+
+
+@pytest.mark.parametrize("init_method", [torch.nn.init.zeros_, torch.nn.init.ones_])
+def test_constants_draw_nothing(init_method):
+    for tp in (1, 3):
+        layout = ParamLayout.split((10,), 0, tp)
+        assert_equals_dense(layout, init_method, init_method)
+        _, state = shards_of(layout, init_method)
+        torch.manual_seed(SEED)
+        assert_bit_equal(torch.get_rng_state(), state)
+
+
+class Recording(Normal):
+    """A normal that remembers the sizes that it was asked for."""
+
+    def __call__(self, tensor):
+        Recording.drawn.append(tensor.numel())
+        return super().__call__(tensor)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_no_rank_draws_more_than_a_block_at_once(monkeypatch, dim):
+    monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", 4096)
+    layout = ParamLayout.split((3001, 20), dim, 4)
+    monkeypatch.setattr(Recording, "drawn", [], raising=False)
+    initialize_shard_(torch.empty(layout.local_shape(2)), layout, 2, Recording(1.0))
+    assert sum(Recording.drawn) == 3001 * 20
+    assert max(Recording.drawn) <= 4096 + 16
+    assert len(Recording.drawn) >= 14
+
+
+def test_where_draws_of_blocks_do_not_join_one_rank_draws_the_same_blocks(monkeypatch):
+    # As on a GPU, where the numbers depend on the size of each draw.
+    monkeypatch.setattr(initialization, "_blocks_continue_one_stream", lambda device: False)
+    monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", 64)
+    seen = []
+    for tp in (1, 3):
+        monkeypatch.setattr(Recording, "drawn", [], raising=False)
+        layout = ParamLayout.split((70, 6), 0, tp)
+        initialize_shard_(torch.empty(layout.local_shape(0)), layout, 0, Recording(1.0))
+        seen.append(Recording.drawn)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) > 1
+
+
+def test_a_meta_tensor_draws_nothing():
+    torch.manual_seed(SEED)
+    before = torch.get_rng_state()
+    shard = torch.empty(2, 3, device="meta")
+    assert initialize_shard_(shard, ParamLayout.split((4, 3), 0, 2), 1, Normal(1.0)) is shard
+    assert_bit_equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0,)], ids=str)
+def test_nothing_to_fill(shape):
+    for dim in range(len(shape)):
+        for tp in (1, 2):
+            assert_equals_dense(ParamLayout.split(shape, dim, tp), Normal(1.0), dense_normal(1.0))
+
+
+def test_the_parameter_takes_no_part_in_autograd():
+    layout = ParamLayout.split((8, 3), 0, 2)
+    param = torch.nn.Parameter(torch.empty(4, 3))
+    initialize_shard_(param, layout, 1, Normal(1.0))
+    assert param.grad_fn is None
+    assert param.requires_grad
+
+
+def test_normals_have_the_deviation_that_they_say():
+    assert init_method_normal(0.02) == Normal(0.02)
+    assert scaled_init_method_normal(0.02, 12) == Normal(0.02 / math.sqrt(24))
+    assert scaled_init_method_normal(0.02, 12, multiplier=3.0) == Normal(0.02 / 6)
+    torch.manual_seed(SEED)
+    drawn = Normal(0.3)(torch.empty(200_000, dtype=torch.float64))
+    # Five standard errors.
+    assert abs(float(drawn.mean())) < 5 * 0.3 / math.sqrt(200_000)
+    assert abs(float(drawn.std()) - 0.3) < 5 * 0.3 / math.sqrt(400_000)

@@ -1,0 +1,57 @@
+"""Ids outside the vocabulary are named, where values can be looked at."""
+
+import pytest
+import torch
+from harness.parity import assert_unmodified
+
+from shardwise.errors import VocabularyError
+from shardwise.validation import check_ids, validation_applies
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_ids_inside_pass(dtype):
+    ids = torch.tensor([[0, 9], [3, 5]], dtype=dtype)
+    with assert_unmodified(ids):
+        check_ids(ids, 10, what="token id")
+    check_ids(torch.empty(0, 3, dtype=dtype), 10, what="token id")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[0, 10], [3, 11]], "token id 10 at position [0, 1] is outside the vocabulary of 10 ids"),
+        ([[0, 1], [-1, 10]], "token id -1 at position [1, 0] is outside the vocabulary of 10 ids"),
+        (999, "token id 999 at position [] is outside the vocabulary of 10 ids"),
+    ],
+)
+def test_the_first_id_outside_is_named(ids, message):
+    with pytest.raises(VocabularyError) as info:
+        check_ids(torch.tensor(ids), 10, what="token id")
+    assert str(info.value) == message
+    assert isinstance(info.value, ValueError)
+
+
+def test_one_more_id_may_be_allowed():
+    check_ids(torch.tensor([0, -100, 9]), 10, what="target", ignore_index=-100)
+    check_ids(torch.tensor([0, 50]), 10, what="target", ignore_index=50)
+    with pytest.raises(VocabularyError, match=r"target -1 at position \[1\].* \(and is not ignore_index -100\)$"):
+        check_ids(torch.tensor([0, -1, -100]), 10, what="target", ignore_index=-100)
+    with pytest.raises(VocabularyError, match="target -100"):
+        check_ids(torch.tensor([0, -100]), 10, what="target")
+
+
+def test_nothing_is_looked_at_while_compiling(monkeypatch):
+    assert validation_applies()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not validation_applies()
+    check_ids(torch.tensor([99]), 10, what="token id")
+
+
+def test_nothing_is_looked_at_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not validation_applies()
+    check_ids(torch.tensor([99]), 10, what="token id")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(VocabularyError, match="token id 99"):
+        check_ids(torch.tensor([99]), 10, what="token id")
