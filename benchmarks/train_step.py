@@ -34,7 +34,7 @@ GRAD_NORM_RTOL = 1e-3
 MODELS = {
     "demo": LlamaSizes(
         hidden_size=128,
-        num_layers=4,
+        num_layers=2,
         num_heads=4,
         ffn_hidden_size=352,
         vocab_size=4096,

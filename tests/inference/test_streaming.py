@@ -41,6 +41,11 @@ def test_a_character_comes_with_its_last_byte(tokenizer):
     assert stream(tokenizer, ids[:3], []) == ["a", "", "", "\ufffd", ""]
 
 
+def test_a_prompt_that_ends_like_an_unfinished_character(tokenizer):
+    prompt_ids, first_byte, letter = tokenizer.encode("\ufffd"), tokenizer.encode("🎉")[0], tokenizer.encode("a")[0]
+    assert stream(tokenizer, [first_byte, letter], prompt_ids) == ["", "\ufffda", "", ""]
+
+
 def test_long_texts_come_without_delay(tokenizer):
     text = "groß 中🎉, " * 200
     pieces = stream(tokenizer, tokenizer.encode(text), [])

@@ -43,7 +43,7 @@ class DemoArguments:
 
     out: str = "runs/demo"
     tp: int = 2
-    steps: int = 600
+    steps: int = 560
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
@@ -54,9 +54,9 @@ def demo_settings(arguments: DemoArguments) -> Settings:
         out=arguments.out,
         resume="restart",
         device="cpu",
-        model=ModelSettings(num_layers=4, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256),
+        model=ModelSettings(num_layers=2, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256),
         parallel=ParallelSettings(tp=arguments.tp),
-        optimizer=OptimizerSettings(learning_rate=6e-3, warmup_steps=30),
+        optimizer=OptimizerSettings(learning_rate=4e-3, warmup_steps=20),
         training=TrainingSettings(steps=arguments.steps, global_batch_size=8, eval_every=max(1, arguments.steps // 2)),
         corpus=CorpusSettings(held_out_fraction=0.03),
     )

@@ -191,12 +191,11 @@ def load_model(opened: OpenCheckpoint, ranks: Ranks) -> GPTModel:
     world = dist.group.WORLD
     assert world is not None
     model = build_model(
-        # The run's own split says nothing about this one.
+        # The run's own split says nothing about this one, which has no sequence parallelism: one token cannot be split.
         dataclasses.replace(opened.settings, parallel=ParallelSettings(tp=ranks.world_size)),
         opened.tokenizer.vocab_size,
         pg_collection=ProcessGroupCollection(tp=world),
         device=ranks.device,
-        sequence_parallel=False,
     )
     state = {
         f"model.{name}": TensorShard(param, layout, ranks.rank)
@@ -207,10 +206,6 @@ def load_model(opened: OpenCheckpoint, ranks: Ranks) -> GPTModel:
 
 
 def _run_rank(arguments: GenerateArguments, sampling: Sampling) -> None:
-    # Nothing may refer to the process group when the block ends: only then does PyTorch join the group's threads, and
-    # one that is left may abort the interpreter while that ends. So what runs in the block is a function of its own;
-    # and this import, with which PyTorch makes the group of the moment a default argument, comes before there is one.
-    import shardwise.checkpoint  # noqa: F401
     from shardwise.training.ranks import open_ranks
 
     with open_ranks(arguments.device) as ranks:

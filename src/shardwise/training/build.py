@@ -31,7 +31,6 @@ def build_model(
     *,
     pg_collection: ProcessGroupCollection,
     device: torch.device,
-    sequence_parallel: bool | None = None,
 ) -> GPTModel:
     """The model that ``settings`` describe, on ``device``, with initial weights.
 
@@ -43,7 +42,6 @@ def build_model(
         vocab_size: the tokenizer's.
         pg_collection: the model's process groups.
         device: where the model goes.
-        sequence_parallel: in place of the settings' (generation has no use for it).
     """
     model, parallel = settings.model, settings.parallel
     llama = model.architecture == "llama"
@@ -60,7 +58,7 @@ def build_model(
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
         tensor_model_parallel_size=parallel.tp,
-        sequence_parallel=parallel.sequence_parallel if sequence_parallel is None else sequence_parallel,
+        sequence_parallel=parallel.sequence_parallel,
         params_dtype=DTYPES[settings.training.dtype],
         # Nguyen and Salazar 2019 (arXiv:1910.05895), "small init": about 0.02 at the width of GPT-2, more for narrower
         # models, which learn nothing for a hundred steps otherwise.

@@ -11,6 +11,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+# torch.distributed.checkpoint needs this module, whose functions have the process group of the moment of its import as
+# a default argument. Were that a real group, its threads would be kept for good, and might abort the interpreter while
+# it ends; so it is imported while there is none.
+import torch.distributed.nn.functional
+
 from shardwise.errors import ConfigError
 
 

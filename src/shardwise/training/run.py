@@ -177,9 +177,7 @@ def _make_folder(session: Session) -> None:
 
 def _leave_files(session: Session, metrics: MetricsWriter | None, references: dict[str, float]) -> tuple[str, ...]:
     """Sample and picture; every rank calls."""
-    # A few words that the run has seen, so that a model of any language has something to go on from.
-    prompt = session.texts.held_out.documents[0][:60]
-    text = sample_text(session, prompt=prompt, max_new_tokens=_SAMPLE_TOKENS)
+    text = sample_text(session, max_new_tokens=_SAMPLE_TOKENS)
     if metrics is None:
         return ()
     (session.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
