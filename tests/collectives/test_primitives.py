@@ -130,8 +130,8 @@ def test_all_to_all(group):
             with assert_unmodified(*every):
                 result = all_to_all(every[me], group=group)
             assert_bit_equal(result, torch.cat([sent.chunk(t)[me] for sent in every]))
-            # Rank r sends (r + s) % 3 rows to rank s: some send nothing to some.
-            rows = [[(r + s) % 3 for s in range(t)] for r in range(t)]
+            # Rank r sends (r + 2s) % 4 rows to rank s: some send nothing to some, and not what they receive.
+            rows = [[(r + 2 * s) % 4 for s in range(t)] for r in range(t)]
             every = inputs_of_all([(sum(rows[r]), 3) for r in range(t)], dtype, memory)
             received = [rows[r][me] for r in range(t)]
             with assert_unmodified(*every):

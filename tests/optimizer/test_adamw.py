@@ -1,0 +1,198 @@
+"""AdamW over shards is AdamW over the whole, its state can be taken and given back, and its rate follows the plan."""
+
+import math
+
+import pytest
+import torch
+from harness.parity import assert_bit_equal, assert_close_to, gather_shards
+from torch import nn
+
+from shardwise.config import ModelParallelConfig
+from shardwise.initialization import Normal
+from shardwise.optimizer.adamw import (
+    STATE_NAMES,
+    learning_rate_at,
+    make_adamw,
+    optimizer_state,
+    set_learning_rate_,
+    set_step_,
+)
+from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, named_param_layouts
+
+OPTIONS = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8}
+
+
+class TwoLayers(nn.Module):
+    """Column, norm, row: split matrices and vectors, and whole ones."""
+
+    def __init__(self, group, dtype=torch.float32):
+        super().__init__()
+        config = ModelParallelConfig(params_dtype=dtype)
+        self.up = ColumnParallelLinear(6, 9, config=config, init_method=Normal(0.5), tp_group=group)
+        self.down = RowParallelLinear(
+            9,
+            6,
+            config=config,
+            init_method=Normal(0.5),
+            bias=True,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=group,
+        )
+        self.norm = nn.LayerNorm(6, dtype=dtype)
+        self.frozen = nn.Parameter(torch.ones(2, 2, dtype=dtype), requires_grad=False)
+        self.group = group
+
+    def forward(self, x):
+        return self.norm(x + self.down(torch.tanh(self.up(x)[0]))[0])
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x.to(model.norm.weight.dtype)).square().mean().backward()
+        set_learning_rate_(optimizer, 0.01 / (1 + step))
+        optimizer.step()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_resumed_run_equals_the_uninterrupted_one(group, dtype):
+    torch.manual_seed(3)
+    straight = TwoLayers(group, dtype)
+    optimizer = make_adamw(straight, **OPTIONS)
+    train(straight, optimizer, range(3))
+    weights = {name: value.clone() for name, value in straight.state_dict().items()}
+    state = {name: tensor.clone() for name, (tensor, _) in optimizer_state(straight, optimizer, group.size()).items()}
+    train(straight, optimizer, range(3, 6))
+
+    torch.manual_seed(4)
+    resumed = TwoLayers(group, dtype)
+    resumed.load_state_dict(weights)
+    optimizer = make_adamw(resumed, **OPTIONS)
+    empty = optimizer_state(resumed, optimizer, group.size())
+    assert set(empty) == set(state)
+    for name, (tensor, _) in empty.items():
+        assert not tensor.any()
+        tensor.copy_(state[name])
+    set_step_(resumed, optimizer, 3)
+    train(resumed, optimizer, range(3, 6))
+    for name, value in straight.state_dict().items():
+        assert_bit_equal(resumed.state_dict()[name], value, name=name)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_shards_are_updated_as_the_whole(group):
+    torch.manual_seed(3)
+    model = TwoLayers(group, torch.float64)
+    layouts = list(named_param_layouts(model, group.size()))
+    dense = nn.ParameterDict(
+        {name.replace(".", "_"): gather_shards(param, layout, group) for name, param, layout in layouts}
+    )
+    sharded = make_adamw(model, **OPTIONS)
+    # PyTorch's own, decay on matrices alone.
+    whole = torch.optim.AdamW(
+        [
+            {"params": [p for p in dense.values() if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in dense.values() if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    for _ in range(4):
+        for name, param, layout in layouts:
+            gradient = torch.randn(layout.global_shape, dtype=torch.float64)
+            if param.requires_grad:
+                param.grad = layout.take(gradient, group.rank()).clone()
+                dense[name.replace(".", "_")].grad = gradient
+        sharded.step()
+        whole.step()
+    for name, param, layout in layouts:
+        expected = dense[name.replace(".", "_")]
+        if param.requires_grad:
+            assert_close_to(gather_shards(param, layout, group), expected, rtol_of_norm=1e-13, name=name)
+    for name, (tensor, layout) in optimizer_state(model, sharded, group.size()).items():
+        kind, _, of = name.partition(".")
+        expected = whole.state[dense[of.replace(".", "_")]][kind]
+        assert_close_to(gather_shards(tensor, layout, group), expected, rtol_of_norm=1e-13, name=name)
+
+
+@pytest.mark.ranks(2)
+def test_state_is_named_and_laid_out_like_the_parameters(group):
+    model = TwoLayers(group)
+    optimizer = make_adamw(model, **OPTIONS)
+    state = optimizer_state(model, optimizer, 2)
+    trained = {name: layout for name, param, layout in named_param_layouts(model, 2) if param.requires_grad}
+    assert "frozen" not in trained
+    assert set(state) == {f"{kind}.{name}" for kind in STATE_NAMES for name in trained}
+    for name, (tensor, layout) in state.items():
+        of = name.partition(".")[2]
+        assert layout == trained[of]
+        assert tensor.shape == model.get_parameter(of).shape
+        # The optimizer's own memory: loading fills it in place.
+        assert tensor is optimizer.state[model.get_parameter(of)][name.partition(".")[0]]
+    # Asking twice makes nothing anew.
+    again = optimizer_state(model, optimizer, 2)
+    assert all(again[name][0] is tensor for name, (tensor, _) in state.items())
+    set_step_(model, optimizer, 7)
+    steps = {float(optimizer.state[param]["step"]) for param in model.parameters() if param.requires_grad}
+    assert steps == {7.0}
+    assert model.frozen not in optimizer.state
+
+
+@pytest.mark.ranks(1)
+def test_what_decays(group):
+    model = TwoLayers(group)
+    optimizer = make_adamw(model, **OPTIONS)
+    decays = {id(param): rule["weight_decay"] for rule in optimizer.param_groups for param in rule["params"]}
+    for name, param in model.named_parameters():
+        if name == "frozen":
+            assert id(param) not in decays
+        else:
+            assert decays[id(param)] == (0.1 if param.dim() == 2 else 0.0), name
+    for rule in optimizer.param_groups:
+        assert (rule["lr"], rule["betas"], rule["eps"]) == (0.01, (0.9, 0.95), 1e-8)
+    set_learning_rate_(optimizer, 0.5)
+    assert {rule["lr"] for rule in optimizer.param_groups} == {0.5}
+    only_vectors = make_adamw(nn.LayerNorm(3), **OPTIONS)
+    assert [rule["weight_decay"] for rule in only_vectors.param_groups] == [0.0]
+
+
+def rate(step, *, steps=100, warmup_steps=10, highest=2.0, final_ratio=0.1):
+    return learning_rate_at(step, steps=steps, warmup_steps=warmup_steps, highest=highest, final_ratio=final_ratio)
+
+
+def test_learning_rate_at_its_corners():
+    assert rate(0) == pytest.approx(0.2)
+    assert rate(8) == pytest.approx(1.8)
+    assert rate(9) == 2.0
+    # Half-way down: the middle of highest and final.
+    assert rate(54) == pytest.approx((2.0 + 0.2) / 2)
+    assert rate(99) == pytest.approx(0.2)
+    assert rate(98) > rate(99)
+    assert rate(1000) == pytest.approx(0.2)
+    rates = [rate(step) for step in range(100)]
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    # A cosine, not a line.
+    assert rate(9 + 30) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 3))))
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "expected"),
+    [
+        (0, {"warmup_steps": 0}, 2.0 * (0.1 + 0.45 * (1 + math.cos(math.pi / 100)))),
+        (99, {"warmup_steps": 0}, 0.2),
+        (0, {"warmup_steps": 0, "steps": 1}, 0.2),
+        (0, {"warmup_steps": 1, "steps": 1}, 2.0),
+        (99, {"warmup_steps": 100}, 2.0),
+        (99, {"warmup_steps": 200}, 1.0),
+        (100, {"warmup_steps": 100}, 0.2),
+        (50, {"final_ratio": 1.0}, 2.0),
+        (99, {"final_ratio": 0.0}, 0.0),
+    ],
+)
+def test_learning_rate_of_short_and_odd_plans(step, options, expected):
+    assert rate(step, **options) == pytest.approx(expected, abs=1e-15)

@@ -1,0 +1,479 @@
+"""Each layer at any number of ranks equals PyTorch's dense one: outputs, input gradients, every gradient shard."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_shards
+from torch import nn
+
+from shardwise import parallel_state
+from shardwise.config import ModelParallelConfig
+from shardwise.errors import ConfigError, ShardingError, TopologyError, VocabularyError
+from shardwise.initialization import Normal
+from shardwise.sharding import ParamLayout
+from shardwise.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    named_param_layouts,
+    set_tensor_model_parallel_attributes,
+)
+
+S, B = 12, 2
+
+
+def config_of(sequence_parallel=False, dtype=torch.float64, **options):
+    return ModelParallelConfig(sequence_parallel=sequence_parallel, params_dtype=dtype, **options)
+
+
+def column(group, i, o, *, config=None, **options):
+    return with_random_bias(
+        ColumnParallelLinear(i, o, config=config or config_of(), init_method=Normal(1.0), tp_group=group, **options)
+    )
+
+
+def row(group, i, o, *, config=None, bias=True, input_is_parallel=True, skip_bias_add=False, **options):
+    return with_random_bias(
+        RowParallelLinear(
+            i,
+            o,
+            config=config or config_of(),
+            init_method=Normal(1.0),
+            bias=bias,
+            input_is_parallel=input_is_parallel,
+            skip_bias_add=skip_bias_add,
+            tp_group=group,
+            **options,
+        )
+    )
+
+
+def with_random_bias(layer):
+    """A bias of zeros would hide mistakes."""
+    if layer.bias is not None:
+        layout = layer.param_layouts["bias"]
+        noise = torch.randn(layout.global_shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        with torch.no_grad():
+            layer.bias.copy_(layout.take(noise, layer.tp_rank))
+    return layer
+
+
+def whole_parameters(layer, group):
+    return {
+        name: gather_shards(param, layout, group).double().requires_grad_()
+        for name, param, layout in named_param_layouts(layer, group.size())
+    }
+
+
+def split(whole, dim, group, sizes=None, stride=1):
+    return ParamLayout.split(whole.shape, dim, group.size(), stride=stride, sizes=sizes).take(whole, group.rank())
+
+
+def leaf(tensor):
+    return tensor.detach().clone().requires_grad_()
+
+
+def assert_gradients(layer, dense, group, rtol):
+    for name, param, layout in named_param_layouts(layer, group.size()):
+        gradient = param.grad
+        if getattr(param, "sequence_parallel", False):
+            gradient = gradient.clone()
+            torch.distributed.all_reduce(gradient, group=group)
+        gradient = gather_shards(gradient, layout, group).double()
+        assert_close_to(gradient, dense[name].grad, rtol_of_norm=rtol, name=f"gradient of {name}")
+
+
+def check_column(group, layer, *, sizes=None, dtype=torch.float64, rtol=1e-12, gathered=False, weight=None):
+    sequence_parallel = layer.sequence_parallel
+    x = torch.randn(S, B, layer.input_size, dtype=torch.float64).to(dtype)
+    incoming = torch.randn(S, B, layer.output_size, dtype=torch.float64).to(dtype)
+    dense = whole_parameters(layer, group)
+    dense_x = leaf(x.double())
+    expected = F.linear(dense_x, dense["weight"], None if layer.skip_bias_add else dense.get("bias"))
+    expected.backward(incoming.double())
+
+    own_x = leaf(split(x, 0, group) if sequence_parallel else x)
+    # The incoming gradient is each rank's own part, or the same on all when the output is gathered.
+    own_incoming = incoming if gathered else split(incoming, 2, group, sizes, layer.stride)
+    with assert_unmodified(own_x, own_incoming, *layer.parameters()):
+        output, bias = layer(own_x, weight)
+        output.backward(own_incoming)
+    assert bias is (layer.bias if layer.skip_bias_add else None)
+    expected = expected.detach()
+    if not gathered:
+        expected = split(expected, 2, group, sizes, layer.stride)
+    assert_close_to(output.detach().double(), expected, rtol_of_norm=rtol, name="output")
+    expected = split(dense_x.grad, 0, group) if sequence_parallel else dense_x.grad
+    assert_close_to(own_x.grad.double(), expected, rtol_of_norm=rtol, name="input gradient")
+    if layer.skip_bias_add:
+        dense.pop("bias", None)
+        layer.bias = None
+    assert_gradients(layer, dense, group, rtol)
+
+
+def check_row(group, layer, *, sizes=None, stride=1, dtype=torch.float64, rtol=1e-12):
+    sequence_parallel = layer.sequence_parallel
+    x = torch.randn(S, B, layer.input_size, dtype=torch.float64).to(dtype)
+    incoming = torch.randn(S, B, layer.output_size, dtype=torch.float64).to(dtype)
+    dense = whole_parameters(layer, group)
+    dense_x = leaf(x.double())
+    expected = F.linear(dense_x, dense["weight"], None if layer.skip_bias_add else dense.get("bias"))
+    expected.backward(incoming.double())
+
+    own_x = leaf(split(x, 2, group, sizes, stride) if layer.input_is_parallel else x)
+    own_incoming = split(incoming, 0, group) if sequence_parallel else incoming
+    with assert_unmodified(own_x, own_incoming, *layer.parameters()):
+        output, bias = layer(own_x)
+        output.backward(own_incoming)
+    assert bias is (layer.bias if layer.skip_bias_add else None)
+    expected = split(expected.detach(), 0, group) if sequence_parallel else expected.detach()
+    assert_close_to(output.detach().double(), expected, rtol_of_norm=rtol, name="output")
+    expected = split(dense_x.grad, 2, group, sizes, stride) if layer.input_is_parallel else dense_x.grad
+    assert_close_to(own_x.grad.double(), expected, rtol_of_norm=rtol, name="input gradient")
+    if layer.skip_bias_add:
+        dense.pop("bias", None)
+        layer.bias = None
+    assert_gradients(layer, dense, group, rtol)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+class TestColumn:
+    """``Y = X A + b``, the columns of ``A`` split."""
+
+    @pytest.mark.parametrize(("i", "o"), [(8, 12), (7, 13), (13, 101)])
+    @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+    def test_equals_dense(self, group, sequence_parallel, i, o, bias):
+        check_column(group, column(group, i, o, config=config_of(sequence_parallel), bias=bias))
+
+    def test_options(self, group, sequence_parallel):
+        config = config_of(sequence_parallel)
+        check_column(group, column(group, 7, 13, config=config, skip_bias_add=True))
+        check_column(group, column(group, 7, 26, config=config, stride=2))
+        sizes = {1: [9], 2: [2, 7], 3: [5, 1, 3], 4: [1, 0, 6, 2]}[group.size()]
+        layer = column(group, 7, 9, config=config, sizes=sizes)
+        assert layer.output_size_per_partition == sizes[group.rank()]
+        # A rank without features has nothing to compare with.
+        if 0 not in sizes:
+            check_column(group, layer, sizes=sizes)
+            check_column(group, column(group, 7, 18, config=config, sizes=sizes, stride=2), sizes=sizes)
+
+    def test_lower_precision(self, group, sequence_parallel):
+        layer = column(group, 7, 13, config=config_of(sequence_parallel, torch.bfloat16))
+        check_column(group, layer, dtype=torch.bfloat16, rtol=3 * 2**-8)
+
+    def test_a_weight_that_is_passed_in(self, group, sequence_parallel):
+        config = config_of(sequence_parallel)
+        layer = column(group, 7, 13, config=config, bias=False, skip_weight_param_allocation=True)
+        assert layer.weight is None
+        assert list(layer.parameters()) == []
+        assert layer.param_layouts == {}
+        with pytest.raises(ShardingError, match="skip_weight_param_allocation; pass a weight to forward"):
+            layer(torch.randn(S, B, 7, dtype=torch.float64))
+        owner = column(group, 7, 13, config=config, bias=False)
+        x = torch.randn(S // group.size() if sequence_parallel else S, B, 7, dtype=torch.float64)
+        outputs, gradients = [], []
+        for output in (layer(x, owner.weight)[0], owner(x)[0]):
+            owner.weight.grad = None
+            output.sum().backward()
+            outputs.append(output.detach())
+            gradients.append(owner.weight.grad)
+        assert_bit_equal(*outputs)
+        assert_bit_equal(*gradients)
+        local = owner.output_size_per_partition
+        with pytest.raises(ShardingError, match=rf"weight has shape \[{local - 1}, 7\]; rank .* needs \[{local}, 7\]"):
+            layer(x, owner.weight.detach()[1:])
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_column_gathers_its_output(group):
+    check_column(group, column(group, 7, 13, gather_output=True), gathered=True)
+    check_column(group, column(group, 7, 12, gather_output=True, bias=False), gathered=True)
+    sizes = {1: [9], 2: [2, 7], 3: [5, 1, 3], 4: [1, 4, 2, 2]}[group.size()]
+    check_column(group, column(group, 7, 9, gather_output=True, sizes=sizes), gathered=True)
+    # Asked for or refused at run time; also with sequence parallelism, whose output has the whole sequence.
+    for config in (config_of(), config_of(True)):
+        layer = column(group, 7, 13, config=config)
+        x = torch.randn(S, B, 7, dtype=torch.float64)
+        own = split(x, 0, group) if layer.sequence_parallel else x
+        dense = whole_parameters(layer, group)
+        expected = F.linear(x, dense["weight"], dense["bias"]).detach()
+        assert_close_to(layer(own, runtime_gather_output=True)[0].detach(), expected, rtol_of_norm=1e-12)
+    layer = column(group, 7, 13, gather_output=True)
+    assert layer(x, runtime_gather_output=False)[0].shape == (S, B, layer.output_size_per_partition)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+class TestRow:
+    """``Y = X A + b``, the rows of ``A`` split."""
+
+    @pytest.mark.parametrize(("i", "o"), [(12, 8), (13, 7), (101, 13)])
+    @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+    def test_equals_dense(self, group, sequence_parallel, i, o, bias):
+        check_row(group, row(group, i, o, config=config_of(sequence_parallel), bias=bias))
+
+    def test_options(self, group, sequence_parallel):
+        config = config_of(sequence_parallel)
+        check_row(group, row(group, 13, 7, config=config, skip_bias_add=True))
+        check_row(group, row(group, 26, 7, config=config, stride=2), stride=2)
+        sizes = {1: [9], 2: [2, 7], 3: [5, 1, 3], 4: [1, 4, 2, 2]}[group.size()]
+        layer = row(group, 9, 7, config=config, sizes=sizes)
+        assert layer.input_size_per_partition == sizes[group.rank()]
+        check_row(group, layer, sizes=sizes)
+        check_row(group, row(group, 18, 7, config=config, sizes=sizes, stride=2), sizes=sizes, stride=2)
+
+    def test_lower_precision(self, group, sequence_parallel):
+        layer = row(group, 13, 7, config=config_of(sequence_parallel, torch.bfloat16))
+        check_row(group, layer, dtype=torch.bfloat16, rtol=4 * 2**-8)
+
+    def test_the_bias_says_whether_its_gradient_is_partial(self, group, sequence_parallel):
+        layer = row(group, 13, 7, config=config_of(sequence_parallel))
+        assert layer.bias.sequence_parallel == (sequence_parallel and group.size() > 1)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_row_splits_its_own_input(group):
+    check_row(group, row(group, 13, 7, input_is_parallel=False))
+    check_row(group, row(group, 12, 7, input_is_parallel=False, bias=False))
+    sizes = {1: [9], 2: [2, 7], 3: [5, 1, 3], 4: [1, 4, 2, 2]}[group.size()]
+    check_row(group, row(group, 9, 7, input_is_parallel=False, sizes=sizes))
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_autocast(group):
+    """Output and gradients as of PyTorch's linear under autocast, at any number of ranks."""
+    for layer, width in ((column(group, 7, 13, config=config_of(dtype=torch.float32)), None), (row_in_fp32(group), 13)):
+        x = torch.randn(S, B, layer.input_size)
+        dense = {name: leaf(whole.float()) for name, whole in whole_parameters(layer, group).items()}
+        own = x if width is None else split(x, 2, group)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output, _ = layer(own)
+            expected = F.linear(x, dense["weight"], dense["bias"])
+        assert output.dtype == expected.dtype == torch.bfloat16
+        expected.sum().backward()
+        output.sum().backward()
+        expected = expected.detach() if width else split(expected.detach(), 2, group)
+        assert_close_to(output.detach(), expected, rtol_of_norm=4 * 2**-8)
+        for name, param, layout in named_param_layouts(layer, group.size()):
+            gradient = gather_shards(param.grad, layout, group)
+            assert_close_to(gradient, dense[name].grad, rtol_of_norm=4 * 2**-8, name=f"gradient of {name}")
+
+
+def row_in_fp32(group):
+    return row(group, 13, 7, config=config_of(dtype=torch.float32))
+
+
+@pytest.mark.ranks(2)
+def test_frozen_weights(group):
+    for make, width in ((column, 8), (row, 4)):
+        layer = make(group, 8, 6)
+        layer.weight.requires_grad_(False)
+        x = torch.randn(S, B, width, dtype=torch.float64, requires_grad=True)
+        layer(x)[0].sum().backward()
+        assert layer.weight.grad is None
+        # Nothing is wrong with training the bias alone.
+        assert layer.bias.grad.tolist() == [float(S * B)] * layer.bias.numel()
+        assert x.grad is not None
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(("vocab", "h"), [(101, 7), (64, 8), (4, 3)])
+@pytest.mark.parametrize("reduce_scatter", [False, True], ids=["", "reduce-scatter"])
+def test_embedding_equals_dense(group, vocab, h, reduce_scatter):
+    layer = VocabParallelEmbedding(
+        vocab,
+        h,
+        init_method=Normal(1.0),
+        reduce_scatter_embeddings=reduce_scatter,
+        config=config_of(reduce_scatter),
+        tp_group=group,
+    )
+    ids = torch.randint(vocab, (B, S))
+    ids[0, 0], ids[1, 1], ids[0, 2] = 0, vocab - 1, vocab - 1
+    incoming = torch.randn(B, S, h, dtype=torch.float64)
+    dense = whole_parameters(layer, group)
+    expected = F.embedding(ids, dense["weight"])
+    expected.backward(incoming)
+    expected = expected.detach()
+    if reduce_scatter:
+        expected, incoming = (split(x.transpose(0, 1), 0, group) for x in (expected, incoming))
+    for given in (ids, ids.int()):
+        layer.weight.grad = None
+        with assert_unmodified(given, layer.weight, incoming):
+            output = layer(given)
+            output.backward(incoming)
+        assert output.is_contiguous()
+        # Exactly: one rank's value plus zeros.
+        assert torch.equal(output, expected)
+        assert_gradients(layer, dense, group, 1e-12)
+    with torch.no_grad():
+        assert torch.equal(layer(ids), expected)
+    start, stop = layer.vocab_start_index, layer.vocab_end_index
+    assert layer.num_embeddings_per_partition == stop - start == layer.weight.size(0)
+    assert_bit_equal(layer.weight.detach(), dense["weight"].detach()[start:stop])
+
+
+@pytest.mark.ranks(3)
+def test_embedding_of_fewer_ids_than_ranks(group):
+    layer = VocabParallelEmbedding(2, 5, init_method=Normal(1.0), config=config_of(), tp_group=group)
+    dense = whole_parameters(layer, group)
+    ids = torch.tensor([[0, 1, 1]])
+    output = layer(ids)
+    output.sum().backward()
+    assert torch.equal(output, F.embedding(ids, dense["weight"]))
+    counts = torch.tensor([1.0, 2.0], dtype=torch.float64)[:, None].expand(2, 5).contiguous()
+    assert_bit_equal(gather_shards(layer.weight.grad, layer.param_layouts["weight"], group), counts)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("wrong", [101, -1, 10**6])
+def test_embedding_names_an_id_outside(group, wrong):
+    layer = VocabParallelEmbedding(101, 3, init_method=Normal(1.0), config=config_of(), tp_group=group)
+    ids = torch.randint(101, (B, S))
+    ids[1, 4] = wrong
+    message = rf"token id {wrong} at position \[1, 4\] is outside the vocabulary of 101 ids"
+    with pytest.raises(VocabularyError, match=message):
+        layer(ids)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_initial_weights_are_the_dense_ones(group):
+    torch.manual_seed(7)
+    config = config_of(dtype=torch.float32)
+    made = [
+        VocabParallelEmbedding(101, 7, init_method=Normal(0.02), config=config, tp_group=group),
+        ColumnParallelLinear(7, 26, config=config, init_method=Normal(0.3), stride=2, tp_group=group),
+        ColumnParallelLinear(7, 13, config=config, init_method=nn.init.xavier_uniform_, tp_group=group),
+        RowParallelLinear(
+            13,
+            7,
+            config=config,
+            init_method=Normal(0.2),
+            bias=True,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=group,
+        ),
+    ]
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    dense = [
+        nn.init.normal_(torch.empty(101, 7), 0, 0.02),
+        nn.init.normal_(torch.empty(26, 7), 0, 0.3),
+        nn.init.xavier_uniform_(torch.empty(13, 7)),
+        nn.init.normal_(torch.empty(7, 13), 0, 0.2),
+    ]
+    for layer, expected in zip(made, dense, strict=True):
+        assert_bit_equal(gather_shards(layer.weight, layer.param_layouts["weight"], group), expected)
+        assert getattr(layer, "bias", None) is None or not layer.bias.any()
+    assert_bit_equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.ranks(2)
+def test_initialisation_may_be_left_out(group):
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    layer = ColumnParallelLinear(
+        7, 13, config=config_of(perform_initialization=False), init_method=Normal(1.0), tp_group=group
+    )
+    assert_bit_equal(torch.get_rng_state(), before)
+    # How a parameter is split does not depend on who gives it its values.
+    assert (layer.weight.tensor_model_parallel, layer.weight.partition_dim) == (True, 0)
+    assert layer.weight.shape == (7 - group.rank(), 7)
+
+
+@pytest.mark.ranks(1, 2)
+def test_attributes_that_programs_read(group):
+    is_split = group.size() > 1
+
+    def attributes(param):
+        return param.tensor_model_parallel, param.partition_dim, param.partition_stride
+
+    layer = column(group, 8, 12, stride=2)
+    assert attributes(layer.weight) == (is_split, 0, 2)
+    assert attributes(layer.bias) == (is_split, 0, 2)
+    layer = row(group, 8, 12, stride=2)
+    assert attributes(layer.weight) == (is_split, 1, 2)
+    assert attributes(layer.bias) == (False, -1, 1)
+    tensor = torch.zeros(3)
+    set_tensor_model_parallel_attributes(tensor, True, 1, 3)
+    assert attributes(tensor) == (True, 1, 3)
+
+
+@pytest.mark.ranks(2)
+def test_layouts_of_a_model(group):
+    model = nn.ModuleDict(
+        {
+            "embedding": VocabParallelEmbedding(9, 4, init_method=Normal(1.0), config=config_of(), tp_group=group),
+            "norm": nn.LayerNorm(4),
+            "up": column(group, 4, 6),
+            "output": column(group, 4, 9, bias=False),
+        }
+    )
+    model["output"].weight = model["embedding"].weight
+    found = {name: (param, layout) for name, param, layout in named_param_layouts(model, 2)}
+    # The tied weight once, under its first name.
+    assert list(found) == ["embedding.weight", "norm.weight", "norm.bias", "up.weight", "up.bias"]
+    assert {name: layout.dim for name, (_, layout) in found.items()} == {
+        "embedding.weight": 0,
+        "norm.weight": None,
+        "norm.bias": None,
+        "up.weight": 0,
+        "up.bias": 0,
+    }
+    for param, layout in found.values():
+        assert layout.local_shape(group.rank()) == tuple(param.shape)
+    assert next(named_param_layouts(column(group, 4, 6), 2))[0] == "weight"
+
+
+@pytest.mark.ranks(2)
+def test_descriptions_tell_the_truth(group):
+    rank = group.rank()
+    assert repr(column(group, 4, 9)) == (
+        f"ColumnParallelLinear(in_features=4, out_features=9, bias=True, local={5 - rank}, tp={rank}/2)"
+    )
+    assert "bias=False" in repr(column(group, 4, 9, bias=False))
+    assert repr(row(group, 9, 4, bias=False)) == (
+        f"RowParallelLinear(in_features=9, out_features=4, bias=False, local={5 - rank}, tp={rank}/2)"
+    )
+    embedding = VocabParallelEmbedding(9, 4, init_method=Normal(1.0), config=config_of(), tp_group=group)
+    ids = "[0, 5)" if rank == 0 else "[5, 9)"
+    assert repr(embedding) == f"VocabParallelEmbedding(num_embeddings=9, embedding_dim=4, ids={ids}, tp={rank}/2)"
+
+
+@pytest.mark.ranks(2)
+def test_no_group_means_the_ambient_one(group):
+    with pytest.raises(TopologyError, match="no group was given and model parallelism is not initialised"):
+        column(None, 4, 6)
+    parallel_state.initialize_model_parallel(2)
+    for layer in (
+        column(None, 4, 6),
+        row(None, 4, 6),
+        VocabParallelEmbedding(9, 4, init_method=Normal(1.0), config=config_of()),
+    ):
+        assert layer.tp_group is parallel_state.get_tensor_model_parallel_group()
+        assert (layer.tp_size, layer.tp_rank) == (2, group.rank())
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be(group):
+    with pytest.raises(ConfigError, match="gather_output and sequence_parallel exclude each other"):
+        column(group, 4, 6, config=config_of(True), gather_output=True)
+    with pytest.raises(ConfigError, match="its 2 sections out of order; use stride=1"):
+        column(group, 4, 6, stride=2, gather_output=True)
+    x = torch.randn(S, B, 4, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="its 2 sections out of order; use stride=1"):
+        column(group, 4, 6, stride=2)(x, runtime_gather_output=True)
+    with pytest.raises(ConfigError, match="sequence_parallel needs input_is_parallel=True"):
+        row(group, 4, 6, config=config_of(True), input_is_parallel=False)
+    with pytest.raises(ConfigError, match="split in one section; stride is 2, use 1"):
+        row(group, 4, 6, input_is_parallel=False, stride=2)
+    with pytest.raises(ShardingError, match=r"dimension 0 of shape \[6, 4\]: sizes \[3, 4\] must be 2 counts"):
+        column(group, 4, 6, sizes=[3, 4])
+    with pytest.raises(ShardingError, match=r"dimension 1 of shape \[6, 4\]: sizes \[1, 2\] must be 2 counts"):
+        row(group, 4, 6, sizes=[1, 2])
+    with pytest.raises(ShardingError, match="7 is not divisible by 2"):
+        column(group, 4, 7, stride=2)
+    with pytest.raises(ShardingError, match=r"a dimension of 5: sizes \[2, 2\] must be 2 counts"):
+        row(group, 4, 6, input_is_parallel=False)(torch.randn(S, B, 5, dtype=torch.float64))

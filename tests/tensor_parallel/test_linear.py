@@ -1,0 +1,277 @@
+"""The linear with its communication: what it computes, what it sends, what it keeps, and when."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.collectives import primitives
+from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.sharding import ParamLayout
+from shardwise.tensor_parallel import linear
+from shardwise.tensor_parallel.linear import LinearParallelism, tensor_parallel_linear
+
+COLUMN, COLUMN_SEQUENCE = LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE
+ROW, ROW_SEQUENCE = LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE
+
+
+class Case:
+    """A dense linear and this rank's part of it: weight, bias, input, output gradient."""
+
+    def __init__(self, parallelism, group, rows, i, o, dtype=torch.float64):
+        t, me = group.size(), group.rank()
+        self.whole = {
+            "input": torch.randn(*rows, i, dtype=torch.float64).to(dtype),
+            "weight": torch.randn(o, i, dtype=torch.float64).to(dtype),
+            "output": torch.randn(*rows, o, dtype=torch.float64).to(dtype),
+        }
+        if parallelism in (COLUMN, COLUMN_SEQUENCE):
+            self.whole["bias"] = torch.randn(o, dtype=torch.float64).to(dtype)
+        last = len(rows)
+        split = {
+            COLUMN: {"weight": 0, "bias": 0, "output": last},
+            COLUMN_SEQUENCE: {"weight": 0, "bias": 0, "output": last, "input": 0},
+            ROW: {"weight": 1, "input": last},
+            ROW_SEQUENCE: {"weight": 1, "input": last, "output": 0},
+        }[parallelism]
+        self.layouts = {
+            name: ParamLayout.split(whole.shape, split[name], t) if name in split else None
+            for name, whole in self.whole.items()
+        }
+        self.rank, self.group, self.parallelism = me, group, parallelism
+        self.own = {name: self.part(name, whole).requires_grad_(name != "output") for name, whole in self.whole.items()}
+
+    def part(self, name, whole):
+        layout = self.layouts[name]
+        return whole.clone() if layout is None else layout.take(whole, self.rank).clone()
+
+    def run(self):
+        return tensor_parallel_linear(
+            self.own["input"],
+            self.own["weight"],
+            self.own.get("bias"),
+            parallelism=self.parallelism,
+            group=self.group,
+        )
+
+    def dense(self):
+        """Output and gradients of the whole, by name."""
+        leaves = {name: whole.double().requires_grad_() for name, whole in self.whole.items() if name != "output"}
+        output = F.linear(leaves["input"], leaves["weight"], leaves.get("bias"))
+        output.backward(self.whole["output"].double())
+        return {"output": output.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+
+    def assert_equals_dense(self, output, rtol=1e-12):
+        for name, expected in self.dense().items():
+            actual = output.detach() if name == "output" else self.own[name].grad
+            assert actual.dtype == self.whole[name].dtype
+            error = torch.linalg.vector_norm(actual.double() - self.part(name, expected))
+            # Against the whole's norm: a rank may hold none of it.
+            assert float(error) <= rtol * float(torch.linalg.vector_norm(expected)), name
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("parallelism", LinearParallelism)
+def test_equals_dense(group, parallelism):
+    # Sizes that divide everything, nothing, and of which some of four ranks get none.
+    for rows, i, o in [((12, 2), 8, 12), ((12, 2), 13, 7), ((12,), 7, 13), ((12, 2, 3), 3, 2), ((12, 1), 1, 1)]:
+        case = Case(parallelism, group, rows, i, o)
+        with assert_unmodified(*case.own.values()):
+            output = case.run()
+            output.backward(case.own["output"])
+        case.assert_equals_dense(output)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("parallelism", LinearParallelism)
+def test_awkward_strides(group, parallelism):
+    case = Case(parallelism, group, (12, 2), 6, 9)
+    for name in ("input", "output"):
+        leaf = case.own[name].detach().transpose(0, 2).contiguous().transpose(0, 2)
+        case.own[name] = leaf.requires_grad_(name == "input")
+    with assert_unmodified(*case.own.values()):
+        output = case.run()
+        output.backward(case.own["output"])
+    case.assert_equals_dense(output)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("parallelism", LinearParallelism)
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    # One rounding of each factor's product, one of each rank's partial sum, one of their sum.
+    [(torch.float32, 1e-6), (torch.bfloat16, 3 * 2**-8), (torch.float16, 3 * 2**-11)],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_lower_precisions(group, parallelism, dtype, rtol):
+    case = Case(parallelism, group, (12, 2), 13, 7, dtype)
+    output = case.run()
+    output.backward(case.own["output"])
+    case.assert_equals_dense(output, rtol)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("parallelism", LinearParallelism)
+def test_without_gradients(group, parallelism):
+    case = Case(parallelism, group, (12, 2), 13, 7)
+    expected = case.run()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with assert_unmodified(*case.own.values()), context:
+            output = case.run()
+        assert not output.requires_grad
+        assert_bit_equal(output.clone(), expected.detach())
+
+
+FLOATS = {COLUMN: 12 * 2 * 6, COLUMN_SEQUENCE: 6 * 2 * 6, ROW: 12 * 2 * 9, ROW_SEQUENCE: 12 * 2 * 9}
+# gloo's reduce-scatter is an all-to-all here; see primitives.py.
+TABLE = {
+    # Forward, backward, backward with a frozen weight, backward without a gradient of the input.
+    COLUMN: ([], ["allreduce_"], ["allreduce_"], []),
+    COLUMN_SEQUENCE: (
+        ["_allgather_base_"],
+        ["_allgather_base_", "alltoall_base_"],
+        ["alltoall_base_"],
+        ["_allgather_base_"],
+    ),
+    ROW: (["allreduce_"], [], [], []),
+    ROW_SEQUENCE: (["alltoall_base_"], ["_allgather_base_"], ["_allgather_base_"], ["_allgather_base_"]),
+}
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("parallelism", LinearParallelism)
+@pytest.mark.parametrize("grads", ["all", "frozen weight", "no input gradient"])
+def test_communication_is_that_of_the_table(group, parallelism, grads):
+    case = Case(parallelism, group, (12, 2), 6, 9)
+    case.own["weight"].requires_grad_(grads != "frozen weight")
+    case.own["input"].requires_grad_(grads != "no input gradient")
+    with CollectiveCounter() as forward:
+        output = case.run()
+    with CollectiveCounter() as backward:
+        if output.requires_grad:
+            output.backward(case.own["output"])
+    names, all_grads, frozen, no_input = TABLE[parallelism]
+    expected = {"all": all_grads, "frozen weight": frozen, "no input gradient": no_input}[grads]
+    if group.size() == 1:
+        names = expected = []
+    assert [launch.name for launch in forward.launches] == names
+    assert sorted(launch.name for launch in backward.launches) == expected
+    with CollectiveCounter() as counter, torch.no_grad():
+        case.run()
+    assert [launch.name for launch in counter.launches] == names
+    # What travels is an activation once, in its own dtype.
+    for launch in forward.launches:
+        assert launch.num_bytes == 8 * FLOATS[parallelism]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("parallelism", LinearParallelism)
+def test_what_is_kept_for_the_backward(group, parallelism):
+    def kept(case):
+        result = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: result.append(x) or x, lambda x: x):
+            output = case.run()
+        return output, {tensor.data_ptr() for tensor in result}
+
+    case = Case(parallelism, group, (12, 2), 6, 9)
+    own_input, weight = case.own["input"], case.own["weight"]
+    _, pointers = kept(case)
+    # With sequence parallelism too, only this rank's part of the input.
+    assert pointers == {own_input.data_ptr(), weight.data_ptr()}
+    weight.requires_grad_(False)
+    output, pointers = kept(case)
+    assert pointers == {weight.data_ptr()}
+    output.backward(case.own["output"])
+    assert weight.grad is None
+    assert own_input.grad is not None
+    if "bias" in case.own:
+        assert_close_to(case.own["bias"].grad, case.part("bias", case.dense()["bias"]), rtol_of_norm=1e-12)
+
+
+class Events(TorchDispatchMode):
+    """The order in which products are computed and collectives launched and waited for."""
+
+    NAMES = ("mm", "allreduce_", "_allgather_base_", "alltoall_base_")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        if name in self.NAMES:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("parallelism", "order"),
+    [
+        (COLUMN, ["mm", "allreduce_", "mm", "wait"]),
+        (COLUMN_SEQUENCE, ["_allgather_base_", "mm", "alltoall_base_", "wait", "mm", "wait"]),
+    ],
+    ids=str,
+)
+def test_the_weight_gradient_is_computed_while_the_input_gradient_travels(group, monkeypatch, parallelism, order):
+    case = Case(parallelism, group, (12, 2), 6, 9)
+    output = case.run()
+    events, waited = Events(), []
+    wait = primitives.Pending.wait
+
+    def recorded_wait(pending):
+        events.seen.append("wait")
+        begin = time.monotonic()
+        result = wait(pending)
+        waited.append(time.monotonic() - begin)
+        return result
+
+    monkeypatch.setattr(primitives.Pending, "wait", recorded_wait)
+    name = "all_reduce_async" if parallelism is COLUMN else "reduce_scatter_async"
+    launch = getattr(linear, name)
+
+    def late_launch(*args, **kwargs):
+        # The other rank is late: nothing that needs it can be there before.
+        time.sleep(0.3 * group.rank())
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(linear, name, late_launch)
+    with events:
+        output.backward(case.own["output"])
+    # The second product is the weight's gradient, and nothing waits for the input's before it.
+    assert events.seen == order
+    if group.rank() == 0:
+        # The communication was really in flight meanwhile.
+        assert waited[-1] > 0.1
+    case.assert_equals_dense(output)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("parallelism", LinearParallelism)
+def test_autocast(group, parallelism):
+    """As PyTorch's linear: computed in bf16, gradients of the parameters in their own dtype."""
+    case = Case(parallelism, group, (12, 2), 13, 7, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = case.run()
+        with torch.no_grad():
+            assert case.run().dtype == torch.bfloat16
+    assert output.dtype == torch.bfloat16
+    output.backward(case.own["output"].bfloat16())
+    case.assert_equals_dense(output.float(), rtol=4 * 2**-8)
+    wide = Case(parallelism, group, (12, 2), 13, 7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = wide.run()
+    output.backward(wide.own["output"])
+    wide.assert_equals_dense(output)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("parallelism", LinearParallelism)
+def test_a_second_derivative_is_refused(group, parallelism):
+    case = Case(parallelism, group, (4, 2), 4, 4)
+    gradients = torch.autograd.grad((case.run() ** 2).sum(), case.own["input"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradients[0].sum().backward()
