@@ -75,7 +75,8 @@ def assert_bit_equal(actual: Tensor, expected: Tensor, *, name: str = "result") 
 
 def _bits(tensor: Tensor) -> Tensor:
     """``[n, itemsize]``: the bytes of each element."""
-    flat = tensor.detach().cpu().contiguous().flatten()
+    # A clone: tensors of one element count as contiguous whatever their strides, and then cannot be viewed as bytes.
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()
     return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
 
 
