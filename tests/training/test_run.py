@@ -68,6 +68,7 @@ def test_resumed_run_is_bit_equal(group, tmp_path, monkeypatch, sequence_paralle
     assert done.held_out_bits_per_byte == uninterrupted.held_out_bits_per_byte
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_resume_at_another_layout(group, tmp_path, monkeypatch):
     """Six steps at tp 2, then two as data parallel 2 x tp 1: the curve of eight steps, to rounding."""
@@ -91,6 +92,7 @@ def test_resume_at_another_layout(group, tmp_path, monkeypatch):
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_what_does_not_belong_is_refused_on_every_rank(group, tmp_path, monkeypatch):
     train(open_tiny(tiny_settings(tmp_path, tp=2, steps=2), monkeypatch, tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for a mistake of the user's, 1 for a failure, 128 and the number of a signal.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--debug" not in arguments:
+        # Read when PyTorch is loaded, which is later: it would warn of every host name that has no answer.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     name = arguments[0] if arguments else ""
     command = COMMANDS.get(name)
     if command is None:
