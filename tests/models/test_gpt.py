@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.parity import assert_close_to, assert_unmodified, gather_shards
+from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_shards
 from models.dense_gpt import DenseGPT
 from torch.distributed import ProcessGroup
 
 from shardwise.config import TransformerConfig
+from shardwise.errors import ConfigError, ShardingError, VocabularyError
 from shardwise.models.gpt import GPTModel
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.tensor_parallel.layers import named_param_layouts
@@ -125,3 +126,34 @@ def test_gpt_equals_dense_gpt(group, shape, sequence_parallel):
             torch.distributed.all_reduce(gradient, group=group)
         gradient = gather_shards(gradient, layout, group)
         assert_close_to(gradient, weights[name].grad, rtol_of_norm=1e-10, name=f"gradient of {name}")
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_changing_a_token_changes_no_logit_before_it(group, shape):
+    model = shape.model(group)
+    ids = torch.randint(shape.vocab, (2, 13))
+    before = model(ids)
+    for position in (0, 6, 12):
+        changed = ids.clone()
+        changed[:, position] = (changed[:, position] + 1) % shape.vocab
+        after = model(changed)
+        assert_bit_equal(after[:position], before[:position], name=f"logits before token {position}")
+        # Logits are split over the vocabulary: each rank sees the change in its own part.
+        assert not torch.equal(after[position:], before[position:])
+
+
+@pytest.mark.ranks(2)
+def test_impossible_models_and_inputs_are_refused_on_every_rank(group):
+    shape = SHAPES["gpt-tied"]
+    with pytest.raises(ConfigError, match="1 key-value heads cannot be split over 2"):
+        Shape(heads=7, groups=1).model(group)
+    with pytest.raises(ConfigError, match="vocab_size 1 must be at least the 2"):
+        Shape(vocab=1).model(group)
+    model = shape.model(group, sequence_parallel=True)
+    with pytest.raises(ShardingError, match="splits 13 tokens over 2 ranks"):
+        model(torch.zeros(1, 13, dtype=torch.int64))
+    with pytest.raises(ShardingError, match="17 tokens"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(VocabularyError, match="token id 101 at position"):
+        model(torch.full((1, 12), 101))
