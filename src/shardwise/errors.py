@@ -9,6 +9,7 @@
     ├── DataError        (ValueError)    a corpus, file or line that cannot be read as what it should be
     ├── CheckpointError  (RuntimeError)  a checkpoint that is damaged, incomplete or of another model
     ├── TopologyError    (RuntimeError)  groups used before initialisation, twice, or not to be had
+    │   └── NotInitializedError (AssertionError)  groups used before initialisation
     ├── DesyncError      (RuntimeError)  ranks that disagree on what they are about to do
     ├── DivergenceError  (RuntimeError)  a loss that is no longer a number
     ├── ParityError      (RuntimeError)  a parallel result that does not equal the dense one
@@ -45,6 +46,10 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 class TopologyError(ShardwiseError, RuntimeError):
     """Process groups used before initialisation, initialised twice, or not to be had on this machine."""
+
+
+class NotInitializedError(TopologyError, AssertionError):
+    """Process groups used before initialisation; an AssertionError too, which code for the reference catches."""
 
 
 class DesyncError(ShardwiseError, RuntimeError):

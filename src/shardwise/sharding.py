@@ -43,7 +43,8 @@ def balanced_sizes(n: int, t: int) -> tuple[int, ...]:
     """
     if t < 1 or n < 0:
         raise ShardingError(f"cannot split {n} elements over {t} ranks; both must be counts and the ranks at least 1")
-    quotient, remainder = divmod(n, t)
+    # Not divmod, which torch.compile does not trace.
+    quotient, remainder = n // t, n % t
     return tuple(quotient + (rank < remainder) for rank in range(t))
 
 
@@ -57,9 +58,22 @@ def balanced_range(n: int, t: int, rank: int) -> Interval:
         raise ShardingError(f"rank {rank} is not one of {t} ranks")
     if n < 0:
         raise ShardingError(f"cannot split {n} elements over {t} ranks; they must be a count")
-    quotient, remainder = divmod(n, t)
+    # Not divmod, which torch.compile does not trace.
+    quotient, remainder = n // t, n % t
     start = rank * quotient + min(rank, remainder)
     return start, start + quotient + (rank < remainder)
+
+
+def uneven_sizes(n: int, t: int) -> tuple[int, ...] | None:
+    """The balanced sizes of ``n`` elements on ``t`` ranks, or None where all ranks hold the same number.
+
+    None is what a collective takes for shards of equal size.
+
+    >>> uneven_sizes(13, 4)
+    (4, 3, 3, 3)
+    >>> uneven_sizes(12, 4)
+    """
+    return None if n % t == 0 else balanced_sizes(n, t)
 
 
 def intervals_of_sizes(sizes: Sequence[int]) -> tuple[Interval, ...]:
@@ -224,3 +238,74 @@ class ParamLayout:
             value["world_size"],
             value["stride"],
         )
+
+
+ShardedOffset = tuple[int, int, int]
+"""``(axis, index, count)``: a tensor is number ``index`` of ``count`` along a new leading ``axis``."""
+
+
+@dataclass(frozen=True)
+class ParamShard:
+    """One rank's part of a named parameter: what a layer's ``sharded_state_dict`` returns and a checkpoint stores.
+
+    Attributes:
+        key: name of the parameter in the checkpoint.
+        data: this rank's part, shape ``layout.local_shape(rank)``; the parameter itself, not a copy.
+        layout: where each rank's part lies in the whole.
+        rank: this rank among those that ``layout`` is about.
+        sharded_offsets: leading axes that stack parameters of one name, such as the layers of a model; axis numbers
+            count from 0.
+        allow_shape_mismatch: on load the stored parameter may have another size along the split dimension, as a
+            vocabulary does that is padded otherwise; what it lacks stays as it is, what it has too much is left out.
+
+    Raises:
+        ShardingError: ``data`` is not of the shape that the layout gives the rank, or the offsets' axes are not 0, 1...
+    """
+
+    key: str
+    data: Tensor
+    layout: ParamLayout
+    rank: int
+    sharded_offsets: tuple[ShardedOffset, ...] = ()
+    allow_shape_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        expected = self.layout.local_shape(self.rank)
+        if tuple(self.data.shape) != expected:
+            raise ShardingError(
+                f"{self.key}: rank {self.rank} should hold shape {list(expected)} of {list(self.layout.global_shape)}, "
+                f"got {list(self.data.shape)}"
+            )
+        for axis, (stated, index, count) in enumerate(self.sharded_offsets):
+            if stated != axis or not 0 <= index < count:
+                raise ShardingError(
+                    f"{self.key}: sharded_offsets {list(self.sharded_offsets)} must be (axis, index, count) with axes "
+                    "0, 1, ... and each index under its count"
+                )
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter, leading axes included."""
+        return (*(count for _, _, count in self.sharded_offsets), *self.layout.global_shape)
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether a rank before this one holds the same values: every rank but the first, of what is not split."""
+        return self.layout.dim is None and self.rank > 0
+
+    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Each run of indices that this rank holds: its offset in the whole, and the view of ``data`` that holds it.
+
+        Views have the leading axes too, of size 1.
+        """
+        lead = tuple(index for _, index, _ in self.sharded_offsets)
+        data = self.data.detach()[(None,) * len(lead)] if lead else self.data.detach()
+        dim = self.layout.dim
+        if dim is None:
+            return [(lead + (0,) * len(self.layout.global_shape), data)]
+        result, local_start = [], 0
+        for start, stop in self.layout.intervals[self.rank]:
+            offset = tuple(start if d == dim else 0 for d in range(len(self.layout.global_shape)))
+            result.append((lead + offset, data.narrow(len(lead) + dim, local_start, stop - start)))
+            local_start += stop - start
+        return result

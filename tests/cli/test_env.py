@@ -40,6 +40,14 @@ def test_a_fast_path_is_on_where_it_runs():
     assert paths["fused AdamW on cpu"].on
     assert paths["fused attention on cpu"].why == "flash (float32, bfloat16); none with dropout"
     assert not paths["CUDA graphs"].on
+    assert paths["shared memory between CPU ranks"].on
+
+
+def test_shared_memory_that_is_switched_off_says_so(monkeypatch):
+    monkeypatch.setenv("SHARDWISE_SHARED_MEMORY", "0")
+    paths = {path.name: path for path in fast_paths([])}
+    path = paths["shared memory between CPU ranks"]
+    assert (path.on, path.why) == (False, "SHARDWISE_SHARED_MEMORY=0")
 
 
 def test_a_fast_path_that_does_not_run_says_why(monkeypatch):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
-from shardwise.collectives import primitives
+from shardwise.collectives import eager
 from shardwise.collectives.primitives import (
     all_gather,
     all_gather_async,
@@ -220,18 +220,18 @@ def test_a_scalar_can_be_reduced(group):
 
 
 @pytest.mark.ranks(2)
-def test_even_shards_travel_as_they_are(group, monkeypatch):
+def test_gloo_sends_even_shards_as_they_are(group, monkeypatch):
     sent = []
-    gather = primitives._all_gather_into
+    gather = eager._all_gather_into
 
     def recorded_gather(out, shard, **options):
         sent.append(shard)
         return gather(out, shard, **options)
 
-    monkeypatch.setattr(primitives, "_all_gather_into", recorded_gather)
+    monkeypatch.setattr(eager, "_all_gather_into", recorded_gather)
     shard = torch.ones(3, 2)
-    all_gather(shard, group=group)
+    eager.all_gather(shard, group, 0, [3, 3]).wait()
     assert sent[0].data_ptr() == shard.data_ptr()
     # Uneven ones travel padded to the largest.
-    all_gather(torch.ones(3 - group.rank(), 2), group=group, sizes=[3, 2])
+    eager.all_gather(torch.ones(3 - group.rank(), 2), group, 0, [3, 2]).wait()
     assert sent[1].shape == (3, 2)

@@ -15,7 +15,8 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
 from shardwise.collectives import regions
-from shardwise.errors import ShardingError
+from shardwise.collectives.buffers import GlobalMemoryBuffer
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.sharding import balanced_sizes
 
 
@@ -88,8 +89,9 @@ def inner(values, gradients, held):
     columns=st.integers(0, 7),
     even=st.booleans(),
     cuts=st.none() | st.lists(st.integers(0, 7), min_size=3, max_size=3),
+    strided=st.booleans(),
 )
-def test_move_equals_its_formula_and_its_adjoint(group, name, rows, columns, even, cuts):
+def test_move_equals_its_formula_and_its_adjoint(group, name, rows, columns, even, cuts, strided):
     move, t, me = MOVES[name], group.size(), group.rank()
     dim = 0 if move.dim is None else move.dim
     shape = [rows, 2, columns]
@@ -109,10 +111,13 @@ def test_move_equals_its_formula_and_its_adjoint(group, name, rows, columns, eve
     gradients, _ = drawn_by_all(GRADIENTS[move.target], shape, dim, sizes, t)
     arguments = (*move.arguments, given_sizes) if move.sized else move.arguments
 
-    x = inputs[me].clone().requires_grad_()
-    with assert_unmodified(x=x, gradient=gradients[me]):
+    x, gradient = inputs[me].contiguous(), gradients[me].contiguous()
+    if strided:
+        x, gradient = (tensor.transpose(0, 2).contiguous().transpose(0, 2) for tensor in (x, gradient))
+    x = x.clone().requires_grad_()
+    with assert_unmodified(x=x, gradient=gradient):
         y = move.function.apply(x, group, *arguments)
-        y.backward(gradients[me])
+        y.backward(gradient)
 
     # Forward: the tensor that the ranks hold together stays what it is.
     assert torch.equal(y, taken_by_rank(VALUES[move.target], together, dim, sizes, me))
@@ -198,12 +203,15 @@ def test_static_methods_as_programs_call_them(group, name):
     with assert_unmodified(inputs[me]):
         assert_bit_equal(move.function.symbolic(None, inputs[me], group, *move.arguments), expected)
         assert_bit_equal(move.function.forward(BareContext(), inputs[me], group, *move.arguments), expected)
-    context = Context() if "sequence" in name else BareContext()
+    # What a context does not say is as the function's default.
+    context = Context() if name == "gather sequence to I" else BareContext()
     back = gradient if GRADIENTS[move.source] is Held.SAME else gradient.split(sizes, dim)[me]
     with assert_unmodified(gradients[me]):
         result = move.function.backward(context, gradients[me])
     assert_bit_equal(result[0], back.contiguous())
-    assert set(result[1:]) == {None}
+    # One for each argument that the program knows, as many as it unpacks.
+    known = {"gather sequence": 5, "gather sequence to I": 5, "reduce-scatter sequence": 4}.get(name, 2)
+    assert result[1:] == (None,) * (known - 1)
 
 
 @pytest.mark.ranks(2, 3)
@@ -227,7 +235,25 @@ def test_all_to_all_and_its_inverse(group):
     context = Context()
     equal = torch.randn(2 * t, 3)
     sent = regions._AllToAll.forward(context, group, equal)
+    assert_bit_equal(regions._AllToAll.symbolic(None, group, equal), sent)
     assert_bit_equal(regions._AllToAll.backward(context, sent)[1], equal)
+    bare = Context()
+    bare.group = group
+    assert_bit_equal(regions._AllToAll.backward(bare, sent)[1], equal)
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_is_given_not_assumed(group):
+    """A move knows no ambient state."""
+    x, buffer = torch.ones(2, 3), GlobalMemoryBuffer()
+    for move, arguments in (
+        (regions._GatherFromSequenceParallelRegion, (True, None)),
+        (regions._ReduceScatterToSequenceParallelRegion, (None,)),
+    ):
+        with pytest.raises(ConfigError, match="use_global_buffer is True; this function needs the buffer itself"):
+            move.symbolic(None, x, group, *arguments, True)
+        held = move.symbolic(None, x, group, *arguments, buffer)
+        assert held.data_ptr() == buffer.get_tensor((1,), x.dtype, "mpu").data_ptr()
 
 
 @pytest.mark.ranks(2)

@@ -32,6 +32,7 @@ class RunTest:
         warning_filters: pickle of ``warnings.filters`` as they shall be.
         arguments: pickle of the function's arguments by name. They are pickles of their own because they may name
             classes of the test module, which the rank must import first.
+        environment: pytest's environment variables that start with ``SHARDWISE_``, in force during the test.
     """
 
     module: str
@@ -42,6 +43,7 @@ class RunTest:
     traceback_style: str
     warning_filters: bytes
     arguments: bytes
+    environment: dict[str, str]
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ def _command(item: pytest.Function, arguments: dict[str, Any]) -> RunTest:
         # The filters in force are pytest's: of its configuration, its command line and the test's marks.
         warning_filters=pickle.dumps(list(warnings.filters)),
         arguments=pickle.dumps(sent),
+        environment={name: value for name, value in os.environ.items() if name.startswith("SHARDWISE_")},
     )
 
 

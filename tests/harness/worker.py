@@ -163,6 +163,7 @@ def _ended(body: Callable[[], None], path: str, traceback_style: str, *, reusabl
 def _run_test(command: RunTest, group: dist.ProcessGroup) -> None:
     sys.path[:] = command.sys_path
     os.chdir(command.folder)
+    _set_environment(command.environment, group)
     with warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.filters.extend(pickle.loads(command.warning_filters))  # type: ignore[attr-defined]
@@ -178,6 +179,19 @@ def _run_test(command: RunTest, group: dist.ProcessGroup) -> None:
         torch.manual_seed(SEED)
         with _replaced(arguments, group) as arguments:
             target(**arguments)
+
+
+def _set_environment(wanted: dict[str, str], group: dist.ProcessGroup) -> None:
+    present = {name: value for name, value in os.environ.items() if name.startswith("SHARDWISE_")}
+    if wanted == present:
+        return
+    for name in present:
+        del os.environ[name]
+    os.environ.update(wanted)
+    shared_memory = sys.modules.get("shardwise.collectives.shared_memory")
+    if shared_memory is not None:
+        # What the variables say is read once per group.
+        shared_memory.close_channel(group)
 
 
 @contextlib.contextmanager

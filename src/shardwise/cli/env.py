@@ -106,13 +106,17 @@ def versions() -> dict[str, str]:
 
 def fast_paths(devices: Iterable[torch.device]) -> list[FastPath]:
     """What ``shardwise train`` uses to be fast on ``devices``, each tried out."""
+    from shardwise.collectives.shared_memory import why_not_here
+
     paths = []
     for device in devices:
         refusal = _refusal(partial(_try_fused_adamw, device))
         paths.append(FastPath(f"fused AdamW on {device.type}", refusal is None, refusal or "always"))
         paths.append(_fused_attention(device))
+    refusal = why_not_here()
     return [
         *paths,
+        FastPath("shared memory between CPU ranks", refusal is None, refusal or "ranks of one machine, 2 to 8 of them"),
         FastPath("CUDA graphs", False, "shardwise has none yet"),
         FastPath("Triton kernels", False, "shardwise has none yet"),
     ]

@@ -1,50 +1,90 @@
 """Out-of-place collectives: any device, any dtype, any dimension, shards of any size.
 
 Every function takes its group as a required keyword, returns a new tensor and leaves its input as it was (on a group of
-one rank there is nothing to do, and the input itself comes back). This file is the only one that calls
-``torch.distributed`` in the hot path, so what differs between PyTorch releases or backends is settled here.
+one rank there is nothing to do, and the input itself comes back). All communication of the hot path goes through this
+file, which chooses how it travels:
 
-Shards of different sizes are gathered padded to the largest one, since gloo refuses an all-gather of uneven sizes; by
-the balanced rule that is at most one row per rank.
+- ``traced``, while ``torch.compile`` traces;
+- ``shared_memory``, between CPU ranks of one machine;
+- ``eager``, PyTorch's own collectives, everywhere else.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
+from shardwise.collectives import accounting, eager, traced
+from shardwise.collectives.agreement import check_same
+from shardwise.collectives.pending import Pending
+from shardwise.collectives.shared_memory import (
+    MOVABLE,
+    SUMMABLE,
+    AllGather,
+    AllReduce,
+    Channel,
+    ReduceScatter,
+    channel_of,
+)
 from shardwise.errors import ShardingError
 from shardwise.sharding import balanced_sizes, checked_dim, checked_sizes
 
-# PyTorch 2.13 renamed these two and warns about the old names.
-_all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+__all__ = [
+    "Pending",
+    "all_gather",
+    "all_gather_async",
+    "all_reduce",
+    "all_reduce_async",
+    "all_to_all",
+    "broadcast_",
+    "carrier",
+    "reduce_scatter",
+    "reduce_scatter_async",
+    "split_for_rank",
+    "validate_calls",
+]
+
+_CONTIGUOUS = torch.contiguous_format
+
+# Groups whose every call is compared between the ranks before it is made.
+_validated: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
-class Pending:
-    """A collective in flight; ``wait()`` returns its result.
+def validate_calls(group: ProcessGroup) -> None:
+    """From now on compare every collective of ``group`` (operation, shape, dtype, sizes) between its ranks.
 
-    Whatever the collective reads is kept alive until then.
+    A disagreement is a DesyncError on every rank that names what each is about to do. Costs an exchange per call; in
+    shared memory calls are always compared, at no cost.
     """
+    _validated.add(group)
 
-    __slots__ = ("_finish", "_kept", "_work")
 
-    def __init__(self, work: Any, finish: Callable[[], Tensor], *kept: Tensor) -> None:
-        self._work = work
-        self._finish = finish
-        self._kept = kept
+def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object, but_dim: int | None = None) -> None:
+    if not _validated or group not in _validated or torch.compiler.is_compiling():
+        return
+    shape = [size if dim != but_dim else "any" for dim, size in enumerate(tensor.shape)]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    check_same(" ".join(map(str, (name, shape, dtype, *settings))), "the collective to be made", group=group)
 
-    def wait(self) -> Tensor:
-        """Wait until the result is there and return it; call once."""
-        if self._work is not None:
-            self._work.wait()
-        return self._finish()
+
+def _shared_memory(tensor: Tensor, group: ProcessGroup, dtypes: frozenset[torch.dtype]) -> Channel | None:
+    # A subclass (fake, functional, distributed) has no memory of its own to copy.
+    if not tensor.is_cpu or type(tensor) not in (Tensor, Parameter) or tensor.dtype not in dtypes:
+        return None
+    return channel_of(group)
+
+
+def carrier(group: ProcessGroup, device: torch.device) -> str:
+    """How tensors on ``device`` travel in ``group``: ``"shared memory"``, or the backend's name. Collective."""
+    channel = channel_of(group) if device.type == "cpu" else None
+    return dist.get_backend(group) if channel is None else "shared memory"
 
 
 def _sizes_along(size: int, t: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
@@ -53,20 +93,22 @@ def _sizes_along(size: int, t: int, sizes: Sequence[int] | None) -> tuple[int, .
     return checked_sizes(sizes, size, t, f"a dimension of {size}")
 
 
-def _is_even(sizes: Sequence[int]) -> bool:
-    return min(sizes) == max(sizes)
-
-
-def all_reduce_async(tensor: Tensor, *, group: ProcessGroup, may_overwrite: bool = False) -> Pending:
-    """Start ``all_reduce``; see there. ``may_overwrite`` gives up ``tensor``'s memory for the result."""
+def all_reduce_async(
+    tensor: Tensor, *, group: ProcessGroup, op: Any = dist.ReduceOp.SUM, may_overwrite: bool = False
+) -> Pending:
+    """Start ``all_reduce``; see there."""
     if group.size() == 1:
         return Pending(None, lambda: tensor)
-    if may_overwrite and tensor.is_contiguous():
-        result = tensor
-    else:
-        result = tensor.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(result, group=group, async_op=True)
-    return Pending(work, lambda: result)
+    if torch.compiler.is_compiling():
+        return traced.all_reduce(tensor, group, op)
+    channel = _shared_memory(tensor, group, SUMMABLE)
+    if channel is not None and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        accounting.record("all_reduce", tensor)
+        own = tensor.detach()
+        result = own if may_overwrite and own.is_contiguous() else torch.empty_like(own, memory_format=_CONTIGUOUS)
+        return AllReduce(channel, own, result, maximum=op == dist.ReduceOp.MAX)
+    _validate("all_reduce", tensor, group, op)
+    return eager.all_reduce(tensor, group, op, may_overwrite)
 
 
 def all_reduce(
@@ -82,15 +124,12 @@ def all_reduce(
 
     Returns:
         A tensor of the same shape.
+
+    Raises:
+        DesyncError: another rank makes another call, or none within the group's time limit.
+        LaunchError: another rank died.
     """
-    if group.size() == 1:
-        return tensor
-    if may_overwrite and tensor.is_contiguous():
-        result = tensor
-    else:
-        result = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, op=op, group=group)
-    return result
+    return all_reduce_async(tensor, group=group, op=op, may_overwrite=may_overwrite).wait()
 
 
 def all_gather_async(
@@ -108,24 +147,14 @@ def all_gather_async(
             f"all_gather on rank {group.rank()} of {t}: sizes {list(sizes)} do not fit a shard of "
             f"{tensor.size(dim)} along dimension {dim}; pass one size per rank"
         )
-    even = _is_even(sizes)
-    if even:
-        shard = tensor.contiguous()
-    else:
-        shape = list(tensor.shape)
-        shape[dim] = max(sizes)
-        shard = tensor.new_zeros(shape)
-        shard.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
-    gathered = shard.new_empty((t * shard.size(0), *shard.shape[1:]))
-    work = _all_gather_into(gathered, shard, group=group, async_op=True)
-
-    def finish() -> Tensor:
-        if dim == 0 and even:
-            return gathered
-        parts = gathered.view(t, *shard.shape).unbind(0)
-        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
-
-    return Pending(work, finish, shard)
+    if torch.compiler.is_compiling():
+        return traced.all_gather(tensor, group, dim, sizes)
+    channel = _shared_memory(tensor, group, MOVABLE)
+    if channel is not None:
+        accounting.record("all_gather", tensor)
+        return AllGather(channel, tensor.detach(), dim, sizes)
+    _validate("all_gather", tensor, group, dim, list(sizes), but_dim=dim)
+    return eager.all_gather(tensor, group, dim, sizes)
 
 
 def all_gather(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -155,42 +184,14 @@ def reduce_scatter_async(
         return Pending(None, lambda: tensor)
     dim = checked_dim(dim, tensor.shape)
     sizes = _sizes_along(tensor.size(dim), t, sizes)
-    own = sizes[group.rank()]
-    if dist.get_backend(group) == "gloo":
-        return _exchange_and_sum_async(tensor, group=group, dim=dim, sizes=sizes)
-    if dim == 0 and _is_even(sizes):
-        packed = tensor.contiguous()
-        result = packed.new_empty((own, *packed.shape[1:]))
-        work = _reduce_scatter_into(result, packed, group=group, async_op=True)
-        return Pending(work, lambda: result, packed)
-    shape = list(tensor.shape)
-    shape[dim] = max(sizes)
-    packed = tensor.new_zeros((t, *shape))
-    for slot, part in zip(packed.unbind(0), tensor.split(list(sizes), dim), strict=True):
-        slot.narrow(dim, 0, part.size(dim)).copy_(part)
-    result = packed.new_empty(shape)
-    work = _reduce_scatter_into(result, packed.flatten(0, 1), group=group, async_op=True)
-    return Pending(work, lambda: result.narrow(dim, 0, own).contiguous(), packed)
-
-
-def _exchange_and_sum_async(tensor: Tensor, *, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
-    """Reduce-scatter as an all-to-all and a local sum, in rank order.
-
-    gloo's own reduce-scatter costs as much as its all-reduce; this sends each element once, to the rank that wants it,
-    takes half the time, and needs no padding.
-    """
-    own = sizes[group.rank()]
-    if dim == 0:
-        packed = tensor.contiguous().view(-1)
-    else:
-        packed = torch.cat([part.reshape(-1) for part in tensor.split(list(sizes), dim)])
-    shape = [*tensor.shape[:dim], own, *tensor.shape[dim + 1 :]]
-    others = math.prod(shape[:dim] + shape[dim + 1 :])
-    received = packed.new_empty(len(sizes) * own * others)
-    work = dist.all_to_all_single(
-        received, packed, [own * others] * len(sizes), [size * others for size in sizes], group=group, async_op=True
-    )
-    return Pending(work, lambda: received.view(len(sizes), *shape).sum(0, dtype=tensor.dtype), packed)
+    if torch.compiler.is_compiling():
+        return traced.reduce_scatter(tensor, group, dim, sizes)
+    channel = _shared_memory(tensor, group, SUMMABLE)
+    if channel is not None:
+        accounting.record("reduce_scatter", tensor)
+        return ReduceScatter(channel, tensor.detach(), dim, sizes)
+    _validate("reduce_scatter", tensor, group, dim, list(sizes))
+    return eager.reduce_scatter(tensor, group, dim, sizes)
 
 
 def reduce_scatter(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -253,27 +254,25 @@ def all_to_all(
     Returns:
         ``[sum(output_sizes), ...]``.
     """
-    if group.size() == 1:
+    t = group.size()
+    if t == 1:
         return tensor
-    tensor = tensor.contiguous()
-    rows = tensor.size(0) if output_sizes is None else sum(output_sizes)
-    result = tensor.new_empty((rows, *tensor.shape[1:]))
-    dist.all_to_all_single(
-        result,
-        tensor,
-        None if output_sizes is None else list(output_sizes),
-        None if input_sizes is None else list(input_sizes),
-        group=group,
-    )
-    return result
+    for name, sizes in (("output_sizes", output_sizes), ("input_sizes", input_sizes)):
+        if sizes is None and tensor.size(0) % t != 0:
+            raise ShardingError(f"all_to_all of {tensor.size(0)} rows over {t} ranks: they do not divide; pass {name}")
+    if input_sizes is not None:
+        input_sizes = list(checked_sizes(input_sizes, tensor.size(0), t, "all_to_all's rows"))
+    if torch.compiler.is_compiling():
+        equal = [tensor.size(0) // t] * t
+        return traced.all_to_all(tensor, group, output_sizes or equal, input_sizes or equal)
+    # Ranks exchange different numbers of rows, so only what they have in common is compared.
+    _validate("all_to_all", tensor, group, but_dim=0)
+    return eager.all_to_all(tensor, group, None if output_sizes is None else list(output_sizes), input_sizes)
 
 
 def broadcast_(tensor: Tensor, *, group: ProcessGroup, group_src: int = 0) -> Tensor:
     """Overwrite ``tensor`` with that of rank ``group_src`` (counted within the group), and return it."""
     if group.size() > 1:
-        # What travels is memory, in whatever order each rank's strides put it.
-        packed = tensor.contiguous()
-        dist.broadcast(packed, group=group, group_src=group_src)
-        if packed is not tensor:
-            tensor.copy_(packed)
+        _validate("broadcast", tensor, group, group_src)
+        eager.broadcast_(tensor, group, group_src)
     return tensor

@@ -78,6 +78,7 @@ def banner(session: Session) -> str:
         f"vocabulary {texts.tokenizer.vocab_size:,}\n"
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, data parallel {dp}"
         + (", sequence parallel" if session.trainer.model.sequence_parallel else "")
+        + (f", through {session.carrier}" if tp > 1 else "")
     )
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives.agreement import agree, check_same
+from shardwise.collectives.primitives import carrier
 from shardwise.data import DataLoader, EvaluationWindows, TokenDataset
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.topology import Topology
@@ -31,6 +32,7 @@ class Session:
         loader: training batches.
         windows: held-out windows.
         trainer: model and optimizer.
+        carrier: how the tensor-parallel ranks' tensors travel.
     """
 
     settings: Settings
@@ -40,6 +42,7 @@ class Session:
     loader: DataLoader
     windows: EvaluationWindows
     trainer: Trainer
+    carrier: str
 
     @property
     def out(self) -> Path:
@@ -90,4 +93,13 @@ def open_session(settings: Settings, ranks: Ranks, texts: Texts) -> Session:
     windows = EvaluationWindows(texts.held_out_tokens, settings.model.sequence_length)
     topology = Topology.create(tp=settings.parallel.tp)
     trainer = make_trainer(settings, texts, topology, ranks.device)
-    return Session(settings, ranks, topology, texts, loader, windows, trainer)
+    return Session(
+        settings,
+        ranks,
+        topology,
+        texts,
+        loader,
+        windows,
+        trainer,
+        carrier=carrier(topology.group("tp"), ranks.device),
+    )

@@ -1,0 +1,163 @@
+"""Collectives of PyTorch's backends, started at once: gloo, NCCL and whatever else a group was made with.
+
+``primitives`` has checked dimensions and sizes before. What differs between PyTorch's releases and between backends is
+settled here. Shards of different sizes are gathered padded to the largest one, since gloo refuses an all-gather of
+uneven sizes; by the balanced rule that is at most one row per rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives import accounting
+from shardwise.collectives.pending import Pending
+from shardwise.errors import DesyncError
+
+# PyTorch 2.13 renamed these two and warns about the old names.
+_all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Work:
+    """A backend's work whose failure names the call."""
+
+    __slots__ = ("_dtype", "_group", "_name", "_shape", "_work")
+
+    def __init__(self, work: Any, name: str, tensor: Tensor, group: ProcessGroup) -> None:
+        self._work = work
+        self._name = name
+        self._shape = tensor.shape
+        self._dtype = tensor.dtype
+        self._group = group
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise DesyncError(
+                f"{self._name} of {list(self._shape)} {str(self._dtype).removeprefix('torch.')} failed on rank "
+                f"{self._group.rank()} of {self._group.size()}; another rank ended, or made another call: {error}"
+            ) from error
+
+
+def is_even(sizes: Sequence[int]) -> bool:
+    """Whether all ranks hold the same."""
+    return min(sizes) == max(sizes)
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
+    """Start an all-reduce."""
+    if may_overwrite and tensor.is_contiguous():
+        result = tensor
+    else:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(result, op=op, group=group, async_op=True)
+    return Pending(_Work(work, "all_reduce", tensor, group), lambda: result)
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
+    """Start an all-gather of shards with ``sizes`` along ``dim``."""
+    even = is_even(sizes)
+    shard = tensor.contiguous() if even else _padded(tensor, dim, max(sizes))
+    gathered = shard.new_empty((len(sizes) * shard.size(0), *shard.shape[1:]))
+    # Counted without the padding.
+    with accounting.as_one("all_gather", tensor):
+        work = _all_gather_into(gathered, shard, group=group, async_op=True)
+    return Pending(
+        _Work(work, "all_gather", tensor, group), lambda: join_gathered(gathered, shard.shape, dim, sizes), shard
+    )
+
+
+def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = size
+    padded = tensor.new_zeros(shape)
+    padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
+    return padded
+
+
+def join_gathered(gathered: Tensor, shard_shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Tensor:
+    """What the backend stacked along the first dimension, as one tensor along ``dim``, without the padding."""
+    if dim == 0 and is_even(sizes):
+        return gathered
+    parts = gathered.view(len(sizes), *shard_shape).unbind(0)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+
+def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
+    """Start a reduce-scatter into shards with ``sizes`` along ``dim``."""
+    if dist.get_backend(group) == "gloo":
+        return _exchange_and_sum(tensor, group, dim, sizes)
+    t, own = len(sizes), sizes[group.rank()]
+    if dim == 0 and is_even(sizes):
+        packed = tensor.contiguous()
+        result = packed.new_empty((own, *packed.shape[1:]))
+        work = _reduce_scatter_into(result, packed, group=group, async_op=True)
+        return Pending(_Work(work, "reduce_scatter", tensor, group), lambda: result, packed)
+    shape = list(tensor.shape)
+    shape[dim] = max(sizes)
+    packed = tensor.new_zeros((t, *shape))
+    for slot, part in zip(packed.unbind(0), tensor.split(list(sizes), dim), strict=True):
+        slot.narrow(dim, 0, part.size(dim)).copy_(part)
+    result = packed.new_empty(shape)
+    with accounting.as_one("reduce_scatter", tensor):
+        work = _reduce_scatter_into(result, packed.flatten(0, 1), group=group, async_op=True)
+    return Pending(
+        _Work(work, "reduce_scatter", tensor, group), lambda: result.narrow(dim, 0, own).contiguous(), packed
+    )
+
+
+def _exchange_and_sum(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
+    """Reduce-scatter as an all-to-all and a local sum, in rank order.
+
+    gloo's own reduce-scatter costs as much as its all-reduce; this sends each element once, to the rank that wants it,
+    takes half the time, and needs no padding.
+    """
+    packed, received_sizes, sent_sizes = packed_by_rank(tensor, group.rank(), dim, sizes)
+    received = packed.new_empty(sum(received_sizes))
+    with accounting.as_one("reduce_scatter", tensor):
+        work = dist.all_to_all_single(received, packed, received_sizes, sent_sizes, group=group, async_op=True)
+    shape = (len(sizes), *tensor.shape[:dim], sizes[group.rank()], *tensor.shape[dim + 1 :])
+    return Pending(
+        _Work(work, "reduce_scatter", tensor, group), lambda: received.view(shape).sum(0, dtype=tensor.dtype), packed
+    )
+
+
+def packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int], list[int]]:
+    """The parts for each rank in one row, and how many elements ``rank`` receives from and sends to each."""
+    if dim == 0:
+        packed = tensor.contiguous().view(-1)
+    else:
+        packed = torch.cat([part.reshape(-1) for part in tensor.split(list(sizes), dim)])
+    others = math.prod(tensor.shape[:dim]) * math.prod(tensor.shape[dim + 1 :])
+    return packed, [sizes[rank] * others] * len(sizes), [size * others for size in sizes]
+
+
+def all_to_all(
+    tensor: Tensor, group: ProcessGroup, output_sizes: list[int] | None, input_sizes: list[int] | None
+) -> Tensor:
+    """Exchange rows with every rank."""
+    tensor = tensor.contiguous()
+    rows = tensor.size(0) if output_sizes is None else sum(output_sizes)
+    result = tensor.new_empty((rows, *tensor.shape[1:]))
+    work = dist.all_to_all_single(result, tensor, output_sizes, input_sizes, group=group, async_op=True)
+    _Work(work, "all_to_all", tensor, group).wait()
+    return result
+
+
+def broadcast_(tensor: Tensor, group: ProcessGroup, group_src: int) -> Tensor:
+    """Overwrite ``tensor`` with the source's."""
+    # What travels is memory, in whatever order each rank's strides put it.
+    packed = tensor.contiguous()
+    work = dist.broadcast(packed, group=group, group_src=group_src, async_op=True)
+    _Work(work, "broadcast", tensor, group).wait()
+    if packed is not tensor:
+        tensor.copy_(packed)
+    return tensor

@@ -1,0 +1,285 @@
+"""The protocol: slots of shared memory, and flags that say what is in them.
+
+A message is cut into chunks; chunk number ``n`` of the group goes through slot ``n % NUM_SLOTS`` of each rank. Three
+numbers per rank and slot say all that there is to know::
+
+    ready[rank, slot]   the last chunk that the rank put there, written after the data
+    read[rank, slot]    the last chunk that the rank has taken out of everybody's slot; when all ranks have read a slot
+                        it is used again
+    call[rank, slot]    a hash of operation, dtype and shape: ranks that disagree are found out at no cost
+
+Nothing is locked: each number has one writer. It is right where stores become visible in the order in which they were
+made, as x86-64 promises. A rank that waits spins, then yields, then naps; it looks now and then whether those it waits
+for still live, and gives up at the group's time limit: it never hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives.pending import Pending
+from shardwise.errors import DesyncError, LaunchError, ShardwiseError
+
+NUM_SLOTS = 4
+# What is copied in and what is made of it stay in a core's second-level cache.
+SLOT_BYTES = 1 << 19
+
+_CACHE_LINE_WORDS = 8
+_NOTE_BYTES = 256
+_FLAGS_PER_RANK = 3 * NUM_SLOTS + 1
+_WORDS_PER_RANK = _FLAGS_PER_RANK + (-_FLAGS_PER_RANK) % _CACHE_LINE_WORDS
+_PAGE = 4096
+
+_SPINS = 200
+_YIELD_SECONDS = 2e-3
+_NAP_SECONDS = 5e-5
+_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_FOR_NOTES = 1.0
+
+
+def channel_bytes(t: int) -> int:
+    """Bytes of shared memory that a channel of ``t`` ranks needs."""
+    return _slots_offset(t) + NUM_SLOTS * t * SLOT_BYTES
+
+
+def _notes_offset(t: int) -> int:
+    return t * _WORDS_PER_RANK * 8
+
+
+def _slots_offset(t: int) -> int:
+    end = _notes_offset(t) + t * _NOTE_BYTES
+    return end + (-end) % _PAGE
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this machine, told apart from a later one of the same number by when it started."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def find(cls, pid: int) -> Process | None:
+        """The process ``pid`` if it runs; None if it is gone, or dead and not yet collected by its parent."""
+        try:
+            with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if fields[0] in "ZX" else cls(pid, fields[19])
+
+    def runs(self) -> bool:
+        return Process.find(self.pid) == self
+
+
+class Channel:
+    """The shared memory of one process group, seen by one rank.
+
+    Args:
+        rank: this rank in the group.
+        memory: ``channel_bytes(t)`` bytes, zero at first, the same memory on every rank.
+        processes: the ranks' processes, in rank order.
+        timeout: seconds that a rank waits for another.
+    """
+
+    def __init__(self, rank: int, memory: Tensor, processes: Sequence[Process], timeout: float) -> None:
+        self.rank = rank
+        self.t = len(processes)
+        self._processes = processes
+        self._timeout = timeout
+        self._others = [other for other in range(self.t) if other != rank]
+        words = _notes_offset(self.t)
+        # A memoryview reads a number in a tenth of the time that a tensor or an array takes.
+        self._words = memoryview(cast(Any, memory[:words].view(torch.int64).numpy()))
+        self._notes = memoryview(cast(Any, memory[words : words + self.t * _NOTE_BYTES].numpy()))
+        self._slots = memory[_slots_offset(self.t) : channel_bytes(self.t)].view(NUM_SLOTS, self.t, SLOT_BYTES)
+        self._next = 1
+        # Whose chunk is in each slot of this rank and not read yet.
+        self._in_flight: list[Message | None] = [None] * NUM_SLOTS
+        self._rows: dict[tuple[int, torch.dtype, Sequence[int]], tuple[Tensor, ...]] = {}
+        self._broken: ShardwiseError | None = None
+
+    def rows(self, slot: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Every rank's part of a slot as a tensor of ``shape``, in rank order, and last all of them stacked."""
+        key = (slot, dtype, shape)
+        rows = self._rows.get(key)
+        if rows is None:
+            if len(self._rows) >= 4096:
+                self._rows.clear()
+            count = 1
+            for size in shape:
+                count *= size
+            stacked = self._slots[slot].view(dtype)[:, :count].view(self.t, *shape)
+            rows = self._rows[key] = (*stacked.unbind(0), stacked)
+        return rows
+
+    def take_slot(self, message: Message) -> tuple[int, int]:
+        """A slot that everybody has read, and the number of the chunk that is to go into it."""
+        if self._broken is not None:
+            raise self._broken
+        while (holder := self._in_flight[self._next % NUM_SLOTS]) is not None:
+            # Started and not yet waited for: its turn is now. Every rank comes by here at the same call.
+            holder.finish()
+        number = self._next
+        slot = number % NUM_SLOTS
+        self._wait(NUM_SLOTS + slot, number - NUM_SLOTS, message)
+        self._next = number + 1
+        self._in_flight[slot] = message
+        return slot, number
+
+    def post(self, slot: int, number: int, call: int) -> None:
+        """Show the others what this rank has put into the slot."""
+        own = self.rank * _WORDS_PER_RANK + slot
+        self._words[own + 2 * NUM_SLOTS] = call
+        self._words[own] = number
+
+    def wait_ready(self, slot: int, number: int, message: Message) -> None:
+        """Wait until every rank has put chunk ``number`` into its slot.
+
+        Raises:
+            DesyncError: a rank is in another call, or does not come within the time limit.
+            LaunchError: a rank has died.
+        """
+        self._wait(slot, number, message)
+        words, call = self._words, message.call
+        for other in self._others:
+            if words[other * _WORDS_PER_RANK + 2 * NUM_SLOTS + slot] != call:
+                raise self._disagreement(message)
+
+    def release(self, slot: int, number: int) -> None:
+        """Tell the others that this rank has read the slot."""
+        self._words[self.rank * _WORDS_PER_RANK + NUM_SLOTS + slot] = number
+        self._in_flight[slot] = None
+
+    def _wait(self, flag: int, number: int, message: Message) -> None:
+        words = self._words
+        for other in self._others:
+            place = other * _WORDS_PER_RANK + flag
+            if words[place] >= number:
+                continue
+            for _ in range(_SPINS):
+                if words[place] >= number:
+                    break
+            else:
+                self._wait_longer(place, number, other, message)
+
+    def _wait_longer(self, place: int, number: int, other: int, message: Message) -> None:
+        words = self._words
+        start = time.monotonic()
+        look = start + _SECONDS_BETWEEN_LOOKS
+        pause: Callable[[], None] = os.sched_yield
+        while words[place] < number:
+            pause()
+            now = time.monotonic()
+            if now - start > _YIELD_SECONDS:
+                pause = _nap
+            if now < look:
+                continue
+            look = now + _SECONDS_BETWEEN_LOOKS
+            process = self._processes[other]
+            if not process.runs() and words[place] < number:
+                self._broken = LaunchError(
+                    f"rank {other} of {self.t} (process {process.pid}) died; rank {self.rank} was waiting for it in "
+                    f"{message}"
+                )
+                raise self._broken
+            if now - start > self._timeout:
+                self._broken = DesyncError(
+                    f"rank {other} of {self.t} (process {process.pid}) did not join rank {self.rank} in {message} "
+                    f"within {self._timeout:g} s; every rank of a group must make the same calls in the same order"
+                )
+                raise self._broken
+
+    def _disagreement(self, message: Message) -> DesyncError:
+        """The error of ranks that are in different calls, with the same text on every rank."""
+        text = str(message).encode()[:_NOTE_BYTES]
+        start = self.rank * _NOTE_BYTES
+        self._notes[start : start + len(text)] = text
+        self._words[self.rank * _WORDS_PER_RANK + 3 * NUM_SLOTS] = len(text)
+        end = time.monotonic() + _SECONDS_FOR_NOTES
+        calls = []
+        for rank in range(self.t):
+            place = rank * _WORDS_PER_RANK + 3 * NUM_SLOTS
+            while not self._words[place] and time.monotonic() < end:
+                _nap()
+            note = bytes(self._notes[rank * _NOTE_BYTES : rank * _NOTE_BYTES + self._words[place]])
+            calls.append(f"rank {rank} is in {note.decode(errors='replace') or 'an unknown call'}")
+        self._broken = DesyncError(
+            f"ranks disagree: {', '.join(calls)}; every rank of a group must make the same calls in the same order, "
+            "with the same shapes and dtypes"
+        )
+        return self._broken
+
+
+def _nap() -> None:
+    time.sleep(_NAP_SECONDS)
+
+
+class Message(Pending):
+    """One collective in flight. A subclass says what goes into a slot, and what is made of everybody's.
+
+    Args:
+        channel: the group's shared memory.
+        description: operation, shape and dtype, for errors.
+        call: a number that is the same on all ranks that make the same call.
+        num_chunks: how many chunks the message is cut into; the same on every rank.
+    """
+
+    __slots__ = ("_channel", "_description", "_num_chunks", "_posted", "_taken", "call", "result")
+
+    result: Tensor
+
+    def __init__(self, channel: Channel, description: tuple[object, ...], call: int, num_chunks: int) -> None:
+        self._channel = channel
+        self._description = description
+        self.call = call
+        self._num_chunks = num_chunks
+        self._posted: list[tuple[int, int]] = []
+        self._taken = 0
+
+    def start(self) -> None:
+        """Put in as much as there are slots for. Waits only for ranks that are ``NUM_SLOTS`` chunks behind."""
+        for _ in range(min(NUM_SLOTS, self._num_chunks)):
+            self._post_next()
+
+    def wait(self) -> Tensor:
+        """The result, when every rank has put its part in."""
+        self.finish()
+        return self.result
+
+    def finish(self) -> None:
+        """Take out what every rank has put in; nothing happens the second time."""
+        channel = self._channel
+        while self._taken < self._num_chunks:
+            slot, number = self._posted[self._taken]
+            channel.wait_ready(slot, number, self)
+            self._read(self._taken, slot)
+            channel.release(slot, number)
+            self._taken += 1
+            if len(self._posted) < self._num_chunks:
+                self._post_next()
+
+    def _post_next(self) -> None:
+        slot, number = self._channel.take_slot(self)
+        self._write(len(self._posted), slot)
+        self._channel.post(slot, number, self.call)
+        self._posted.append((slot, number))
+
+    def _write(self, chunk: int, slot: int) -> None:
+        """Put this rank's part of a chunk into its row of the slot."""
+        raise NotImplementedError
+
+    def _read(self, chunk: int, slot: int) -> None:
+        """Make this rank's result of everybody's rows of the slot."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        name, shape, dtype, *rest = self._description
+        return " ".join([f"{name} of {list(shape)} {str(dtype).removeprefix('torch.')}", *map(str, rest)])  # type: ignore[call-overload]

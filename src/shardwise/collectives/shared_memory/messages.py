@@ -1,0 +1,192 @@
+"""The collectives on top of the slots.
+
+Sums are taken in rank order from the same slots by every rank that wants them, so that all have the same bits; those of
+more than two bf16 or fp16 values in fp32, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives.shared_memory.channel import SLOT_BYTES, Channel, Message
+
+SUMMABLE = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    }
+)
+MOVABLE = SUMMABLE | {torch.bool}
+_DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(sorted(MOVABLE, key=str))}
+
+
+def _add(parts: Sequence[Tensor], stacked: Tensor, out: Tensor) -> None:
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)
+    else:
+        torch.sum(stacked, 0, dtype=out.dtype, out=out)
+
+
+class AllReduce(Message):
+    """The sum, or the maximum, of every rank's tensor; every rank reads all slots.
+
+    Args:
+        tensor: this rank's part.
+        result: contiguous, of ``tensor``'s shape; may be ``tensor`` itself.
+        maximum: the largest value in place of the sum.
+    """
+
+    __slots__ = ("_maximum", "_per_chunk", "_tensor")
+
+    def __init__(self, channel: Channel, tensor: Tensor, result: Tensor, *, maximum: bool = False) -> None:
+        shape, dtype = tensor.shape, tensor.dtype
+        self._per_chunk = SLOT_BYTES // dtype.itemsize
+        num_chunks = -(-tensor.numel() // self._per_chunk)
+        super().__init__(
+            channel, ("all_reduce", shape, dtype), hash((1 + maximum, _DTYPE_NUMBER[dtype], shape)), num_chunks
+        )
+        self._maximum = maximum
+        self.result = result
+        self._tensor = tensor if num_chunks <= 1 else tensor.reshape(-1)
+        self.start()
+
+    def _write(self, chunk: int, slot: int) -> None:
+        channel, tensor = self._channel, self._part(self._tensor, chunk)
+        channel.rows(slot, tensor.dtype, tensor.shape)[channel.rank].copy_(tensor)
+
+    def _read(self, chunk: int, slot: int) -> None:
+        result = self.result if self._num_chunks == 1 else self._part(self.result.view(-1), chunk)
+        *parts, stacked = self._channel.rows(slot, result.dtype, result.shape)
+        if self._maximum:
+            torch.amax(stacked, 0, out=result)
+        else:
+            _add(parts, stacked, result)
+
+    def _part(self, tensor: Tensor, chunk: int) -> Tensor:
+        if self._num_chunks == 1:
+            return tensor
+        return tensor[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+
+
+class AllGather(Message):
+    """Every rank's shard, concatenated.
+
+    Args:
+        tensor: this rank's shard.
+        dim: dimension of the concatenation.
+        sizes: every rank's size along ``dim``.
+    """
+
+    __slots__ = ("_dim", "_parts", "_per_chunk", "_shapes", "_tensor")
+
+    def __init__(self, channel: Channel, tensor: Tensor, dim: int, sizes: Sequence[int]) -> None:
+        shape, dtype = tensor.shape, tensor.dtype
+        before, after = shape[:dim], shape[dim + 1 :]
+        self._shapes = [torch.Size((*before, size, *after)) for size in sizes]
+        self._per_chunk = SLOT_BYTES // dtype.itemsize
+        num_chunks = -(-max(each.numel() for each in self._shapes) // self._per_chunk)
+        super().__init__(
+            channel,
+            ("all_gather", shape, dtype, f"along dimension {dim} with sizes {list(sizes)}"),
+            hash((3, _DTYPE_NUMBER[dtype], *before, -1, *after, dim, *sizes)),
+            num_chunks,
+        )
+        self._dim = dim
+        self._tensor = tensor if num_chunks <= 1 else tensor.reshape(-1)
+        self._parts: list[Tensor] = []
+        if num_chunks != 1:
+            self._parts = [tensor.new_empty(each) for each in self._shapes]
+            if dim == 0:
+                self.result = tensor.new_empty((sum(sizes), *after))
+                self._parts = list(self.result.split(list(sizes)))
+        self.start()
+
+    def finish(self) -> None:
+        super().finish()
+        if self._parts and self._dim != 0:
+            self.result = torch.cat(self._parts, self._dim)
+            self._parts = []
+
+    def _write(self, chunk: int, slot: int) -> None:
+        channel, tensor = self._channel, self._tensor
+        if self._num_chunks > 1:
+            tensor = tensor[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+        channel.rows(slot, tensor.dtype, tensor.shape)[channel.rank].copy_(tensor)
+
+    def _read(self, chunk: int, slot: int) -> None:
+        channel, dtype = self._channel, self._tensor.dtype
+        if self._num_chunks == 1:
+            rows = [channel.rows(slot, dtype, shape)[rank] for rank, shape in enumerate(self._shapes)]
+            self.result = torch.cat(rows, self._dim)
+            return
+        for rank, part in enumerate(self._parts):
+            piece = part.view(-1)[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+            piece.copy_(channel.rows(slot, dtype, piece.shape)[rank])
+
+
+class ReduceScatter(Message):
+    """This rank's shard of the sum of every rank's tensor.
+
+    Args:
+        tensor: this rank's part, of the whole shape.
+        dim: dimension that is split.
+        sizes: every rank's size along ``dim``.
+    """
+
+    __slots__ = ("_dim", "_own", "_parts", "_per_chunk", "_start", "_tensor")
+
+    def __init__(self, channel: Channel, tensor: Tensor, dim: int, sizes: Sequence[int]) -> None:
+        shape, dtype = tensor.shape, tensor.dtype
+        per_chunk = SLOT_BYTES // dtype.itemsize
+        self._parts: list[Tensor] = []
+        if tensor.numel() <= per_chunk:
+            num_chunks = min(1, tensor.numel())
+        else:
+            # One lane of the slot for what each rank shall get.
+            per_chunk //= channel.t
+            self._parts = [part.reshape(-1) for part in tensor.split(list(sizes), dim)]
+            num_chunks = -(-max(part.numel() for part in self._parts) // per_chunk)
+        self._per_chunk = per_chunk
+        super().__init__(
+            channel,
+            ("reduce_scatter", shape, dtype, f"along dimension {dim} into sizes {list(sizes)}"),
+            hash((4, _DTYPE_NUMBER[dtype], *shape, dim, *sizes)),
+            num_chunks,
+        )
+        self._tensor = tensor
+        self._dim = dim
+        self._start = sum(sizes[: channel.rank])
+        self._own = sizes[channel.rank]
+        self.result = tensor.new_empty((*shape[:dim], self._own, *shape[dim + 1 :]))
+        self.start()
+
+    def _write(self, chunk: int, slot: int) -> None:
+        channel, dtype = self._channel, self._tensor.dtype
+        if not self._parts:
+            channel.rows(slot, dtype, self._tensor.shape)[channel.rank].copy_(self._tensor)
+            return
+        lanes = channel.rows(slot, dtype, (channel.t, self._per_chunk))[channel.rank]
+        for lane, part in zip(lanes.unbind(0), self._parts, strict=True):
+            piece = part[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+            lane[: piece.numel()].copy_(piece)
+
+    def _read(self, chunk: int, slot: int) -> None:
+        channel, result = self._channel, self.result
+        if not self._parts:
+            stacked = channel.rows(slot, result.dtype, self._tensor.shape)[-1]
+            mine = stacked.narrow(self._dim + 1, self._start, self._own)
+        else:
+            stacked = channel.rows(slot, result.dtype, (channel.t, self._per_chunk))[-1]
+            result = result.view(-1)[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+            mine = stacked[:, channel.rank, : result.numel()]
+        _add(mine.unbind(0), mine, result)

@@ -1,0 +1,138 @@
+"""Who may use shared memory: found out once per group, by all of its ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import secrets
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.collectives.shared_memory.channel import Channel, Process, channel_bytes
+
+SWITCH = "SHARDWISE_SHARED_MEMORY"
+"""Environment variable; 0 leaves everything to gloo."""
+
+_MAX_RANKS = 8
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+# The channels are communication buffers, kept for as long as their group.
+_channels: weakref.WeakKeyDictionary[ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
+
+T = TypeVar("T")
+
+
+def why_not_here() -> str | None:
+    """Why this process cannot communicate through shared memory; None if it can."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return f"{SWITCH}=0"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"on {platform.machine()} stores may become visible out of order"
+    if Process.find(os.getpid()) is None or not _BOOT_ID.exists():
+        return "there is no /proc that shows whether a rank lives"
+    return None
+
+
+def channel_of(group: ProcessGroup) -> Channel | None:
+    """The group's channel, or None if its ranks do not share memory. The first call of a group is collective.
+
+    A channel is opened for a gloo group of 2 to 8 ranks on one machine, if each of them can map the same memory.
+    """
+    try:
+        return _channels[group]
+    except KeyError:
+        pass
+    # Whatever watches or records operators shall not see the setting up.
+    with _disable_current_modes(), torch.inference_mode(False):
+        channel = _channels[group] = _open(group)
+    return channel
+
+
+def close_channel(group: ProcessGroup) -> None:
+    """Unmap the group's memory; without effect if it has none."""
+    _channels.pop(group, None)
+
+
+def _open(group: ProcessGroup) -> Channel | None:
+    t, rank = group.size(), group.rank()
+    if not 2 <= t <= _MAX_RANKS or dist.get_backend(group) != "gloo":
+        return None
+    hellos = _tell_all(None if why_not_here() is not None else _attempt(_where_and_who), group)
+    if None in hellos or len({where for where, _ in hellos}) > 1:
+        return None
+    with contextlib.ExitStack() as stack:
+        path, token = None, secrets.token_bytes(32)
+        if rank == 0:
+            path = _attempt(lambda: stack.enter_context(_reserved_file(channel_bytes(t), token)))
+        path, token = _tell_all((path, token), group)[0]
+        memory = None if path is None else _attempt(lambda: _map(path, channel_bytes(t), token))
+        if not all(_tell_all(memory is not None, group)):
+            return None
+    assert memory is not None
+    # Everybody has read the token before any flag is written in its place.
+    if rank == 0:
+        memory[: len(token)].zero_()
+    _tell_all(True, group)
+    return Channel(rank, memory, [process for _, process in hellos], _timeout(group))
+
+
+def _where_and_who() -> tuple[tuple[str, int], Process | None]:
+    """The machine, as this process sees it, and the process."""
+    return (_BOOT_ID.read_text().strip(), os.stat("/proc/self/ns/pid").st_ino), Process.find(os.getpid())
+
+
+def _tell_all(value: Any, group: ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _attempt(function: Callable[[], T]) -> T | None:
+    """``function()``, or None where the machine refuses: then gloo does the work."""
+    try:
+        return function()
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def _reserved_file(num_bytes: int, token: bytes) -> Any:
+    """The path of a file of that size whose memory is really there, gone at the end of the block."""
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    descriptor, path = tempfile.mkstemp(prefix="shardwise-", dir=folder)
+    try:
+        try:
+            # A sparse file on a full disk would end the program at the first touch.
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            os.write(descriptor, token)
+        finally:
+            os.close(descriptor)
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def _map(path: str, num_bytes: int, token: bytes) -> Tensor:
+    if os.stat(path).st_size != num_bytes:
+        raise ValueError(f"{path} has another size than {num_bytes}")
+    # PyTorch closes the descriptor once the memory is mapped.
+    memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    if bytes(memory[: len(token)].tolist()) != token:
+        raise ValueError(f"{path} is not the file that the first rank made")
+    return memory
+
+
+def _timeout(group: ProcessGroup) -> float:
+    backend: Any = group._get_backend(torch.device("cpu"))
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds

@@ -1,0 +1,45 @@
+"""How many bytes the tensors that a block made still hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every storage that an operation inside the block returns, autograd's saved values included.
+
+    >>> with LiveBytes() as made:
+    ...     x = torch.ones(1024)
+    >>> made.count()
+    4096
+    >>> del x
+    >>> made.count()
+    0
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                weak = StorageWeakRef(leaf.untyped_storage())
+                # The reference keeps the address from being used again, so that one entry is one storage.
+                self._made.setdefault(weak.cdata, weak)
+        return result
+
+    def count(self) -> int:
+        """Bytes of the storages that are still alive, at their present sizes."""
+        total = 0
+        for weak in self._made.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            if storage is not None:
+                total += storage.nbytes()
+        return total
