@@ -1,12 +1,16 @@
 """Settings are complete and consistent once a config is made, or it is not made."""
 
+import dataclasses
+import inspect
 import math
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from shardwise.config import ModelParallelConfig, TransformerConfig
+from shardwise.config.fields import say_once
 from shardwise.errors import ConfigError
 from shardwise.initialization import Normal
 
@@ -44,6 +48,8 @@ def test_what_is_given_stays():
     assert config.init_method is torch.nn.init.ones_
     assert config.output_layer_init_method is torch.nn.init.zeros_
     assert TransformerConfig(**SMALL, add_bias_linear=False).add_qkv_bias is False
+    # As in the reference, whose programs give its default explicitly.
+    assert TransformerConfig(**SMALL, add_qkv_bias=False).add_qkv_bias is True
     assert TransformerConfig(**SMALL, init_method_std=0.5).init_method == Normal(0.5)
 
 
@@ -84,3 +90,140 @@ def test_the_parallel_part_alone():
     assert (config.tensor_model_parallel_size, config.sequence_parallel) == (4, True)
     with pytest.raises(ConfigError, match="tensor_model_parallel_size is -1"):
         ModelParallelConfig(-1)
+
+
+def test_parallel_defaults_follow_from_what_is_given():
+    config = ModelParallelConfig(tensor_model_parallel_size=4, params_dtype=torch.float64)
+    assert config.expert_tensor_parallel_size == 4
+    assert config.autocast_dtype is torch.float64
+    assert config.pipeline_dtype is None
+    assert config.microbatch_group_size_per_vp_stage == 1
+    staged = ModelParallelConfig(pipeline_model_parallel_size=3, bf16=True, params_dtype=torch.bfloat16)
+    assert staged.pipeline_dtype is torch.bfloat16
+    assert staged.microbatch_group_size_per_vp_stage == 3
+    given = ModelParallelConfig(
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        autocast_dtype=torch.float16,
+        pipeline_dtype=torch.float32,
+        microbatch_group_size_per_vp_stage=5,
+        context_parallel_size=4,
+        hierarchical_context_parallel_sizes=[2, 2],
+        # One rank's share is the whole; deferral needs no stages.
+        sequence_parallel=True,
+        defer_embedding_wgrad_compute=True,
+        wgrad_deferral_limit=3,
+    )
+    assert (given.expert_tensor_parallel_size, given.autocast_dtype) == (1, torch.float16)
+    assert (given.pipeline_dtype, given.microbatch_group_size_per_vp_stage) == (torch.float32, 5)
+    # What follows is not checked anew against what it followed from.
+    assert dataclasses.replace(given, wgrad_deferral_limit=4).microbatch_group_size_per_vp_stage == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fp16": True, "bf16": True}, "fp16 and bf16 are both set; choose one"),
+        ({"wgrad_deferral_limit": -1}, "wgrad_deferral_limit is -1; it must be at least 0"),
+        ({"pipeline_model_parallel_size": 0}, "pipeline_model_parallel_size is 0; it must be at least 1"),
+        ({"context_parallel_size": 0}, "context_parallel_size is 0"),
+        ({"expert_model_parallel_size": 0}, "expert_model_parallel_size is 0"),
+        ({"expert_tensor_parallel_size": 0}, "expert_tensor_parallel_size is 0"),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            "virtual_pipeline_model_parallel_size is 2 and pipeline_model_parallel_size is 1; interleaving needs",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 0, "pipeline_model_parallel_size": 2},
+            "virtual_pipeline_model_parallel_size is 0; it must be at least 1",
+        ),
+        (
+            {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": (2, 3)},
+            r"hierarchical_context_parallel_sizes \[2, 3\] multiply to 6; they must .* context_parallel_size 4",
+        ),
+    ],
+)
+def test_parallel_settings_that_cannot_be(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelParallelConfig(**options)
+    with pytest.raises(ConfigError, match=message):
+        TransformerConfig(**SMALL, **options)
+
+
+def marked(kind):
+    return [spec for spec in dataclasses.fields(TransformerConfig) if kind in spec.metadata]
+
+
+def other_than(default):
+    return {bool: not default, int: 7, float: 0.5, str: "other"}.get(type(default), "other")
+
+
+@pytest.mark.parametrize("spec", marked("unused"), ids=lambda spec: spec.name)
+def test_a_field_that_changes_nothing_says_so_once(spec):
+    say_once.cache_clear()
+    TransformerConfig(**SMALL, **{spec.name: spec.default})
+    message = rf"^{spec.name} changes nothing here: \w"
+    with pytest.warns(UserWarning, match=message) as caught:
+        config = TransformerConfig(**SMALL, **{spec.name: other_than(spec.default)})
+    # It points at the line that made the config.
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert getattr(config, spec.name) == other_than(spec.default)
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        TransformerConfig(**SMALL, **{spec.name: other_than(spec.default)})
+        dataclasses.replace(config, hidden_dropout=0.5)
+    assert again == []
+
+
+@pytest.mark.parametrize("spec", marked("refused"), ids=lambda spec: spec.name)
+def test_a_field_that_would_change_numbers_is_refused(spec):
+    value = other_than(spec.default)
+    with pytest.raises(ConfigError) as info:
+        TransformerConfig(**SMALL, **{spec.name: value})
+    start = f"{spec.name} is {value!r}, which is not offered here: {spec.metadata['refused']}; leave it at"
+    assert str(info.value) == f"{start} {spec.default!r}"
+
+
+def test_a_refusal_comes_before_any_word():
+    say_once.cache_clear()
+    with pytest.raises(ConfigError, match="num_moe_experts is 8"):
+        TransformerConfig(**SMALL, num_moe_experts=8, moe_router_topk=1, persist_layer_norm=True)
+
+
+def test_a_training_dtype_that_layers_do_not_have():
+    say_once.cache_clear()
+    ModelParallelConfig(bf16=True, params_dtype=torch.bfloat16)
+    ModelParallelConfig(fp16=True, params_dtype=torch.float16)
+    with pytest.warns(UserWarning, match=r"^bf16 changes nothing here: layers go by params_dtype") as caught:
+        ModelParallelConfig(bf16=True)
+    assert caught[0].filename == __file__
+    ModelParallelConfig(bf16=True)
+
+
+def test_the_word_is_said_for_the_parallel_part_too():
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="^tp_comm_overlap changes nothing here") as caught:
+        ModelParallelConfig(tp_comm_overlap=True)
+    assert caught[0].filename == __file__
+
+
+def test_names_that_programs_set():
+    listed = """
+        tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size sequence_parallel
+        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size perform_initialization
+        use_cpu_initialization fp16 bf16 params_dtype deterministic_mode gradient_accumulation_fusion
+        cross_entropy_loss_fusion defer_embedding_wgrad_compute wgrad_deferral_limit tp_comm_overlap pipeline_dtype
+        variable_seq_lengths delay_wgrad_compute cpu_offloading cpu_offloading_activations cpu_offloading_weights
+        finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func timers
+    """
+    names = listed.split()
+    parameters = inspect.signature(ModelParallelConfig).parameters
+    assert set(names) <= set(parameters)
+    # None is required, and every one has the same meaning in the config of a transformer.
+    whole = inspect.signature(TransformerConfig).parameters
+    for name in names:
+        assert parameters[name].default is not inspect.Parameter.empty
+        assert whole[name].default == parameters[name].default

@@ -1,205 +1,24 @@
-"""Ranks on a grid against coordinates counted one by one, and process groups that really have those ranks."""
+"""Process groups that really have the ranks of the grid, whatever goes wrong on the way."""
 
 import datetime
-import itertools
-import math
-import os
-import random
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal
 
-from shardwise.errors import ConfigError, TopologyError
-from shardwise.process_groups_config import ProcessGroupCollection
-from shardwise.topology import (
-    ParallelSizes,
-    RankGenerator,
-    Topology,
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-    generate_masked_orthogonal_rank_groups,
-)
-
-AXES = ("tp", "cp", "ep", "dp", "pp")
-TOKENS = [
-    "-".join(chosen) for count in range(1, len(AXES) + 1) for chosen in itertools.combinations(reversed(AXES), count)
-]
+from shardwise.collectives import primitives
+from shardwise.errors import ConfigError, DesyncError, NotInitializedError, TopologyError
+from shardwise.topology import ParallelSizes, Topology
 
 
-def coordinates(rank, sizes, order):
-    """The place of a rank on each axis, by counting through the axes, the first of ``order`` fastest."""
-    place = {}
-    for axis in order:
-        place[axis] = rank % sizes[axis]
-        rank //= sizes[axis]
-    return place
-
-
-def groups_by_coordinates(world_size, sizes, order, token):
-    """Ranks that agree in every axis outside the token, each group and their list in ascending order."""
-    groups = {}
-    for rank in range(world_size):
-        place = coordinates(rank, sizes, order)
-        key = tuple(place[axis] for axis in order if axis not in token.split("-"))
-        groups.setdefault(key, []).append(rank)
-    return sorted(groups.values())
-
-
-def cases(count, largest_world, seed):
-    """Sizes and orders, each world of at most ``largest_world`` ranks."""
-    chooser = random.Random(seed)
-    while count:
-        sizes = {axis: chooser.choice((1, 1, 2, 3, 4, 5, 8)) for axis in AXES}
-        if math.prod(sizes.values()) <= largest_world:
-            count -= 1
-            yield sizes, chooser.sample(AXES, len(AXES))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_rank_generator_against_coordinates(seed):
-    for sizes, order in cases(12, 256, seed):
-        generator = RankGenerator(**sizes, order="-".join(order))
-        for token in TOKENS:
-            expected = groups_by_coordinates(generator.world_size, sizes, order, token)
-            assert generator.get_ranks(token) == expected, (sizes, order, token)
-
-
-def test_rank_generator_of_a_thousand_ranks():
-    for order in (AXES, ("pp", "tp", "dp", "ep", "cp")):
-        sizes = {"tp": 8, "cp": 2, "ep": 4, "dp": 4, "pp": 4}
-        generator = RankGenerator(**sizes, order="-".join(order))
-        assert generator.world_size == 1024
-        for token in ("tp", "dp", "pp", "dp-cp", "tp-pp", "tp-ep-pp"):
-            assert generator.get_ranks(token) == groups_by_coordinates(1024, sizes, order, token)
-
-
-def test_rank_generator_details():
-    generator = RankGenerator(tp=2, ep=1, dp=3, pp=1, cp=1, order="DP-TP", rank_offset=100)
-    assert generator.order == "dp-tp-pp-ep-cp"
-    assert generator.get_ranks("tp") == [[100, 103], [101, 104], [102, 105]]
-    assert generator.get_mask("tp-cp-dp", "dp-tp") == [True, False, True]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_all_groups_against_coordinates(seed):
-    chooser = random.Random(seed)
-    checked = 0
-    while checked < 12:
-        tp, cp, ep, pp, dp = (chooser.choice((1, 1, 2, 3, 4)) for _ in range(5))
-        etp = chooser.choice((None, 1, tp))
-        world_size = tp * cp * dp * pp
-        if world_size > 256 or world_size % ((etp or tp) * ep * pp):
-            continue
-        checked += 1
-        # Pipeline stages last: dense and expert layers are then always on the same stage.
-        order = [*chooser.sample(("tp", "cp", "ep", "dp"), 4), "pp"]
-        lists = ParallelSizes(tp, pp, cp, ep, etp, "-".join(order)).rank_lists(world_size)
-        dense = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": 1}
-        expert_dp = world_size // ((etp or tp) * ep * pp)
-        expert = {"tp": etp or tp, "cp": 1, "dp": expert_dp, "pp": pp, "ep": ep}
-        pipelines = groups_by_coordinates(world_size, dense, order, "pp")
-        expected = {
-            name: groups_by_coordinates(world_size, dense, order, token)
-            for name, token in {
-                "tp": "tp",
-                "pp": "pp",
-                "cp": "cp",
-                "dp": "dp",
-                "dp_cp": "dp-cp",
-                "mp": "tp-pp",
-                "tp_cp": "tp-cp",
-                "tp_dp": "tp-dp",
-                "tp_dp_cp": "tp-dp-cp",
-            }.items()
-        }
-        expected |= {
-            name: groups_by_coordinates(world_size, expert, order, token)
-            for name, token in {
-                "ep": "ep",
-                "expt_tp": "tp",
-                "tp_ep": "tp-ep",
-                "tp_ep_pp": "tp-ep-pp",
-                "expt_dp": "dp",
-            }.items()
-        }
-        expected["embd"] = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
-        expected["pos_embd"] = [[ranks[0]] for ranks in pipelines]
-        assert lists == expected, (tp, cp, ep, etp, dp, pp, order)
-
-
-def test_eight_ranks_as_documented():
-    lists = ParallelSizes(tp=2, pp=2).rank_lists(8)
-    assert lists["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert lists["dp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert lists["pp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert lists["embd"] == lists["pp"]
-    assert lists["pos_embd"] == [[0], [1], [2], [3]]
-
-
-def test_embedding_ranks():
-    assert default_embedding_ranks([3, 5, 7]) == [3, 7]
-    assert default_embedding_ranks([3]) == [3]
-    assert default_position_embedding_ranks([3, 5, 7]) == [3]
-    lists = ParallelSizes(pp=4).rank_lists(
-        4, embedding_ranks=lambda ranks: [ranks[2], ranks[0]], position_embedding_ranks=lambda ranks: ranks[1:2]
-    )
-    # As a process group orders them.
-    assert lists["embd"] == [[0, 2]]
-    assert lists["pos_embd"] == [[1]]
-
-
-def test_masked_groups():
-    assert generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [True, False, True]) == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert generate_masked_orthogonal_rank_groups(4, [2, 2], [False, False]) == [[0], [1], [2], [3]]
-    # A grid smaller than the world is repeated.
-    assert generate_masked_orthogonal_rank_groups(8, [2, 2], [False, True]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    with pytest.raises(ConfigError, match=r"sizes \[2, 2\] and mask \[True\]"):
-        generate_masked_orthogonal_rank_groups(4, [2, 2], [True])
-    with pytest.raises(ConfigError, match=r"\[2, 3\] \(product 6\) do not divide the world of 8"):
-        generate_masked_orthogonal_rank_groups(8, [2, 3], [True, False])
-
-
-@pytest.mark.parametrize(
-    ("sizes", "order", "message"),
-    [
-        ({"tp": 2}, "cp-dp", "axis 'tp' has size 2 but the order 'cp-dp' leaves it out"),
-        ({}, "tp-xp", r"order 'tp-xp' must name each of"),
-        ({}, "tp-tp-dp", r"order 'tp-tp-dp' must name each of"),
-        ({}, "", r"order '' must name each of"),
-        ({"dp": 0}, "tp-cp-ep-dp-pp", "the size of axis 'dp' is 0; it must be at least 1"),
-    ],
-)
-def test_grids_that_cannot_be(sizes, order, message):
-    with pytest.raises(ConfigError, match=message):
-        RankGenerator(**({"tp": 1, "ep": 1, "dp": 1, "pp": 1, "cp": 1} | sizes), order=order)
-
-
-def test_a_token_must_name_axes():
-    generator = RankGenerator(tp=2, ep=1, dp=2, pp=1, cp=1, order="tp-dp")
-    with pytest.raises(ConfigError, match="token 'tp-xp' names an axis that is not in the order 'tp-dp-pp-ep-cp'"):
-        generator.get_ranks("tp-xp")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "world_size", "message"),
-    [
-        ({"tp": 3}, 8, "tp 3 x pp 1 x cp 1 = 3 does not divide the world of 8 ranks"),
-        ({"tp": 2, "ep": 3}, 8, "expert tp 2 x ep 3 x pp 1 = 6 does not divide the world of 8 ranks"),
-        ({"tp": 4, "pp": 4}, 8, "tp 4 x pp 4 x cp 1 = 16 does not divide the world of 8"),
-        ({"cp": 0}, 8, "the size of axis 'cp' is 0"),
-        ({"etp": 0}, 8, "the size of axis 'etp' is 0"),
-        ({"tp": 2, "etp": 1, "pp": 2, "order": "tp-pp-dp-cp-ep"}, 8, "different pipeline stages"),
-    ],
-)
-def test_sizes_that_cannot_be(sizes, world_size, message):
-    with pytest.raises(ConfigError, match=message):
-        ParallelSizes(**sizes).rank_lists(world_size)
+def num_groups():
+    """Process groups that torch.distributed knows of, the default one included."""
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def test_a_topology_needs_torch_distributed():
-    with pytest.raises(TopologyError, match=r"torch\.distributed is not initialised; call"):
+    with pytest.raises(NotInitializedError, match=r"torch\.distributed is not initialised; call"):
         Topology.create(tp=1)
 
 
@@ -213,6 +32,7 @@ def test_a_topology_needs_torch_distributed():
         ParallelSizes(tp=2, ep=2, etp=1),
         ParallelSizes(cp=2, tp=2, order="cp-tp-dp"),
         ParallelSizes(pp=4),
+        ParallelSizes(cp=4, hcp=(2, 2), num_distributed_optimizer_instances=2),
     ],
     ids=str,
 )
@@ -237,9 +57,10 @@ def test_groups_have_their_ranks(group, sizes):
         sent = torch.tensor([10**me])
         dist.all_reduce(sent, group=process_group)
         assert sent.item() == sum(10**rank for rank in ranks)
-    collection = ProcessGroupCollection.from_topology(topology)
-    for name in ProcessGroupCollection.__dataclass_fields__:
-        assert getattr(collection, name) is (topology.group(name) if name in topology else None)
+    topology.destroy()
+    assert "tp" not in topology
+    with pytest.raises(TopologyError, match=f"rank {me} is in no group 'tp'; the topology was destroyed"):
+        topology.group("tp")
     topology.destroy()
 
 
@@ -276,23 +97,6 @@ def test_two_topologies_at_once(group):
 
 
 @pytest.mark.ranks(2)
-def test_destroying_leaves_nothing_open(group):
-    def open_things():
-        return len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task"))
-
-    counts = []
-    for _ in range(50):
-        topology = Topology.create(tp=2)
-        dist.all_reduce(torch.ones(1), group=topology.group("tp"))
-        assert topology.mesh.shape == (1, 1, 1, 2)
-        topology.destroy()
-        counts.append(open_things())
-    # A group of two ranks holds several of each; a few that are being closed may be counted.
-    assert counts[-1] <= counts[4] + 4, counts
-    assert len(dist.distributed_c10d._world.pg_map) == 1
-
-
-@pytest.mark.ranks(2)
 def test_a_time_limit_reaches_the_groups(group):
     topology = Topology.create(tp=2, timeout=datetime.timedelta(seconds=77))
     backend = topology.group("tp")._get_backend(torch.device("cpu"))
@@ -303,8 +107,9 @@ def test_a_time_limit_reaches_the_groups(group):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("axes", [{"tp": 3}, {"tp": 2, "pp": 4}, {"ep": 8}, {"order": "tp-tp"}, {"tp": -1}], ids=str)
 def test_impossible_sizes_are_told_alike_on_every_rank(group, axes):
-    with pytest.raises(ConfigError) as info:
+    with pytest.raises((ConfigError, TopologyError)) as info:
         Topology.create(**axes)
+    assert num_groups() == 1
     messages = [None] * 4
     dist.all_gather_object(messages, str(info.value), group=group)
     assert len(set(messages)) == 1
@@ -316,3 +121,86 @@ def test_impossible_sizes_are_told_alike_on_every_rank(group, axes):
 def test_sizes_are_given_once(group):
     with pytest.raises(ConfigError, match=r"give sizes or axes by name, not both: .*'tp': 1"):
         Topology.create(ParallelSizes(), tp=1)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_ask_for_different_sizes(group):
+    with pytest.raises(DesyncError, match=r"ranks disagree on the sizes of the topology: rank 0 .*tp=1.*rank 1 .*tp=2"):
+        Topology.create(tp=1 + group.rank(), validate=True)
+    assert num_groups() == 1
+
+
+@pytest.mark.ranks(2)
+def test_validation_reaches_every_group(group, monkeypatch):
+    validated = []
+    monkeypatch.setattr(primitives, "validate_calls", validated.append)
+    topology = Topology.create(tp=2, validate=True)
+    assert topology.validate
+    assert {id(one) for one in validated} == {id(one) for one in topology._groups.values()}
+    assert len(validated) == 2
+    topology.destroy()
+    topology = Topology.create(tp=2)
+    assert not topology.validate
+    assert len(validated) == 2
+    topology.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_half_way_leaves_no_group(group, monkeypatch):
+    make, made = dist.new_group, []
+
+    def fail_at_the_third(ranks, **options):
+        if len(made) == 2:
+            raise RuntimeError("no more memory")
+        made.append(ranks)
+        return make(ranks, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "new_group", fail_at_the_third)
+        message = rf"rank {group.rank()} could not make group 'pp' of ranks \[1\]: no more memory; every rank must make"
+        with pytest.raises(TopologyError, match=message) as info:
+            Topology.create(tp=2)
+    assert isinstance(info.value.__cause__, RuntimeError)
+    assert made == [[0, 1], [0]]
+    assert num_groups() == 1
+    topology = Topology.create(tp=2)
+    assert topology.size("tp") == 2
+    topology.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_on_one_rank_leaves_no_group_there(group, monkeypatch):
+    def fail_on_rank_1(process_group):
+        if group.rank() == 1:
+            raise RuntimeError("here only")
+
+    monkeypatch.setattr(primitives, "validate_calls", fail_on_rank_1)
+    if group.rank() == 1:
+        with pytest.raises(RuntimeError, match="here only"):
+            Topology.create(tp=2, validate=True)
+        assert num_groups() == 1
+    else:
+        Topology.create(tp=2, validate=True).destroy()
+    monkeypatch.undo()
+    topology = Topology.create(tp=2)
+    assert topology.size("tp") == 2
+    topology.destroy()
+
+
+@pytest.mark.ranks(1)
+def test_groups_that_went_with_the_default_group(group):
+    def start():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    topology = Topology.create()
+    dist.destroy_process_group()
+    topology.destroy()
+    start()
+    stale = Topology.create()
+    dist.destroy_process_group()
+    start()
+    fresh = Topology.create()
+    stale.destroy()
+    assert num_groups() == 2
+    dist.all_reduce(torch.ones(1), group=fresh.group("tp"))
+    fresh.destroy()

@@ -1,0 +1,179 @@
+"""Getters and overrides for the groups of the dense layers: tensor, pipeline, data and context parallelism."""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+
+from shardwise.errors import ConfigError
+from shardwise.parallel_state.ambient import (
+    AMBIENT,
+    group_of,
+    group_or_none,
+    rank_in,
+    ranks_of,
+    set_override,
+    size_of,
+)
+
+
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The tensor-parallel group of this rank."""
+    return group_or_none("tp", check_initialized)
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Number of ranks that split each layer."""
+    return size_of("tp")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's place in its tensor-parallel group."""
+    return rank_in("tp")
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first rank of the tensor-parallel group."""
+    return ranks_of("tp")[0]
+
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    """Override the tensor-parallel size; None takes the override back."""
+    set_override(AMBIENT.sizes, "tp", world_size)
+
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    """Override the tensor-parallel rank; None takes the override back."""
+    set_override(AMBIENT.ranks, "tp", rank)
+
+
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The pipeline group of this rank."""
+    return group_or_none("pp", check_initialized)
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Number of pipeline stages."""
+    return size_of("pp")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This rank's pipeline stage."""
+    return rank_in("pp")
+
+
+def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Override the number of stages; None takes the override back."""
+    set_override(AMBIENT.sizes, "pp", world_size)
+
+
+def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Override the pipeline stage; None takes the override back."""
+    set_override(AMBIENT.ranks, "pp", rank)
+
+
+def _data_parallel(with_context_parallel: bool, partial_data_parallel: bool) -> str:
+    if not partial_data_parallel:
+        return "dp_cp" if with_context_parallel else "dp"
+    if not with_context_parallel:
+        raise ConfigError(
+            "partial_data_parallel=True is the part of the data- and context-parallel ranks that holds one copy of the "
+            "optimizer state; ask for it with with_context_parallel=True"
+        )
+    return "intra_dp_cp"
+
+
+def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> ProcessGroup:
+    """The data-parallel group of this rank.
+
+    Args:
+        with_context_parallel: context-parallel ranks included.
+        partial_data_parallel: only the ranks that share one copy of the optimizer state with this one; needs
+            ``with_context_parallel``.
+
+    Raises:
+        ConfigError: ``partial_data_parallel`` without ``with_context_parallel``.
+    """
+    return group_of(_data_parallel(with_context_parallel, partial_data_parallel))
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    """Number of ranks in ``get_data_parallel_group`` with these arguments."""
+    return size_of(_data_parallel(with_context_parallel, partial_data_parallel))
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    """This rank's place in ``get_data_parallel_group`` with these arguments; one override goes for all of them."""
+    return rank_in(_data_parallel(with_context_parallel, partial_data_parallel), overridden_as="dp")
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Global rank of the first rank of the data-parallel group."""
+    return ranks_of(_data_parallel(with_context_parallel, False))[0]
+
+
+def set_data_parallel_rank(rank: int | None) -> None:
+    """Override the data-parallel rank; None takes the override back."""
+    set_override(AMBIENT.ranks, "dp", rank)
+
+
+def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The context-parallel group of this rank."""
+    return group_or_none("cp", check_initialized)
+
+
+def get_context_parallel_world_size() -> int:
+    """Number of ranks that split the sequence in attention."""
+    return size_of("cp")
+
+
+def get_context_parallel_rank() -> int:
+    """This rank's place in its context-parallel group."""
+    return rank_in("cp")
+
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    """Global ranks of the context-parallel group; None if there is none and this is not checked."""
+    return None if group_or_none("cp", check_initialized) is None else list(ranks_of("cp"))
+
+
+def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """Tensor and pipeline ranks together: all ranks that hold a part of one copy of the model."""
+    return group_or_none("mp", check_initialized)
+
+
+def get_model_parallel_src_rank() -> int:
+    """Global rank of the first rank of the model-parallel group."""
+    return ranks_of("mp")[0]
+
+
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> ProcessGroup | None:
+    """Tensor and data ranks together, context-parallel ranks included when asked."""
+    return group_or_none("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
+
+
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """Tensor and context ranks together."""
+    return group_or_none("tp_cp", check_initialized)
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    """Number of tensor and context ranks together."""
+    return size_of("tp_cp")
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    """This rank's place among the tensor and context ranks together."""
+    return rank_in("tp_cp")
+
+
+def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> ProcessGroup:
+    """The ranks that see parts of one tensor, over which a scale for low precision is agreed.
+
+    Args:
+        with_context_parallel: context-parallel ranks included.
+        tp_only_amax_red: data-parallel ranks left out, so that each copy of the model has scales of its own.
+    """
+    name = "tp" if tp_only_amax_red else "tp_dp"
+    return group_of(f"{name}_cp" if with_context_parallel else name)

@@ -1,0 +1,218 @@
+"""From the ranks of every group to process groups and a DeviceMesh."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.collectives.agreement import check_same
+from shardwise.collectives.shared_memory import close_channel
+from shardwise.errors import ConfigError, NotInitializedError, TopologyError
+from shardwise.topology.sizes import (
+    EmbeddingRanks,
+    ParallelSizes,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """The process groups of this rank, by name; build with ``Topology.create``.
+
+    ====================  ==================================================================================
+    dense layers          ``tp cp dp pp``, and together ``dp_cp mp tp_cp tp_dp tp_dp_cp``; ``mp`` is tp and pp
+    expert layers         ``expt_tp ep expt_dp``, and together ``tp_ep tp_ep_pp``
+    embeddings            ``embd pos_embd``: stages that hold the word embedding, and the position embedding
+    levels of cp          ``hcp0 hcp1 ...``, innermost first; where ``sizes.hcp`` is given
+    optimizer instances   ``intra_dp_cp intra_expt_dp``: the part of ``dp_cp``, of ``expt_dp``, that holds one copy of
+                          the optimizer state; ``intra_dist_opt``: all ranks of that copy; ``inter_dist_opt``: the same
+                          shard of every copy, where there are several
+    ====================  ==================================================================================
+
+    Groups of the same ranks are one process group.
+
+    Attributes:
+        sizes: sizes of the axes.
+        world_size: number of ranks.
+        rank_in_world: this rank.
+        validate: collectives of these groups first check that their ranks agree on the call.
+    """
+
+    sizes: ParallelSizes
+    world_size: int
+    rank_in_world: int
+    validate: bool
+    _ranks: dict[str, tuple[int, ...]] = field(repr=False)
+    _groups: dict[str, ProcessGroup] = field(repr=False)
+
+    @classmethod
+    def create(
+        cls,
+        sizes: ParallelSizes | None = None,
+        *,
+        timeout: datetime.timedelta | None = None,
+        embedding_ranks: EmbeddingRanks = default_embedding_ranks,
+        position_embedding_ranks: EmbeddingRanks = default_position_embedding_ranks,
+        validate: bool = False,
+        **axes: Any,
+    ) -> Topology:
+        """Create all groups. Collective: every rank of the world calls it with the same arguments.
+
+        Whatever is wrong with the arguments is found before the first group is made, on every rank alike. If making a
+        group fails, those that were made are destroyed.
+
+        Args:
+            sizes: sizes of the axes.
+            timeout: time limit of a collective; the backend's default if None.
+            embedding_ranks: from a pipeline group's ranks, those that hold a tied word embedding.
+            position_embedding_ranks: the same for the position embedding.
+            validate: check now that all ranks ask for the same sizes, and before each collective of these groups that
+                their ranks agree on the call; for finding errors, as it costs a message more.
+            **axes: sizes by name in place of ``sizes``, as in ``Topology.create(tp=2)``.
+
+        Raises:
+            NotInitializedError: ``torch.distributed`` is not initialised.
+            ConfigError: sizes that cannot be, whatever the world.
+            TopologyError: the sizes do not divide the world, or a group could not be made.
+            DesyncError: ranks ask for different sizes; found under ``validate``.
+        """
+        if not dist.is_initialized():
+            raise NotInitializedError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group() first, "
+                "or start the program with torchrun"
+            )
+        if sizes is None:
+            sizes = ParallelSizes(**axes)
+        elif axes:
+            raise ConfigError(f"give sizes or axes by name, not both: {sizes} and {axes}")
+        world_size, own_rank = dist.get_world_size(), dist.get_rank()
+        if validate:
+            world = dist.group.WORLD
+            assert world is not None
+            check_same(sizes, "the sizes of the topology", group=world)
+        rank_lists = sizes.rank_lists(world_size, embedding_ranks, position_embedding_ranks)
+        made: dict[tuple[int, ...], ProcessGroup | None] = {}
+        topology = cls(sizes, world_size, own_rank, validate, {}, {})
+        try:
+            for name, lists in rank_lists.items():
+                for ranks in map(tuple, lists):
+                    # Every rank takes part in creating every group, in the same order.
+                    if ranks and ranks not in made:
+                        made[ranks] = _new_group(name, ranks, own_rank, timeout)
+                    if own_rank in ranks:
+                        topology._ranks[name], topology._groups[name] = ranks, made[ranks]  # type: ignore[assignment]
+            if validate:
+                _validate(made.values())
+        except BaseException:
+            _destroy(made.values())
+            raise
+        return topology
+
+    def __contains__(self, name: str) -> bool:
+        """Whether this rank is in a group of that name (a middle stage is in no embedding group)."""
+        return name in self._groups
+
+    def group(self, name: str) -> ProcessGroup:
+        """This rank's group of that name.
+
+        Raises:
+            TopologyError: there is none, or the topology was destroyed.
+        """
+        try:
+            return self._groups[name]
+        except KeyError:
+            where = f"it is in {sorted(self._groups)}" if self._groups else "the topology was destroyed"
+            raise TopologyError(f"rank {self.rank_in_world} is in no group {name!r}; {where}") from None
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """Global ranks of this rank's group of that name, in group order."""
+        self.group(name)
+        return self._ranks[name]
+
+    def size(self, name: str) -> int:
+        """Number of ranks in this rank's group of that name."""
+        return len(self.ranks(name))
+
+    def rank(self, name: str) -> int:
+        """This rank's place in its group of that name."""
+        return self.ranks(name).index(self.rank_in_world)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The dense grid as a DeviceMesh over the same groups, slowest axis first.
+
+        ``fully_shard(model, mesh=topology.mesh["dp"])``, ``DTensor.from_local(x, topology.mesh["tp"], [Shard(0)])``.
+        """
+        decoder, _ = self.sizes.grids(self.world_size)
+        names = [name for name in decoder.order.split("-") if name != "ep"][::-1]
+        shape = [decoder.name_to_size[name] for name in names]
+        grid = torch.arange(self.world_size).reshape(shape)
+        device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        return DeviceMesh.from_group(
+            [self.group(name) for name in names], device_type, mesh=grid, mesh_dim_names=tuple(names)
+        )
+
+    def destroy(self) -> None:
+        """Destroy the groups, so that no descriptor stays open; a second time does nothing. Every rank should call it.
+
+        Afterwards the topology has no groups. Groups that went with ``torch.distributed`` itself are only forgotten.
+        """
+        if self.__dict__.pop("mesh", None) is not None:
+            _make_dtensor_forget()
+        groups = list(self._groups.values())
+        self._groups.clear()
+        self._ranks.clear()
+        _destroy(groups)
+
+
+def _new_group(
+    name: str, ranks: tuple[int, ...], own_rank: int, timeout: datetime.timedelta | None
+) -> ProcessGroup | None:
+    """The process group of ``ranks``; None where this rank is not of them."""
+    try:
+        group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"shardwise.{name}")
+    except Exception as error:
+        raise TopologyError(
+            f"rank {own_rank} could not make group {name!r} of ranks {list(ranks)}: {error}; every rank must make the "
+            "same groups in the same order"
+        ) from error
+    return group if own_rank in ranks else None
+
+
+def _validate(groups: Iterable[ProcessGroup | None]) -> None:
+    from shardwise.collectives.primitives import validate_calls
+
+    for group in groups:
+        if group is not None:
+            validate_calls(group)
+
+
+def _make_dtensor_forget() -> None:
+    """Empty DTensor's cache of results, which are kept by mesh and carry that mesh's groups.
+
+    Meshes over the same ranks count as equal, so the next topology's would be given groups that are no more.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
+def _destroy(groups: Iterable[ProcessGroup | None]) -> None:
+    for group in {id(group): group for group in groups if group is not None}.values():
+        close_channel(group)
+        # A group that torch.distributed no longer knows went with the default group.
+        if dist.is_initialized():
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(group)

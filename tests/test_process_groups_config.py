@@ -1,0 +1,65 @@
+"""A model's groups as one argument: the topology's own, under the names that programs use."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise import parallel_state
+from shardwise.errors import ConfigError, NotInitializedError
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.topology import ParallelSizes, Topology
+
+NAMES = ["tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "tp_dp_cp"]
+NAMES += ["dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"]
+
+
+def test_names():
+    assert [field.name for field in fields(ProcessGroupCollection)] == NAMES
+    assert all(getattr(ProcessGroupCollection(), name) is None for name in NAMES)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ParallelSizes(tp=2, pp=2),
+        ParallelSizes(pp=4),
+        ParallelSizes(cp=4, hcp=(2, 2), num_distributed_optimizer_instances=2),
+        ParallelSizes(tp=2, ep=2, etp=1),
+    ],
+    ids=str,
+)
+def test_groups_of_a_topology(group, sizes):
+    topology = Topology.create(sizes)
+    collection = ProcessGroupCollection.from_topology(topology)
+    for name in set(NAMES) - {"hcp"}:
+        assert getattr(collection, name) is (topology.group(name) if name in topology else None), name
+    assert (collection.inter_dist_opt is None) == (sizes.num_distributed_optimizer_instances == 1)
+    if sizes.hcp is None:
+        assert collection.hcp is None
+    else:
+        assert collection.hcp == [topology.group("hcp0"), topology.group("hcp1")]
+        assert [level.size() for level in collection.hcp] == [2, 2]
+    topology.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_groups_of_the_ambient_topology(group):
+    parallel_state.initialize_model_parallel(2)
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    assert collection.tp is parallel_state.get_tensor_model_parallel_group()
+    assert collection.dp is parallel_state.get_data_parallel_group()
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=collection.tp)
+    assert ones.item() == 2
+    some = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "hcp"])
+    assert some == ProcessGroupCollection(tp=collection.tp)
+    with pytest.raises(ConfigError, match=r"there are no process groups \['px', 'tx'\]; there are \['tp', 'pp',"):
+        ProcessGroupCollection.use_mpu_process_groups(["tx", "tp", "px"])
+
+
+def test_no_ambient_topology():
+    with pytest.raises(NotInitializedError, match="model parallelism is not initialised"):
+        ProcessGroupCollection.use_mpu_process_groups()
