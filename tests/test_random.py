@@ -11,10 +11,24 @@ from hypothesis import given, settings
 
 from shardwise import parallel_state, random
 from shardwise.errors import ConfigError, TopologyError
-from shardwise.random import DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, RandomStreams, seed_streams, streams
+from shardwise.random import (
+    DATA_PARALLEL_STREAM,
+    EXPERT_PARALLEL_STREAM,
+    GLOBAL_STREAM,
+    TENSOR_PARALLEL_STREAM,
+    RandomStreams,
+    expert_seed,
+    seed_streams,
+    streams,
+)
+from shardwise.tensor_parallel import random as tp_random
 from shardwise.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    get_all_rng_states,
     get_cuda_rng_tracker,
     get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+    initialize_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
 
@@ -62,7 +76,7 @@ def test_streams_nested_in_any_way_go_on_where_they_were(program):
     run(program, None)
     assert_bit_equal(torch.get_rng_state(), truth[None].get_state())
     for name, state in tracker.get_states().items():
-        assert_bit_equal(state["cpu"], truth[name].get_state(), name=name)
+        assert_bit_equal(state, truth[name].get_state(), name=name)
 
 
 def test_no_number_is_drawn_twice():
@@ -178,6 +192,9 @@ def test_a_rank_is_needed():
         model_parallel_cuda_manual_seed(1)
 
 
+MARK = torch.zeros(1, dtype=torch.uint8)
+
+
 class FakeCuda:
     """The part of ``torch.cuda`` that streams use, on a CPU generator; starts when told to."""
 
@@ -187,8 +204,10 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.in_use)
         monkeypatch.setattr(torch.cuda, "manual_seed", self.generator.manual_seed)
-        monkeypatch.setattr(torch.cuda, "get_rng_state", self.generator.get_state)
-        monkeypatch.setattr(torch.cuda, "set_rng_state", self.generator.set_state)
+        monkeypatch.setattr(torch.cuda, "initial_seed", self.generator.initial_seed)
+        # A byte more, so that a state tells its device by its size, as a GPU's does.
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.cat([self.generator.get_state(), MARK]))
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: self.generator.set_state(state[:-1]))
 
     def rand(self):
         return torch.rand(4, generator=self.generator).tolist()
@@ -229,20 +248,213 @@ def test_streams_older_than_the_device_s_use(monkeypatch):
     assert_bit_equal(cuda.generator.get_state(), before)
 
 
-def test_states_with_a_device_are_of_use_without(monkeypatch):
+def test_states_are_those_of_the_device_that_computes(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     cuda.in_use = True
-    states = three_streams().get_states()
-    assert set(states["a"]) == {"cpu", "cuda"}
-    cuda.in_use = False
+    tracker = three_streams()
+    with tracker.fork("a"):
+        cuda.rand()
+        expected = cuda.generator.get_state()
+        tail = cuda.rand()
+        cuda.generator.set_state(expected)
+    states = tracker.get_states()
+    assert_bit_equal(states["a"], torch.cat([expected, MARK]))
     other = RandomStreams()
     other.set_states(states)
-    before = cuda.generator.get_state()
+    before = torch.get_rng_state(), cuda.generator.get_state()
     with other.fork("a"):
+        assert cuda.rand() == tail
+        # The CPU's numbers, which one state per stream does not tell, begin where the seed has them begin.
         assert torch.rand(4).tolist() == seeded(SEEDS["a"])
-    assert_bit_equal(cuda.generator.get_state(), before)
+    assert_bit_equal(torch.get_rng_state(), before[0])
+    assert_bit_equal(cuda.generator.get_state(), before[1])
+
+
+def test_snapshots_hold_every_device(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    cuda.in_use = True
+    tracker = three_streams()
+
+    def draw():
+        with tracker.fork("b"):
+            inside = torch.rand(2).tolist() + cuda.rand()
+        return torch.rand(2).tolist() + cuda.rand() + inside
+
+    with tracker.fork("a"):
+        state = tracker.snapshot()
+        first = draw()
+        tracker.add("d", 14)
+    assert draw() != first
+    outside = tracker.snapshot()
+    tracker.restore(state)
+    # "a" is in use again, "d" is not there yet.
+    assert draw() == first
+    assert set(tracker.get_states()) == set(SEEDS)
+    tracker.add("d", 14)
+    tracker.restore(outside)
+    expected = tracker.get_states()
+    tracker.reset()
+    tracker.restore(outside)
+    for name, value in tracker.get_states().items():
+        assert_bit_equal(value, expected[name])
+
+
+def test_the_device_s_default_generator_is_seeded(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    cuda.in_use = True
+    torch.manual_seed(42)
+    before = torch.get_rng_state()
+    model_parallel_cuda_manual_seed(41, tp_rank=3)
+    assert cuda.rand() == seeded(41)
+    assert_bit_equal(torch.get_rng_state(), before)
+
+
+def test_graphable_streams_are_refused_where_there_could_be_graphs(monkeypatch):
+    tracker = CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    tracker.add("a", 11)
+    with tracker.fork("a"):
+        torch.rand(3)
+        states = tracker.get_states()
+        expected = torch.rand(4)
+    assert_bit_equal(torch.rand(4, generator=states["a"]), expected)
+    tracker.set_states({"b": torch.Generator().manual_seed(5)})
+    with tracker.fork("b"):
+        assert torch.rand(4).tolist() == seeded(5)
+    FakeCuda(monkeypatch).in_use = True
+    with pytest.raises(ConfigError, match="cannot be switched inside a captured CUDA graph"):
+        CudaRNGStatesTracker(use_cudagraphable_rng=True)
 
 
 def test_names_are_those_that_programs_know():
-    assert (DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM) == ("data-parallel-rng", "model-parallel-rng")
+    names = (DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, EXPERT_PARALLEL_STREAM)
+    assert names == ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
+    private = (
+        tp_random._DATA_PARALLEL_RNG_TRACKER_NAME,
+        tp_random._MODEL_PARALLEL_RNG_TRACKER_NAME,
+        tp_random._EXPERT_PARALLEL_RNG_TRACKER_NAME,
+    )
+    assert private == names
+    assert get_expert_parallel_rng_tracker_name() == EXPERT_PARALLEL_STREAM
     assert random.streams() is get_cuda_rng_tracker()
+
+
+def test_the_tracker_as_programs_use_it():
+    tracker = CudaRNGStatesTracker()
+    tracker.set_states({"state1": 1234})
+    assert tracker.get_states()["state1"] == 1234
+    with pytest.raises(ConfigError, match="'state1' was set to 1234, which is no generator's state"):  # noqa: SIM117
+        with tracker.fork("state1"):
+            pass
+    tracker.reset()
+    assert tracker.get_states() == {}
+    tracker.add("state2", 1111)
+    torch.manual_seed(1111)
+    assert_bit_equal(tracker.get_states()["state2"], torch.get_rng_state())
+    with pytest.raises(ConfigError, match="'state3': there is a stream with seed 1111 already"):
+        tracker.add("state3", 1111)
+    with pytest.raises(ConfigError, match="there is a random stream 'state2' already"):
+        tracker.add("state2", 111)
+    assert set(tracker.get_states()) == {"state2"}
+    # A copy: whoever writes to it does not change the stream.
+    tracker.get_states()["state2"].zero_()
+    with tracker.fork("state2"):
+        assert torch.rand(4).tolist() == seeded(1111)
+    tracker.reset()
+    tracker.add("state3", 1111)
+
+
+@pytest.fixture
+def ambient_kept():
+    held, chosen = random._AMBIENT.streams, random._AMBIENT.chosen
+    yield
+    random._AMBIENT.streams, random._AMBIENT.chosen = held, chosen
+
+
+@pytest.mark.usefixtures("ambient_kept")
+def test_choosing_the_kind_of_streams():
+    initialize_rng_tracker(force_reset=True)
+    first = streams()
+    seed_streams(5, 0)
+    assert get_cuda_rng_tracker() is first
+    # Chosen once, a later choice changes nothing unless forced.
+    assert get_cuda_rng_tracker(inference_rng_tracker=True) is first
+    assert set(get_all_rng_states()) == {DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, EXPERT_PARALLEL_STREAM}
+    model_parallel_cuda_manual_seed(5, inference_rng_tracker=True, tp_rank=0, force_reset_rng=True)
+    idle = get_cuda_rng_tracker()
+    assert idle is not first
+    idle.add("a", 1)
+    idle.set_states({"a": 1})
+    assert not idle.is_initialized()
+    assert get_all_rng_states() == {}
+    before = torch.get_rng_state()
+    with idle.fork("no such stream"):
+        assert_bit_equal(torch.get_rng_state(), before)
+    with pytest.raises(ConfigError, match="Transformer Engine's random streams"):
+        get_cuda_rng_tracker(use_te_rng_tracker=True)
+    model_parallel_cuda_manual_seed(5, tp_rank=0, force_reset_rng=True)
+    assert not streams().is_inference_rng_tracker
+
+
+@pytest.mark.usefixtures("ambient_kept")
+def test_streams_seeded_before_a_choice_stay():
+    random._AMBIENT.streams, random._AMBIENT.chosen = RandomStreams(), False
+    seed_streams(5, 0)
+    seeded_first = streams()
+    assert get_cuda_rng_tracker() is seeded_first
+
+
+def test_seeds_are_those_that_programs_know():
+    assert expert_seed(7, 2, 3) == 7 + 1024 + 203
+    model_parallel_cuda_manual_seed(7, tp_rank=1, ep_rank=2, etp_rank=3)
+    for name, seed in (
+        (DATA_PARALLEL_STREAM, 7),
+        (TENSOR_PARALLEL_STREAM, 7 + 2718 + 1),
+        (EXPERT_PARALLEL_STREAM, 7 + 1024 + 200 + 3),
+    ):
+        with streams().fork(name):
+            assert torch.rand(4).tolist() == seeded(seed)
+
+
+def test_no_two_ranks_draw_alike_where_the_seeds_would_collide():
+    # By the sums alone tensor-parallel rank 6 and expert rank 17 would have one seed: here in one process, and in
+    # different ones.
+    model_parallel_cuda_manual_seed(7, tp_rank=6, ep_rank=17, etp_rank=0)
+    drawn = {}
+    for name in (TENSOR_PARALLEL_STREAM, EXPERT_PARALLEL_STREAM):
+        with streams().fork(name):
+            drawn[name] = torch.rand(4).tolist()
+    assert drawn[TENSOR_PARALLEL_STREAM] == seeded(7 + 2718 + 6)
+    assert drawn[EXPERT_PARALLEL_STREAM] != drawn[TENSOR_PARALLEL_STREAM]
+    seeds = {expert_seed(7, ep, etp) for ep in range(64) for etp in range(128)}
+    assert len(seeds) == 64 * 128
+    assert not seeds & {7 + 2718 + tp for tp in range(10000)}
+    assert 7 not in seeds
+
+
+@pytest.mark.ranks(4)
+def test_experts_have_streams_of_their_own(group):
+    parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    model_parallel_cuda_manual_seed(9, rng="global")
+    topology = parallel_state.get_topology()
+    assert (topology.rank("ep"), topology.rank("expt_tp")) == (group.rank() % 2, 0)
+    drawn = {}
+    for name in (EXPERT_PARALLEL_STREAM, GLOBAL_STREAM):
+        with streams().fork(name):
+            drawn[name] = torch.rand(4).tolist()
+    assert drawn[EXPERT_PARALLEL_STREAM] == seeded(9 + 1024 + 100 * topology.rank("ep"))
+    everywhere = [None] * 4
+    dist.all_gather_object(everywhere, drawn[GLOBAL_STREAM], group=group)
+    assert everywhere == [everywhere[0]] * 4
+
+
+def test_the_rule_is_part_of_the_streams():
+    seed_streams(3, 0, rng="global")
+    assert streams().rule == "global"
+    states = streams().get_states()
+    seed_streams(3, 0)
+    assert streams().rule == "per_rank"
+    streams().set_states(states)
+    assert streams().rule == "global"
+    with pytest.raises(ConfigError, match="rng is 'local'; it must be 'per_rank' or 'global'"):
+        seed_streams(3, 0, rng="local")
+    streams().reset()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from shardwise.collectives import primitives
+from shardwise.errors import ShardingError
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import balanced_range, balanced_sizes
 
-__all__ = ["VocabUtility", "split_tensor_along_last_dim"]
+__all__ = ["VocabUtility", "gather_split_1d_tensor", "split_tensor_along_last_dim", "split_tensor_into_1d_equal_chunks"]
 
 
 def split_tensor_along_last_dim(
@@ -21,9 +26,69 @@ def split_tensor_along_last_dim(
 
     Returns:
         The parts, in order.
+
+    Raises:
+        ShardingError: ``num_partitions`` is not positive.
     """
     parts = tensor.split(list(balanced_sizes(tensor.size(-1), num_partitions)), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
+
+
+def split_tensor_into_1d_equal_chunks(
+    tensor: Tensor, new_buffer: bool = False, tp_group: ProcessGroup | None = None
+) -> Tensor:
+    """This rank's chunk of a tensor that every rank holds whole, flattened; no communication.
+
+    The chunks are of one size, ``ceil(numel / t)``, so that gathering them needs no sizes. Where the ranks do not
+    divide the elements the last chunks end in zeros, which ``gather_split_1d_tensor`` drops when told ``numel``.
+
+    Args:
+        tensor: any shape, of ``n`` elements, the same on every rank.
+        new_buffer: return a copy; otherwise a view where there is one.
+        tp_group: tensor-parallel group; the ambient one if None.
+
+    Returns:
+        ``[ceil(n/t)]``.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+    """
+    group = resolve_tensor_model_parallel_group(tp_group)
+    flat = tensor.reshape(-1)
+    size = -(-flat.numel() // group.size())
+    start = min(group.rank() * size, flat.numel())
+    chunk = flat[start : start + size]
+    if chunk.numel() < size:
+        return torch.cat([chunk, chunk.new_zeros(size - chunk.numel())])
+    return chunk.clone() if new_buffer else chunk
+
+
+def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None, *, numel: int | None = None) -> Tensor:
+    """The inverse of ``split_tensor_into_1d_equal_chunks``: one all-gather of ``numel / t`` elements per rank.
+
+    Args:
+        tensor: ``[n/t]``, this rank's chunk, of the same size on every rank; not modified.
+        tp_group: tensor-parallel group; the ambient one if None.
+        numel: number of elements before the split; ``t`` chunks of them if None.
+
+    Returns:
+        ``[numel]``, the same on every rank.
+
+    Raises:
+        ShardingError: ``tensor`` is not flat, or not this group's chunk of ``numel`` elements.
+        TopologyError: no group given and none initialised.
+    """
+    group = resolve_tensor_model_parallel_group(tp_group)
+    t = group.size()
+    if tensor.dim() != 1:
+        raise ShardingError(f"gather_split_1d_tensor expects a flat chunk, got shape {list(tensor.shape)}")
+    if numel is not None and tensor.numel() != -(-numel // t):
+        raise ShardingError(
+            f"a chunk of {tensor.numel()} elements is not one of {t} equal chunks of {numel} elements; they have "
+            f"{-(-numel // t)} each"
+        )
+    gathered = primitives.all_gather(tensor, group=group)
+    return gathered if numel is None else gathered[:numel]
 
 
 class VocabUtility:

@@ -1,0 +1,108 @@
+"""One rank reads, its whole tensor-parallel group receives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives import primitives
+from shardwise.collectives.agreement import check_same
+from shardwise.errors import DataError
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
+
+__all__ = ["broadcast_data"]
+
+
+def broadcast_data(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, tp_group: ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """Hand the first rank's tensors to every rank of the group.
+
+    Collective: an all-gather of three numbers per rank, which shows whether the ranks agree, a broadcast of the shapes
+    and one of all values together.
+
+    Args:
+        keys: which tensors, the same on every rank.
+        data: tensors of any shape, zero-size and scalar ones included, on the group's first rank; ignored on the
+            others, which may pass None. Not modified.
+        datatype: dtype of all of them.
+        tp_group: tensor-parallel group; the ambient one if None.
+
+    Returns:
+        The tensors by key, on the device that the group communicates from: the current accelerator with NCCL, else the
+        CPU. They share one storage.
+
+    Raises:
+        DataError: the first rank lacks a key, or has something else than a tensor of that dtype; on every rank alike.
+        DesyncError: the ranks ask for different keys or dtypes; on every rank alike.
+        TopologyError: no group given and none initialised.
+    """
+    group = resolve_tensor_model_parallel_group(tp_group)
+    keys = list(keys)
+    device = _device_of(group)
+    error: Exception | None = None
+    header, payload = b"", torch.empty(0, dtype=datatype, device=device)
+    if group.rank() == 0:
+        try:
+            tensors = _checked(keys, data, datatype)
+            header = json.dumps([list(tensor.shape) for tensor in tensors]).encode()
+            # A copy in any case, so that what is returned is nobody's input.
+            payload = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors] or [payload])
+        except Exception as caught:
+            error = caught
+            header = str(caught if isinstance(caught, DataError) else f"broadcast_data: {caught!r}").encode()
+    asked = f"{keys} of {datatype}"
+    digest = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "big", signed=True)
+    own = torch.tensor([[digest, error is not None, len(header)]], dtype=torch.int64, device=device)
+    digests, failed, lengths = primitives.all_gather(own, group=group).unbind(1)
+    if (digests != digest).any():
+        # Seen by every rank alike; only now are the values worth exchanging.
+        check_same(asked, "what broadcast_data is to hand out", group=group)
+    packed = torch.empty(int(lengths[0]), dtype=torch.uint8, device=device)
+    if group.rank() == 0:
+        packed.copy_(torch.tensor(list(header), dtype=torch.uint8))
+    header = bytes(primitives.broadcast_(packed, group=group).tolist())
+    if failed[0]:
+        raise error if isinstance(error, DataError) else DataError(header.decode()) from error
+    shapes = json.loads(header)
+    sizes = [math.prod(shape) for shape in shapes]
+    if group.rank() != 0:
+        payload = torch.empty(sum(sizes), dtype=datatype, device=device)
+    if payload.numel():
+        # As bytes: no backend knows every dtype.
+        primitives.broadcast_(payload.view(torch.uint8), group=group)
+    parts = payload.split(sizes)
+    return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or "nccl" not in dist.get_backend(group):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _checked(keys: Sequence[str], data: Any, datatype: torch.dtype) -> list[Tensor]:
+    if not isinstance(data, Mapping):
+        raise DataError(
+            f"broadcast_data: the group's first rank has {type(data).__name__} in place of a dict of tensors"
+        )
+    tensors = []
+    for key in keys:
+        if key not in data:
+            raise DataError(f"broadcast_data: the group's first rank has no {key!r}, only {sorted(map(str, data))}")
+        tensor = data[key]
+        if not isinstance(tensor, Tensor):
+            raise DataError(f"broadcast_data: {key!r} is of {type(tensor).__name__}; it must be a tensor of {datatype}")
+        if tensor.dtype != datatype:
+            raise DataError(f"broadcast_data: {key!r} is of {tensor.dtype}; all of {keys} must be of {datatype}")
+        tensors.append(tensor)
+    return tensors

@@ -1,0 +1,311 @@
+"""Recomputation under the names that programs know; see ``shardwise.recompute``.
+
+``checkpoint`` recomputes what a function saved for backward; ``CheckpointWithoutOutput`` its outputs as well, for
+functions whose outputs the next operation would save.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from shardwise.errors import ConfigError
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.recompute import is_checkpointing, is_recomputing, recomputed
+from shardwise.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+
+__all__ = ["CheckpointFunction", "CheckpointWithoutOutput", "CheckpointWithoutOutputFunction", "checkpoint"]
+
+
+class _Distribution:
+    """How a tensor is swapped between the whole and this rank's chunk of it. It does not hold the tensor."""
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        if tensor._is_view():
+            raise ConfigError(
+                f"checkpoint(distribute_saved_activations=True): the first tensor, of shape {list(tensor.shape)}, is a "
+                "view, so that splitting it frees nothing; pass a tensor of its own, say x.clone()"
+            )
+        self.group = group
+        self.shape, self.stride, self.numel = tensor.shape, tensor.stride(), tensor.numel()
+        # Where splitting makes nothing smaller (one rank, one element) each rank keeps all of it, only flat.
+        self.is_split = -(-self.numel // group.size()) < self.numel
+
+    def split_(self, tensor: Tensor) -> None:
+        data = tensor.data
+        if self.is_split:
+            data = split_tensor_into_1d_equal_chunks(data, new_buffer=True, tp_group=self.group)
+        tensor.data = data.reshape(-1)
+
+    def restore_(self, tensor: Tensor) -> None:
+        """Make the tensor, or what was saved of it, whole again if it is not."""
+        if tensor.shape == self.shape:
+            return
+        flat = tensor.data
+        if tensor.numel() < self.numel:
+            flat = gather_split_1d_tensor(flat, self.group, numel=self.numel)
+        whole = flat.view(self.shape)
+        if whole.stride() != self.stride:
+            # Bit-equal results need the layout of the first forward.
+            whole = torch.empty_strided(self.shape, self.stride, dtype=flat.dtype, device=flat.device).copy_(whole)
+        tensor.data = whole
+
+
+class _RestoreInBackward(torch.autograd.Function):
+    """Identity, whose backward makes the caller's tensor whole again, for functions that save nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, distribution: _Distribution) -> Tensor:
+        ctx.tensor = input_
+        ctx.distribution = distribution
+        return input_.view_as(input_)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        # Once, and then let go of it: the node lives as long as the function's output.
+        tensor, ctx.tensor = ctx.tensor, None
+        if tensor is not None:
+            ctx.distribution.restore_(tensor)
+        return grad_output, None
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    distribute_saved_activations: bool | None,
+    *args: Any,
+    tp_group: ProcessGroup | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call ``function``, keep its arguments only, and call it again in backward.
+
+    Arguments and outputs may be of any kind, ``torch.autograd.grad`` works, and the recomputation draws the random
+    numbers of the first call, whether it then ends or raises.
+
+    Args:
+        function: must compute the same both times.
+        distribute_saved_activations: keep of the first tensor among ``args`` this rank's part only. **The caller's
+            tensor is changed**: afterwards it is the flat chunk, and its full storage is free; backward gathers it
+            again (one all-gather of its size) and leaves it whole. It must be the same on every rank.
+        args: its positional arguments.
+        tp_group: tensor-parallel group, for ``distribute_saved_activations``; the ambient one if None.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What ``function`` returns.
+
+    Raises:
+        ConfigError: ``distribute_saved_activations`` with no tensor among ``args``, with a first one that is a view, or
+            under ``torch.compile``.
+        TopologyError: ``distribute_saved_activations``, no group given and none initialised.
+    """
+    if not distribute_saved_activations:
+        return recomputed(function, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        raise ConfigError("distribute_saved_activations=True cannot be compiled; pass False under torch.compile")
+    index = next((i for i, arg in enumerate(args) if isinstance(arg, Tensor)), None)
+    if index is None:
+        raise ConfigError("distribute_saved_activations=True needs a tensor among the positional arguments")
+    tensor = args[index]
+    distribution = _Distribution(tensor, resolve_tensor_model_parallel_group(tp_group))
+    # Inside an outer checkpointed function this tensor is dropped, and its recomputation makes a new one.
+    is_kept = not is_checkpointing()
+
+    def run(*given: Any, **keywords: Any) -> Any:
+        first = given[index]
+        distribution.restore_(first)
+        # An alias, so that the function may return its argument: what it returns is not split.
+        if first.requires_grad and is_kept:
+            first = _RestoreInBackward.apply(first, distribution)
+        else:
+            first = first.view_as(first)
+        return function(*given[:index], first, *given[index + 1 :], **keywords)
+
+    outputs = recomputed(run, *args, **kwargs)
+    distribution.split_(tensor)
+    return outputs
+
+
+class CheckpointFunction:
+    """``checkpoint`` under the name of the reference's autograd function."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
+        """``checkpoint(function, distribute_saved_activations, *args)``."""
+        return checkpoint(function, distribute_saved_activations, *args)
+
+
+class _Trigger(torch.autograd.Function):
+    """Saves something, so that asking its node for it starts the recomputation."""
+
+    @staticmethod
+    def forward(ctx: Any, nothing: Tensor) -> Tensor:
+        ctx.save_for_backward(nothing)
+        return nothing.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
+class _Outputs:
+    """The outputs of one checkpointed call, from when they are there until they are there again."""
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self.require_grad = False
+        self.node: Node | None = None
+
+    def hold(self, outputs: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        self.storages = [tensor.untyped_storage() for tensor in tensors]
+        self.require_grad = any(tensor.requires_grad for tensor in tensors)
+
+    def share_memory_with(self, tensors: Any) -> bool:
+        theirs = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
+        return any(storage.data_ptr() in theirs for storage in self.storages if storage.nbytes())
+
+    def discard_(self) -> None:
+        for storage in self.storages:
+            storage.resize_(0)
+
+    def refill_(self, outputs: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        for storage, tensor in zip(self.storages, tensors, strict=True):
+            again = tensor.untyped_storage()
+            if storage.nbytes() == 0 and again.nbytes():
+                storage.resize_(again.nbytes())
+                storage.copy_(again)
+
+    def recompute(self, _: Tensor) -> None:
+        if self.node is None:
+            return
+        # Reading what the node saved makes autograd run the function again, which refills the storages.
+        self.node.saved_tensors  # type: ignore[attr-defined]  # noqa: B018
+        # They stay filled as long as the graph wants them; holding on here would keep them as long as its last result.
+        self.storages, self.node = [], None
+
+
+class CheckpointWithoutOutput:
+    """Recompute a function *and* free its outputs: what the next operations saved of them is recomputed in place.
+
+    ::
+
+        checkpoint = CheckpointWithoutOutput()
+        hidden = checkpoint.checkpoint(norm, x)
+        y = linear(hidden)
+        checkpoint.discard_output_and_register_recompute(y)   # hidden's storage is free from here to y's gradient
+
+    An object may be used again once its outputs are discarded. Under ``torch.compile`` no storage is freed here: the
+    compiler decides what is kept of a function that may be recomputed.
+
+    Args:
+        fp8: not offered.
+
+    Raises:
+        ConfigError: ``fp8``.
+    """
+
+    def __init__(self, fp8: bool = False) -> None:
+        if fp8:
+            raise ConfigError(f"CheckpointWithoutOutput(fp8={fp8!r}): fp8 recomputation is not offered; pass False")
+        self._outputs: _Outputs | None = None
+
+    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``run_function(*args)`` and keep its arguments only.
+
+        Args:
+            run_function: must compute the same both times, and return no argument or part of one.
+            args: its arguments, tensors or not.
+
+        Returns:
+            What ``run_function`` returns.
+
+        Raises:
+            ConfigError: an output shares its memory with an argument.
+        """
+        if torch.compiler.is_compiling():
+            return recomputed(run_function, *args)
+        held = _Outputs()
+        # Weak, or the graph would keep the function, the function the outputs, and they their node in the graph.
+        reference = weakref.ref(held)
+
+        def run(*given: Any) -> Any:
+            outputs = run_function(*given)
+            # Both times, since both calls must save the same.
+            node = _Trigger.apply(torch.empty(0, requires_grad=True)).grad_fn
+            owner = reference()
+            if owner is not None and is_recomputing():
+                if owner.storages:
+                    owner.refill_(outputs)
+            elif owner is not None:
+                owner.node = node
+            return outputs
+
+        # Not stopped early: the outputs are wanted as well as what was saved.
+        outputs = recomputed(run, *args, early_stop=False)
+        held.hold(outputs)
+        if held.share_memory_with(args):
+            raise ConfigError(
+                "CheckpointWithoutOutput: an output shares its memory with an argument, which would be freed with it; "
+                "return a clone"
+            )
+        self._outputs = held
+        return outputs
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """Free the outputs' storages until the gradient of ``hook_tensor`` is computed, which recomputes them.
+
+        Args:
+            hook_tensor: a result of the outputs, whose gradient is computed before anything saved of them is used. From
+                here on the forward must not use the outputs any more.
+
+        Raises:
+            ConfigError: there is nothing to discard, or it was discarded already; ``hook_tensor`` has no gradient but
+                the outputs have one, or shares its memory with an output; it has one, but ``checkpoint`` ran without
+                gradients. Nothing is freed then.
+        """
+        if torch.compiler.is_compiling():
+            return
+        held = self._outputs
+        if held is None:
+            raise ConfigError(
+                "CheckpointWithoutOutput: no outputs to discard; call checkpoint() first, and discard only once"
+            )
+        if held.share_memory_with(hook_tensor):
+            raise ConfigError("CheckpointWithoutOutput: hook_tensor shares its memory with an output; pass its result")
+        if held.require_grad and not hook_tensor.requires_grad:
+            raise ConfigError(
+                f"CheckpointWithoutOutput: hook_tensor of shape {list(hook_tensor.shape)} requires no gradient, so "
+                "that nothing would recompute the outputs; pass a result of theirs, computed with gradients"
+            )
+        if hook_tensor.requires_grad and held.node is None:
+            raise ConfigError(
+                "CheckpointWithoutOutput: hook_tensor requires a gradient, but checkpoint() ran under no_grad and kept "
+                "nothing to recompute the outputs from; run both with gradients or both without"
+            )
+        self._outputs = None
+        if is_recomputing():
+            # An outer function is being recomputed, and backward is about to use the outputs.
+            return
+        held.discard_()
+        # Inside an outer checkpointed function nothing is saved of them now; its recomputation makes new ones.
+        if hook_tensor.requires_grad and not is_checkpointing():
+            hook_tensor.register_hook(held.recompute)
+
+
+class CheckpointWithoutOutputFunction:
+    """``CheckpointWithoutOutput.checkpoint`` under the name of the reference's autograd function."""
+
+    @staticmethod
+    def apply(
+        run_function: Callable[..., Any], checkpoint_without_output_obj: CheckpointWithoutOutput, *args: Any
+    ) -> Any:
+        """``checkpoint_without_output_obj.checkpoint(run_function, *args)``."""
+        return checkpoint_without_output_obj.checkpoint(run_function, *args)

@@ -1,0 +1,417 @@
+"""``checkpoint`` and ``CheckpointWithoutOutput``: the same gradients bit for bit, and the memory really free."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness.live_bytes import LiveBytes
+from harness.parity import assert_bit_equal, assert_unmodified
+
+from shardwise import parallel_state
+from shardwise.errors import ConfigError, TopologyError
+from shardwise.random import seed_streams, streams
+from shardwise.tensor_parallel.random import (
+    CheckpointFunction,
+    CheckpointWithoutOutput,
+    CheckpointWithoutOutputFunction,
+    checkpoint,
+)
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def stochastic(x, weight):
+    with streams().fork():
+        return F.dropout((x @ weight).tanh(), 0.3).exp()
+
+
+def is_of(tensor, nbytes):
+    return tensor.untyped_storage().nbytes() == nbytes
+
+
+class TestCheckpoint:
+    @pytest.mark.parametrize("call", [checkpoint, CheckpointFunction.apply])
+    @pytest.mark.parametrize("distribute", [False, None])
+    def test_gradients_are_those_of_a_plain_call(self, call, distribute):
+        x, weight = leaf(3, 5), leaf(5, 7)
+        gradients = []
+        for function in (stochastic, lambda *args: call(stochastic, distribute, *args)):
+            seed_streams(5, 0)
+            with assert_unmodified(x, weight):
+                output = function(x, weight)
+                gradients.append((output, *torch.autograd.grad(output.sum(), [x, weight])))
+        for actual, expected in zip(*reversed(gradients), strict=True):
+            assert_bit_equal(actual, expected)
+
+    def test_keyword_arguments_and_anything_else(self):
+        x = leaf(3, 5)
+
+        def function(kind, x, *, power, names):
+            return {"kind": kind, "y": (x.sin() ** power,), "names": names}
+
+        result = checkpoint(function, False, "k", x, power=3, names=["a"])
+        assert (result["kind"], result["names"]) == ("k", ["a"])
+        expected = torch.autograd.grad((x.sin() ** 3).sum(), x)[0]
+        assert_bit_equal(torch.autograd.grad(result["y"][0].sum(), x)[0], expected)
+
+    def test_a_frozen_input_does_not_cost_the_weights_their_gradient(self):
+        linear = torch.nn.Linear(5, 4, dtype=torch.float64)
+        x = torch.randn(3, 5, dtype=torch.float64)
+        checkpoint(lambda x: linear(x).tanh(), False, x).sum().backward()
+        expected = torch.autograd.grad(linear(x).tanh().sum(), [linear.weight, linear.bias])
+        assert_bit_equal(linear.weight.grad, expected[0])
+        assert_bit_equal(linear.bias.grad, expected[1])
+
+
+class TestDistributedSavedActivations:
+    @pytest.mark.ranks(1, 2, 3, 4)
+    @pytest.mark.parametrize("shape", [(4, 6), (5, 7), (1,), (0, 3), (2, 1, 3)])
+    @pytest.mark.parametrize("call", [checkpoint, CheckpointFunction.apply])
+    def test_the_input_is_a_chunk_until_backward(self, group, shape, call):
+        parallel_state.initialize_model_parallel(group.size())
+        torch.manual_seed(7)
+        x, scale = leaf(*shape), leaf(*shape)
+        whole, numel = x.detach().clone(), x.numel()
+        seed_streams(5, group.rank())
+        expected = F.dropout(x.exp() * scale, 0.0).sum()
+        wanted = torch.autograd.grad(expected, [x, scale])
+        output = call(lambda flag, x, y: (x.exp() * y, flag), True, "flag", x, scale)
+        assert output[1] == "flag"
+        size = -(-numel // group.size())
+        assert x.shape == (size,)
+        assert is_of(x, size * 8)
+        padded = F.pad(whole.flatten(), (0, size * group.size() - numel))
+        if size < numel:
+            assert_bit_equal(x, padded[group.rank() * size :][:size])
+        output[0].sum().backward()
+        assert_bit_equal(x.grad, wanted[0])
+        assert_bit_equal(scale.grad, wanted[1])
+        # From the recomputation on it is whole again, for what was computed from it before.
+        assert_bit_equal(x, whole)
+
+    @pytest.mark.ranks(2)
+    def test_the_full_storage_is_free(self, group):
+        x = leaf(64, 64)
+        with LiveBytes() as made:
+            hidden = x * 2
+            output = checkpoint(lambda h: h.sin().cos().sum(), True, hidden, tp_group=group)
+        assert made.count() == 64 * 64 * 8 // 2 + 8
+        expected = torch.autograd.grad((x * 2).sin().cos().sum(), x)[0]
+        assert_bit_equal(torch.autograd.grad(output, x)[0], expected)
+        # After backward the output does not keep it.
+        del hidden
+        assert made.count() == 8
+
+    @pytest.mark.ranks(2)
+    def test_the_layout_in_memory_comes_back(self, group):
+        torch.manual_seed(7)
+        x = torch.randn(6, 5, dtype=torch.float64).t().requires_grad_()
+        x = torch.empty_strided((5, 6), (1, 5), dtype=torch.float64).copy_(x.detach()).requires_grad_()
+        strides = []
+
+        def function(x):
+            strides.append(x.stride())
+            return (x @ x.t()).exp()
+
+        output = checkpoint(function, True, x, tp_group=group)
+        output.sum().backward()
+        assert strides == [(1, 5), (1, 5)]
+
+    @pytest.mark.ranks(2)
+    def test_a_function_that_saves_nothing_and_one_that_needs_no_gradient(self, group):
+        parallel_state.initialize_model_parallel(2)
+        x = leaf(3, 3)
+        whole = x.detach().clone()
+        output = checkpoint(lambda x, y: x + y, True, x, torch.ones(3, 3))
+        assert x.shape == (5,)
+        output.sum().backward()
+        assert_bit_equal(x.grad, torch.ones_like(whole))
+        assert_bit_equal(x, whole)
+        for enabled in (True, False):
+            plain = torch.ones(4, 4)
+            with torch.set_grad_enabled(enabled):
+                output = checkpoint(lambda x, y: x + y, True, plain, torch.ones(4, 4) * 2)
+            assert_bit_equal(output, torch.ones(4, 4) * 3)
+            assert_bit_equal(plain, torch.ones(8))
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("outer", [False, True])
+    def test_nested(self, group, outer):
+        torch.manual_seed(7)
+        x = leaf(5, 5)
+
+        def inner(h):
+            return h.sin().exp()
+
+        def function(x):
+            return checkpoint(inner, True, x * 3, tp_group=group).tanh()
+
+        expected = torch.autograd.grad(inner(x * 3).tanh().sum(), x)[0]
+        output = checkpoint(function, outer, x, tp_group=group).sum()
+        for _ in range(2):
+            assert_bit_equal(torch.autograd.grad(output, x, retain_graph=True)[0], expected)
+
+    @pytest.mark.ranks(2)
+    def test_nested_keeps_the_outer_function_s_arguments_only(self, group):
+        x = leaf(8, 8)
+
+        def function(x):
+            hidden = x
+            for _ in range(3):
+                hidden = checkpoint(torch.sin, True, hidden * 3, tp_group=group)
+            return hidden.sum()
+
+        with LiveBytes() as made:
+            output = checkpoint(function, False, x)
+        assert made.count() == 8
+        output.backward()
+        hidden = x
+        for _ in range(3):
+            hidden = (hidden * 3).sin()
+        assert_bit_equal(x.grad, torch.autograd.grad(hidden.sum(), x)[0])
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("requires_grad", [False, True])
+    def test_a_function_that_returns_its_argument(self, group, requires_grad):
+        x = torch.ones(3, 3, requires_grad=requires_grad)
+        output = checkpoint(lambda x: x, True, x, tp_group=group)
+        assert x.shape == (5,)
+        assert_bit_equal(output, torch.ones(3, 3))
+        if requires_grad:
+            (output * 2).sum().backward()
+            assert_bit_equal(x.grad, torch.full((3, 3), 2.0))
+
+    @pytest.mark.ranks(1)
+    def test_what_cannot_be_distributed(self, group):
+        x = leaf(4, 4)
+        with pytest.raises(TopologyError, match="no group was given"):
+            checkpoint(torch.sin, True, x)
+        with pytest.raises(ConfigError, match="needs a tensor among the positional arguments"):
+            checkpoint(lambda n: n, True, 3, tp_group=group)
+        with pytest.raises(ConfigError, match=r"first tensor, of shape \[2, 4\], is a view"):
+            checkpoint(torch.sin, True, x[:2], tp_group=group)
+        assert x.shape == (4, 4)
+
+
+class TestCheckpointWithoutOutput:
+    def test_gradients_and_random_numbers_are_those_of_a_plain_call(self):
+        x, weight, after = leaf(3, 5), leaf(5, 7), leaf(3, 7)
+        leaves = [x, weight, after]
+        seed_streams(5, 0)
+        state = streams().get_states()
+        output = stochastic(x, weight) * after
+        expected = (output, *torch.autograd.grad(output.sum(), leaves))
+        streams().set_states(state)
+        for call in (
+            lambda c: c.checkpoint(stochastic, x, weight),
+            lambda c: CheckpointWithoutOutputFunction.apply(stochastic, c, x, weight),
+        ):
+            streams().set_states(state)
+            recompute = CheckpointWithoutOutput()
+            with assert_unmodified(*leaves):
+                hidden = call(recompute)
+                output = hidden * after
+                recompute.discard_output_and_register_recompute(output)
+                assert is_of(hidden, 0)
+                assert hidden.shape == (3, 7)
+                before = streams().get_states()
+                for _ in range(2):
+                    actual = (output, *torch.autograd.grad(output.sum(), leaves, retain_graph=True))
+                    for a, e in zip(actual, expected, strict=True):
+                        assert_bit_equal(a, e)
+                # What was freed is there again, in its old place.
+                assert is_of(hidden, 3 * 7 * 8)
+            for name, value in streams().get_states().items():
+                assert_bit_equal(value, before[name])
+
+    def test_the_storages_are_free(self):
+        x, weight = leaf(64, 64), leaf(64, 64)
+
+        def function(x):
+            y = x.sin().exp()
+            return y, "text", y.cos()
+
+        with LiveBytes() as made:
+            recompute = CheckpointWithoutOutput()
+            first, text, second = recompute.checkpoint(function, x)
+            output = ((first * weight) @ second).sum()
+            held = made.count()
+            recompute.discard_output_and_register_recompute(output)
+            freed = held - made.count()
+        assert text == "text"
+        assert is_of(first, 0)
+        assert is_of(second, 0)
+        nbytes = 64 * 64 * 8
+        assert freed == 2 * nbytes
+        # The product is what the matrix multiplication saved.
+        assert made.count() == nbytes + 8
+        actual = torch.autograd.grad(output, [x, weight])
+        y = x.sin().exp()
+        expected = torch.autograd.grad(((y * weight) @ y.cos()).sum(), [x, weight])
+        for a, e in zip(actual, expected, strict=True):
+            assert_bit_equal(a, e)
+
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_nothing_outlives_the_graph(self, backward):
+        gc.collect()
+        gc.disable()
+        try:
+            with LiveBytes() as made:
+                x = leaf(8, 8) * 2
+                recompute = CheckpointWithoutOutput()
+                hidden = recompute.checkpoint(lambda x: x.sin().exp(), x)
+                output = (hidden * hidden).sum()
+                recompute.discard_output_and_register_recompute(output)
+                if backward:
+                    output.backward()
+            del x, recompute, hidden
+            if backward:
+                # The output alone is left, and through its graph the leaf with its gradient.
+                assert made.count() == 8 + 2 * 8 * 8 * 8
+            del output
+            assert made.count() == 0
+        finally:
+            gc.enable()
+
+    def test_an_object_is_used_again(self):
+        x = leaf(4, 4)
+        recompute = CheckpointWithoutOutput()
+        y = x
+        for _ in range(3):
+            hidden = recompute.checkpoint(torch.sin, y)
+            y = hidden * hidden
+            recompute.discard_output_and_register_recompute(y)
+        z = x
+        for _ in range(3):
+            z = z.sin() * z.sin()
+        expected = torch.autograd.grad((x.sin() ** 2).sin().pow(2).sin().pow(2).sum(), x)[0]
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected, rtol=1e-12, atol=1e-12)
+
+    def test_an_output_that_needs_no_gradient_is_recomputed_for_the_weight(self):
+        x, weight = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
+        recompute = CheckpointWithoutOutput()
+        hidden = recompute.checkpoint(torch.sin, x)
+        output = hidden * weight
+        recompute.discard_output_and_register_recompute(output)
+        assert is_of(hidden, 0)
+        assert_bit_equal(torch.autograd.grad(output.sum(), weight)[0], x.sin())
+
+    @pytest.mark.parametrize("outer", ["checkpoint", "without output"])
+    def test_nested(self, outer):
+        x, weight = leaf(4, 4), leaf(4, 4)
+        freed, made = [], []
+
+        def function(x, weight):
+            recompute = CheckpointWithoutOutput()
+            hidden = recompute.checkpoint(stochastic, x, weight)
+            output = hidden * weight
+            recompute.discard_output_and_register_recompute(output)
+            freed.append(is_of(hidden, 0))
+            made.append(hidden)
+            return output.tanh()
+
+        def plain(x, weight):
+            return (stochastic(x, weight) * weight).tanh()
+
+        results = []
+        for body in (plain, function):
+            seed_streams(5, 0)
+            if outer == "checkpoint":
+                output = checkpoint(body, False, x, weight) * weight
+            else:
+                recompute = CheckpointWithoutOutput()
+                output = recompute.checkpoint(body, x, weight) * weight
+                recompute.discard_output_and_register_recompute(output)
+            results.append((output, *torch.autograd.grad(output.sum(), [x, weight])))
+        # The recomputation's own output is kept, for backward to use; that of the first forward is never wanted again.
+        assert freed == [True, False]
+        assert is_of(made[0], 0)
+        for actual, expected in zip(*reversed(results), strict=True):
+            assert_bit_equal(actual, expected)
+
+    def test_a_checkpoint_inside(self):
+        x, weight = leaf(4, 4), leaf(4, 4)
+        results = []
+        for inner in (stochastic, lambda *args: checkpoint(stochastic, False, *args)):
+            seed_streams(5, 0)
+            recompute = CheckpointWithoutOutput()
+            hidden = recompute.checkpoint(lambda x, w, inner=inner: inner(x, w).sin(), x, weight)
+            output = hidden * weight
+            recompute.discard_output_and_register_recompute(output)
+            results.append(torch.autograd.grad(output.sum(), [x, weight]))
+        for actual, expected in zip(*reversed(results), strict=True):
+            assert_bit_equal(actual, expected)
+
+    def test_without_gradients(self):
+        x = leaf(4, 4)
+        recompute = CheckpointWithoutOutput()
+        with torch.no_grad():
+            hidden = recompute.checkpoint(torch.sin, x)
+            output = hidden * 2
+            recompute.discard_output_and_register_recompute(output)
+        assert is_of(hidden, 0)
+        assert_bit_equal(output, x.sin() * 2)
+
+    def test_an_error_in_the_recomputation_leaves_the_random_numbers_alone(self):
+        x, weight = leaf(4, 4), leaf(4, 4)
+        seed_streams(5, 0)
+        times = []
+
+        def failing(x, weight):
+            result = stochastic(x, weight)
+            times.append(1)
+            if len(times) == 2:
+                raise ZeroDivisionError
+            return result
+
+        recompute = CheckpointWithoutOutput()
+        output = recompute.checkpoint(failing, x, weight) * 2
+        recompute.discard_output_and_register_recompute(output)
+        before = torch.get_rng_state(), streams().get_states()
+        with pytest.raises(ZeroDivisionError):
+            output.sum().backward()
+        assert_bit_equal(torch.get_rng_state(), before[0])
+        for name, state in streams().get_states().items():
+            assert_bit_equal(state, before[1][name])
+
+    def test_compiled(self):
+        x = leaf(4, 4)
+
+        def function(x):
+            recompute = CheckpointWithoutOutput()
+            hidden = recompute.checkpoint(torch.sin, x)
+            output = hidden * hidden
+            recompute.discard_output_and_register_recompute(output)
+            return output.sum()
+
+        actual = torch.autograd.grad(torch.compile(function, fullgraph=True, backend="aot_eager")(x), x)[0]
+        torch.testing.assert_close(actual, 2 * x.sin() * x.cos(), rtol=1e-12, atol=1e-12)
+
+    def test_what_cannot_be(self):
+        x = leaf(4, 4)
+        with pytest.raises(ConfigError, match="fp8 recomputation is not offered"):
+            CheckpointWithoutOutput(fp8=True)
+        recompute = CheckpointWithoutOutput()
+        with pytest.raises(ConfigError, match="no outputs to discard; call checkpoint"):
+            recompute.discard_output_and_register_recompute(x)
+        with pytest.raises(ConfigError, match="an output shares its memory with an argument"):
+            recompute.checkpoint(lambda x: x[:2], x)
+        hidden = recompute.checkpoint(torch.sin, x)
+        for wrong, message in (
+            (hidden.detach() * 2, r"hook_tensor of shape \[4, 4\] requires no gradient"),
+            (hidden[:1], "hook_tensor shares its memory with an output"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                recompute.discard_output_and_register_recompute(wrong)
+            assert_bit_equal(hidden, x.sin())
+        output = hidden * 2
+        recompute.discard_output_and_register_recompute(output)
+        with pytest.raises(ConfigError, match="discard only once"):
+            recompute.discard_output_and_register_recompute(output)
+        with torch.no_grad():
+            hidden = recompute.checkpoint(torch.sin, x)
+        with pytest.raises(ConfigError, match="ran under no_grad"):
+            recompute.discard_output_and_register_recompute(hidden * x)
