@@ -1,10 +1,13 @@
 """Weights start with the dense layer's values, bit for bit, whatever the number of ranks."""
 
+import functools
 import math
 
 import pytest
 import torch
 from harness.parity import assert_bit_equal
+from torch.nn import init
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import initialization
 from shardwise.initialization import Normal, init_method_normal, initialize_shard_, scaled_init_method_normal
@@ -36,6 +39,117 @@ def assert_equals_dense(layout, init_method, dense_init, dtype=torch.float32):
     for rank, shard in enumerate(shards):
         assert_bit_equal(shard, layout.take(dense, rank), name=f"shard of rank {rank}")
     assert_bit_equal(torch.get_rng_state(), state, name="state of the generator")
+
+
+KNOWN = {
+    "normal": functools.partial(init.normal_, mean=-1.0, std=0.3),
+    "bare normal": init.normal_,
+    "own normal": Normal(0.2, mean=0.5),
+    "uniform": functools.partial(init.uniform_, a=-0.3, b=2.0),
+    "bare uniform": init.uniform_,
+    "xavier uniform": init.xavier_uniform_,
+    "xavier normal": functools.partial(init.xavier_normal_, gain=2.0),
+    "kaiming uniform": functools.partial(init.kaiming_uniform_, a=math.sqrt(5)),
+    "kaiming normal": functools.partial(init.kaiming_normal_, mode="fan_out", nonlinearity="relu"),
+    "constant": functools.partial(init.constant_, val=0.7),
+    "zeros": init.zeros_,
+    "ones": init.ones_,
+}
+TRUNCATED = {
+    "truncated": init.trunc_normal_,
+    "narrow": functools.partial(init.trunc_normal_, std=0.02, a=-0.01, b=0.01),
+    "far": functools.partial(init.trunc_normal_, std=1.0, a=1.5, b=2.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("init_method", KNOWN.values(), ids=KNOWN)
+@pytest.mark.parametrize("block", [1 << 20, 256])
+def test_known_methods_equal_dense(monkeypatch, init_method, dtype, block):
+    monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", block)
+    # Of the whole weight's fans: a part of 7 by 3 has others.
+    for shape in ((257, 12), (14, 6), (34, 4, 3)):
+        for dim in (0, 1):
+            for tp in (1, 2, 3, 4):
+                layout = ParamLayout.split(shape, dim, tp, stride=2 if shape[dim] % 2 == 0 else 1)
+                assert_equals_dense(layout, init_method, init_method, dtype)
+
+
+@pytest.mark.parametrize("init_method", KNOWN.values(), ids=KNOWN)
+def test_no_rank_is_given_the_whole_of_a_known_method(monkeypatch, init_method):
+    monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", 4096)
+    layout = ParamLayout.split((3001, 20), 1, 4)
+    shard = torch.empty(layout.local_shape(2))
+    with Allocations() as allocations:
+        initialize_shard_(shard, layout, 2, init_method)
+    assert max(allocations.sizes) <= 4096 + 16 * 20
+
+
+class Allocations(TorchDispatchMode):
+    """How many elements each new tensor has."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::clone", "aten::cat"):
+            self.sizes.append(result.numel())
+        return result
+
+
+@pytest.mark.parametrize("init_method", TRUNCATED.values(), ids=TRUNCATED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_truncated_normals_are_the_same_at_every_size(monkeypatch, init_method, dtype):
+    shape = (257, 12)
+    for dim in (0, 1):
+        for tp in (1, 2, 3, 4):
+            # One block is drawn as PyTorch draws it.
+            assert_equals_dense(ParamLayout.split(shape, dim, tp), init_method, init_method, dtype)
+    monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", 256)
+    layouts = [ParamLayout.split(shape, dim, tp) for dim in (0, 1) for tp in (1, 2, 3, 4)]
+    wholes = [layout.assemble(shards_of(layout, init_method, dtype)[0]) for layout in layouts]
+    for whole in wholes[1:]:
+        assert_bit_equal(whole, wholes[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("init_method", [*KNOWN.values(), init.orthogonal_], ids=[*KNOWN, "orthogonal"])
+def test_drawn_on_the_cpu(monkeypatch, init_method, dtype):
+    """In fp32 or wider, then rounded: what any device would be given."""
+    monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", 64)
+    shape = (38, 12)
+    torch.manual_seed(SEED)
+    dense = torch.empty(shape, dtype=torch.promote_types(dtype, torch.float32))
+    init_method(dense)
+    state = torch.get_rng_state()
+    layouts = [ParamLayout.split(shape, dim, tp) for dim in (0, 1) for tp in (1, 3)]
+    for layout in [*layouts, ParamLayout.replicated(shape, 2)]:
+        for rank in range(layout.world_size):
+            torch.manual_seed(SEED)
+            shard = torch.empty(layout.local_shape(rank), dtype=dtype)
+            initialize_shard_(shard, layout, rank, init_method, on_cpu=True)
+            assert_bit_equal(shard, layout.take(dense, rank).to(dtype).contiguous())
+            assert_bit_equal(torch.get_rng_state(), state)
+
+
+def test_a_generator_of_the_caller():
+    shape = (38, 12)
+    for function in (init.normal_, init.xavier_uniform_, init.kaiming_normal_):
+        dense = function(torch.empty(shape), generator=torch.Generator().manual_seed(1))
+        for tp in (1, 3):
+            layout = ParamLayout.split(shape, 0, tp)
+            shards = [
+                initialize_shard_(
+                    torch.empty(layout.local_shape(rank)),
+                    layout,
+                    rank,
+                    functools.partial(function, generator=torch.Generator().manual_seed(1)),
+                )
+                for rank in range(tp)
+            ]
+            assert_bit_equal(layout.assemble(shards), dense)
 
 
 def dense_normal(std):
@@ -85,11 +199,11 @@ def test_stride_sizes_and_overlap(monkeypatch):
 @pytest.mark.parametrize(
     "init_method",
     [
-        torch.nn.init.xavier_uniform_,
-        torch.nn.init.normal_,
+        init.orthogonal_,
+        functools.partial(init.sparse_, sparsity=0.5),
         lambda tensor: tensor.copy_(torch.randperm(tensor.numel()).view(tensor.shape)),
     ],
-    ids=["xavier", "normal of its own", "permutation"],
+    ids=["orthogonal", "sparse", "permutation"],
 )
 def test_an_arbitrary_method_is_given_the_whole(init_method):
     for dim in (0, 1):

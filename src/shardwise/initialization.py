@@ -1,19 +1,31 @@
 """One initialisation for every layout: a rank draws the whole parameter's numbers and keeps its slice.
 
 The whole weight is the same bit for bit, whatever the number of ranks, as long as every rank's default generator is in
-the same state; and the generator ends in the same state too, so that the next parameter agrees as well. On a CPU the
-values are those of ``init_method(torch.empty(global_shape))``. Known methods are drawn a bounded block of rows at a
-time, so that no rank ever holds more than its slice and one block; an arbitrary method is given the whole parameter.
+the same state; and the generator ends in the same state too, so that the next parameter agrees as well. Three kinds of
+methods:
+
+* PyTorch's normal, uniform, Xavier and Kaiming methods and constants, by themselves or as ``functools.partial``: drawn
+  a bounded block of rows at a time, so that no rank ever holds more than its slice and one block. On a CPU the values
+  are those of ``init_method(torch.empty(global_shape))``.
+* The truncated normal, which draws rejected numbers again: each block by itself, at every number of ranks. The values
+  are PyTorch's as long as the parameter is one block.
+* An arbitrary method is given the whole parameter.
+
+What depends on the parameter's shape (the fans of Xavier and Kaiming) is taken from the whole one.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import init
 
 from shardwise.sharding import ParamLayout
 
@@ -26,12 +38,13 @@ _ROW_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Normal:
-    """Fill with independent normal numbers of mean 0."""
+    """Fill with independent normal numbers."""
 
     std: float
+    mean: float = 0.0
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        return torch.nn.init.normal_(tensor, mean=0.0, std=self.std)
+        return init.normal_(tensor, mean=self.mean, std=self.std)
 
 
 def init_method_normal(sigma: float) -> Normal:
@@ -47,8 +60,68 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
     return Normal(sigma / math.sqrt(multiplier * num_layers))
 
 
-def _draws_element_by_element(init_method: InitMethod) -> bool:
-    return isinstance(init_method, Normal) or init_method in (torch.nn.init.zeros_, torch.nn.init.ones_)
+@dataclass(frozen=True)
+class _BlockMethod:
+    """How to fill one block of a parameter.
+
+    Attributes:
+        fill: fills the block in place.
+        one_stream: whether consecutive blocks, on a CPU, get the numbers that one fill of all would get.
+    """
+
+    fill: InitMethod
+    one_stream: bool = True
+
+
+# Each number depends on its place in the generator's stream alone.
+_ELEMENTWISE: tuple[Any, ...] = (init.normal_, init.uniform_, init.constant_, init.zeros_, init.ones_)
+
+
+def _block_method(init_method: InitMethod, shape: tuple[int, ...]) -> _BlockMethod | None:
+    """How ``init_method`` of a whole parameter of ``shape`` fills a block of it; None if that is not known."""
+    if isinstance(init_method, Normal):
+        return _BlockMethod(init_method)
+    function: Any = init_method
+    options: dict[str, Any] = {}
+    if isinstance(init_method, functools.partial):
+        if init_method.args:
+            return None
+        function, options = init_method.func, init_method.keywords
+    if function in _ELEMENTWISE:
+        return _BlockMethod(init_method)
+    if function is init.trunc_normal_:
+        return _BlockMethod(init_method, one_stream=False)
+    std_of = {
+        init.xavier_uniform_: _xavier_std,
+        init.xavier_normal_: _xavier_std,
+        init.kaiming_uniform_: _kaiming_std,
+        init.kaiming_normal_: _kaiming_std,
+    }.get(function)
+    if std_of is None or len(shape) < 2 or 0 in shape:
+        return None
+    bound = inspect.signature(function).bind(None, **options)
+    bound.apply_defaults()
+    std, generator = std_of(shape, bound.arguments), bound.arguments["generator"]
+    if function in (init.xavier_normal_, init.kaiming_normal_):
+        return _BlockMethod(functools.partial(init.normal_, mean=0.0, std=std, generator=generator))
+    limit = math.sqrt(3.0) * std
+    return _BlockMethod(functools.partial(init.uniform_, a=-limit, b=limit, generator=generator))
+
+
+def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
+    receptive_field = math.prod(shape[2:])
+    return shape[1] * receptive_field, shape[0] * receptive_field
+
+
+def _xavier_std(shape: tuple[int, ...], options: dict[str, Any]) -> float:
+    gain: float = options["gain"]
+    return gain * math.sqrt(2.0 / float(sum(_fans(shape))))
+
+
+def _kaiming_std(shape: tuple[int, ...], options: dict[str, Any]) -> float:
+    fan = _fans(shape)[("fan_in", "fan_out").index(options["mode"].lower())]
+    gain: float = init.calculate_gain(options["nonlinearity"], options["a"])
+    return gain / math.sqrt(fan)
 
 
 def _blocks_continue_one_stream(device: torch.device) -> bool:
@@ -57,33 +130,51 @@ def _blocks_continue_one_stream(device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def initialize_shard_(shard: Tensor, layout: ParamLayout, rank: int, init_method: InitMethod) -> Tensor:
+def initialize_shard_(
+    shard: Tensor, layout: ParamLayout, rank: int, init_method: InitMethod, *, on_cpu: bool = False
+) -> Tensor:
     """Fill ``shard`` with this rank's slice of ``init_method`` applied to the whole parameter.
 
     Args:
-        shard: this rank's part, of shape ``layout.local_shape(rank)``; overwritten.
+        shard: this rank's part, of shape ``layout.local_shape(rank)``; overwritten. A meta tensor stays as it is, and
+            nothing is drawn.
         layout: where the part lies in the whole.
         rank: this rank in the tensor-parallel group.
         init_method: fills a tensor in place.
+        on_cpu: draw on the CPU in fp32 (fp64 for an fp64 shard), whatever the shard's device and dtype, and copy: the
+            same weights, up to the shard's rounding, on every device.
 
     Returns:
         ``shard``.
     """
     if shard.is_meta:
         return shard
-    whole_is_here = layout.dim is None or (layout.world_size == 1 and _blocks_continue_one_stream(shard.device))
-    if whole_is_here and _draws_element_by_element(init_method):
+    staging = shard
+    if on_cpu:
+        staging = torch.empty(0, dtype=torch.promote_types(shard.dtype, torch.float32), device="cpu")
+    method = _block_method(init_method, layout.global_shape)
+    direct = staging.device == shard.device and staging.dtype == shard.dtype
+    one_stream = method is not None and method.one_stream and _blocks_continue_one_stream(staging.device)
+    if direct and (layout.dim is None or (layout.world_size == 1 and one_stream)):
         init_method(shard)
-        return shard
-    if not _draws_element_by_element(init_method):
-        whole = shard.new_empty(layout.global_shape)
+    elif method is None or layout.dim is None:
+        whole = staging.new_empty(layout.global_shape)
         init_method(whole)
-        return shard.copy_(layout.take(whole, rank))
-    if layout.dim == 0:
-        _fill_rows(shard, layout, rank, init_method)
+        shard.copy_(layout.take(whole, rank))
+    elif layout.dim == 0:
+        _fill_rows(shard, layout, rank, _blocks(staging, layout, method))
     else:
-        _fill_blocks(shard, layout, rank, init_method)
+        _fill_columns(shard, layout, rank, _blocks(staging, layout, method))
     return shard
+
+
+def _blocks(staging: Tensor, layout: ParamLayout, method: _BlockMethod) -> Iterator[tuple[int, int, Tensor]]:
+    """Each block of rows of the whole parameter, filled: first row, last row (excluded), values."""
+    rows, row_shape = layout.global_shape[0], layout.global_shape[1:]
+    for start, stop in _row_blocks(rows, math.prod(row_shape)):
+        block = staging.new_empty((stop - start, *row_shape))
+        method.fill(block)
+        yield start, stop, block
 
 
 def _row_blocks(num_rows: int, row_elements: int) -> list[tuple[int, int]]:
@@ -96,11 +187,8 @@ def _row_blocks(num_rows: int, row_elements: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], num_rows], strict=True))
 
 
-def _fill_rows(shard: Tensor, layout: ParamLayout, rank: int, init_method: InitMethod) -> None:
-    rows, row_shape = layout.global_shape[0], layout.global_shape[1:]
-    for start, stop in _row_blocks(rows, math.prod(row_shape)):
-        block = shard.new_empty((stop - start, *row_shape))
-        init_method(block)
+def _fill_rows(shard: Tensor, layout: ParamLayout, rank: int, blocks: Iterator[tuple[int, int, Tensor]]) -> None:
+    for start, stop, block in blocks:
         offset = 0
         for first, last in layout.intervals[rank]:
             low, high = max(first, start), min(last, stop)
@@ -110,11 +198,8 @@ def _fill_rows(shard: Tensor, layout: ParamLayout, rank: int, init_method: InitM
             offset += last - first
 
 
-def _fill_blocks(shard: Tensor, layout: ParamLayout, rank: int, init_method: InitMethod) -> None:
+def _fill_columns(shard: Tensor, layout: ParamLayout, rank: int, blocks: Iterator[tuple[int, int, Tensor]]) -> None:
     assert layout.dim is not None
-    rows, row_shape = layout.global_shape[0], layout.global_shape[1:]
-    for start, stop in _row_blocks(rows, math.prod(row_shape)):
-        block = shard.new_empty((stop - start, *row_shape))
-        init_method(block)
+    for start, stop, block in blocks:
         parts = [block.narrow(layout.dim, first, last - first) for first, last in layout.intervals[rank]]
         shard[start:stop].copy_(torch.cat(parts, layout.dim))

@@ -1,5 +1,7 @@
 """Each layer at any number of ranks equals PyTorch's dense one: outputs, input gradients, every gradient shard."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from shardwise import parallel_state
 from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError, ShardingError, TopologyError, VocabularyError
 from shardwise.initialization import Normal
+from shardwise.recompute import recomputed
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -26,18 +29,31 @@ def config_of(sequence_parallel=False, dtype=torch.float64, **options):
     return ModelParallelConfig(sequence_parallel=sequence_parallel, params_dtype=dtype, **options)
 
 
+@contextlib.contextmanager
+def told_if_alone(group, config):
+    """On one rank sequence parallelism is off, and says so."""
+    if config.sequence_parallel and group.size() == 1:
+        with pytest.warns(UserWarning, match="sequence_parallel is set, but the tensor-parallel group has 1 rank"):
+            yield
+    else:
+        yield
+
+
 def column(group, i, o, *, config=None, **options):
-    return with_random_bias(
-        ColumnParallelLinear(i, o, config=config or config_of(), init_method=Normal(1.0), tp_group=group, **options)
-    )
+    config = config or config_of()
+    with told_if_alone(group, config):
+        layer = ColumnParallelLinear(i, o, config=config, init_method=Normal(1.0), tp_group=group, **options)
+    assert layer.sequence_parallel == (config.sequence_parallel and layer.tp_size > 1)
+    return with_random_bias(layer)
 
 
 def row(group, i, o, *, config=None, bias=True, input_is_parallel=True, skip_bias_add=False, **options):
-    return with_random_bias(
-        RowParallelLinear(
+    config = config or config_of()
+    with told_if_alone(group, config):
+        layer = RowParallelLinear(
             i,
             o,
-            config=config or config_of(),
+            config=config,
             init_method=Normal(1.0),
             bias=bias,
             input_is_parallel=input_is_parallel,
@@ -45,7 +61,8 @@ def row(group, i, o, *, config=None, bias=True, input_is_parallel=True, skip_bia
             tp_group=group,
             **options,
         )
-    )
+    assert layer.sequence_parallel == (config.sequence_parallel and layer.tp_size > 1)
+    return with_random_bias(layer)
 
 
 def with_random_bias(layer):
@@ -83,10 +100,13 @@ def assert_gradients(layer, dense, group, rtol):
         assert_close_to(gradient, dense[name].grad, rtol_of_norm=rtol, name=f"gradient of {name}")
 
 
-def check_column(group, layer, *, sizes=None, dtype=torch.float64, rtol=1e-12, gathered=False, weight=None):
+def check_column(
+    group, layer, *, sizes=None, dtype=torch.float64, rtol=1e-12, gathered=False, weight=None, s=S, recompute=False
+):
     sequence_parallel = layer.sequence_parallel
-    x = torch.randn(S, B, layer.input_size, dtype=torch.float64).to(dtype)
-    incoming = torch.randn(S, B, layer.output_size, dtype=torch.float64).to(dtype)
+    layer.zero_grad()
+    x = torch.randn(s, B, layer.input_size, dtype=torch.float64).to(dtype)
+    incoming = torch.randn(s, B, layer.output_size, dtype=torch.float64).to(dtype)
     dense = whole_parameters(layer, group)
     dense_x = leaf(x.double())
     expected = F.linear(dense_x, dense["weight"], None if layer.skip_bias_add else dense.get("bias"))
@@ -96,7 +116,8 @@ def check_column(group, layer, *, sizes=None, dtype=torch.float64, rtol=1e-12, g
     # The incoming gradient is each rank's own part, or the same on all when the output is gathered.
     own_incoming = incoming if gathered else split(incoming, 2, group, sizes, layer.stride)
     with assert_unmodified(own_x, own_incoming, *layer.parameters()):
-        output, bias = layer(own_x, weight)
+        call = recomputed if recompute else lambda function, *args, **options: function(*args, **options)
+        output, bias = call(layer, own_x, weight, sequence_length=s)
         output.backward(own_incoming)
     assert bias is (layer.bias if layer.skip_bias_add else None)
     expected = expected.detach()
@@ -111,10 +132,11 @@ def check_column(group, layer, *, sizes=None, dtype=torch.float64, rtol=1e-12, g
     assert_gradients(layer, dense, group, rtol)
 
 
-def check_row(group, layer, *, sizes=None, stride=1, dtype=torch.float64, rtol=1e-12):
+def check_row(group, layer, *, sizes=None, stride=1, dtype=torch.float64, rtol=1e-12, s=S, recompute=False):
     sequence_parallel = layer.sequence_parallel
-    x = torch.randn(S, B, layer.input_size, dtype=torch.float64).to(dtype)
-    incoming = torch.randn(S, B, layer.output_size, dtype=torch.float64).to(dtype)
+    layer.zero_grad()
+    x = torch.randn(s, B, layer.input_size, dtype=torch.float64).to(dtype)
+    incoming = torch.randn(s, B, layer.output_size, dtype=torch.float64).to(dtype)
     dense = whole_parameters(layer, group)
     dense_x = leaf(x.double())
     expected = F.linear(dense_x, dense["weight"], None if layer.skip_bias_add else dense.get("bias"))
@@ -123,7 +145,7 @@ def check_row(group, layer, *, sizes=None, stride=1, dtype=torch.float64, rtol=1
     own_x = leaf(split(x, 2, group, sizes, stride) if layer.input_is_parallel else x)
     own_incoming = split(incoming, 0, group) if sequence_parallel else incoming
     with assert_unmodified(own_x, own_incoming, *layer.parameters()):
-        output, bias = layer(own_x)
+        output, bias = recomputed(layer, own_x) if recompute else layer(own_x)
         output.backward(own_incoming)
     assert bias is (layer.bias if layer.skip_bias_add else None)
     expected = split(expected.detach(), 0, group) if sequence_parallel else expected.detach()
@@ -141,10 +163,12 @@ def check_row(group, layer, *, sizes=None, stride=1, dtype=torch.float64, rtol=1
 class TestColumn:
     """``Y = X A + b``, the columns of ``A`` split."""
 
-    @pytest.mark.parametrize(("i", "o"), [(8, 12), (7, 13), (13, 101)])
+    @pytest.mark.parametrize(("s", "i", "o"), [(12, 8, 12), (13, 7, 13), (3, 13, 101)])
     @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-    def test_equals_dense(self, group, sequence_parallel, i, o, bias):
-        check_column(group, column(group, i, o, config=config_of(sequence_parallel), bias=bias))
+    def test_equals_dense(self, group, sequence_parallel, s, i, o, bias):
+        layer = column(group, i, o, config=config_of(sequence_parallel), bias=bias)
+        for recompute in (False, True):
+            check_column(group, layer, s=s, recompute=recompute)
 
     def test_options(self, group, sequence_parallel):
         config = config_of(sequence_parallel)
@@ -191,6 +215,9 @@ def test_column_gathers_its_output(group):
     check_column(group, column(group, 7, 12, gather_output=True, bias=False), gathered=True)
     sizes = {1: [9], 2: [2, 7], 3: [5, 1, 3], 4: [1, 4, 2, 2]}[group.size()]
     check_column(group, column(group, 7, 9, gather_output=True, sizes=sizes), gathered=True)
+    # Sections in their order.
+    check_column(group, column(group, 7, 26, gather_output=True, stride=2), gathered=True)
+    check_column(group, column(group, 7, 27, gather_output=True, stride=3, sizes=sizes), gathered=True)
     # Asked for or refused at run time; also with sequence parallelism, whose output has the whole sequence.
     for config in (config_of(), config_of(True)):
         layer = column(group, 7, 13, config=config)
@@ -208,10 +235,12 @@ def test_column_gathers_its_output(group):
 class TestRow:
     """``Y = X A + b``, the rows of ``A`` split."""
 
-    @pytest.mark.parametrize(("i", "o"), [(12, 8), (13, 7), (101, 13)])
+    @pytest.mark.parametrize(("s", "i", "o"), [(12, 12, 8), (13, 13, 7), (3, 101, 13)])
     @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-    def test_equals_dense(self, group, sequence_parallel, i, o, bias):
-        check_row(group, row(group, i, o, config=config_of(sequence_parallel), bias=bias))
+    def test_equals_dense(self, group, sequence_parallel, s, i, o, bias):
+        layer = row(group, i, o, config=config_of(sequence_parallel), bias=bias)
+        for recompute in (False, True):
+            check_row(group, layer, s=s, recompute=recompute)
 
     def test_options(self, group, sequence_parallel):
         config = config_of(sequence_parallel)
@@ -238,6 +267,8 @@ def test_row_splits_its_own_input(group):
     check_row(group, row(group, 12, 7, input_is_parallel=False, bias=False))
     sizes = {1: [9], 2: [2, 7], 3: [5, 1, 3], 4: [1, 4, 2, 2]}[group.size()]
     check_row(group, row(group, 9, 7, input_is_parallel=False, sizes=sizes))
+    check_row(group, row(group, 26, 7, input_is_parallel=False, stride=2))
+    check_row(group, row(group, 27, 7, input_is_parallel=False, stride=3, sizes=sizes))
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -280,18 +311,20 @@ def test_frozen_weights(group):
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize(("vocab", "h"), [(101, 7), (64, 8), (4, 3)])
 @pytest.mark.parametrize("reduce_scatter", [False, True], ids=["", "reduce-scatter"])
-def test_embedding_equals_dense(group, vocab, h, reduce_scatter):
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_embedding_equals_dense(group, vocab, h, reduce_scatter, deterministic):
     layer = VocabParallelEmbedding(
         vocab,
         h,
         init_method=Normal(1.0),
         reduce_scatter_embeddings=reduce_scatter,
-        config=config_of(reduce_scatter),
+        config=config_of(reduce_scatter, deterministic_mode=deterministic),
         tp_group=group,
     )
-    ids = torch.randint(vocab, (B, S))
+    s = S if vocab == 64 else 13
+    ids = torch.randint(vocab, (B, s))
     ids[0, 0], ids[1, 1], ids[0, 2] = 0, vocab - 1, vocab - 1
-    incoming = torch.randn(B, S, h, dtype=torch.float64)
+    incoming = torch.randn(B, s, h, dtype=torch.float64)
     dense = whole_parameters(layer, group)
     expected = F.embedding(ids, dense["weight"])
     expected.backward(incoming)
@@ -385,16 +418,14 @@ def test_initialisation_may_be_left_out(group):
 
 @pytest.mark.ranks(1, 2)
 def test_attributes_that_programs_read(group):
-    is_split = group.size() > 1
-
     def attributes(param):
         return param.tensor_model_parallel, param.partition_dim, param.partition_stride
 
     layer = column(group, 8, 12, stride=2)
-    assert attributes(layer.weight) == (is_split, 0, 2)
-    assert attributes(layer.bias) == (is_split, 0, 2)
+    assert attributes(layer.weight) == (True, 0, 2)
+    assert attributes(layer.bias) == (True, 0, 2)
     layer = row(group, 8, 12, stride=2)
-    assert attributes(layer.weight) == (is_split, 1, 2)
+    assert attributes(layer.weight) == (True, 1, 2)
     assert attributes(layer.bias) == (False, -1, 1)
     tensor = torch.zeros(3)
     set_tensor_model_parallel_attributes(tensor, True, 1, 3)
@@ -460,20 +491,13 @@ def test_no_group_means_the_ambient_one(group):
 def test_what_cannot_be(group):
     with pytest.raises(ConfigError, match="gather_output and sequence_parallel exclude each other"):
         column(group, 4, 6, config=config_of(True), gather_output=True)
-    with pytest.raises(ConfigError, match="its 2 sections out of order; use stride=1"):
-        column(group, 4, 6, stride=2, gather_output=True)
-    x = torch.randn(S, B, 4, dtype=torch.float64)
-    with pytest.raises(ConfigError, match="its 2 sections out of order; use stride=1"):
-        column(group, 4, 6, stride=2)(x, runtime_gather_output=True)
     with pytest.raises(ConfigError, match="sequence_parallel needs input_is_parallel=True"):
         row(group, 4, 6, config=config_of(True), input_is_parallel=False)
-    with pytest.raises(ConfigError, match="split in one section; stride is 2, use 1"):
-        row(group, 4, 6, input_is_parallel=False, stride=2)
     with pytest.raises(ShardingError, match=r"dimension 0 of shape \[6, 4\]: sizes \[3, 4\] must be 2 counts"):
         column(group, 4, 6, sizes=[3, 4])
     with pytest.raises(ShardingError, match=r"dimension 1 of shape \[6, 4\]: sizes \[1, 2\] must be 2 counts"):
         row(group, 4, 6, sizes=[1, 2])
     with pytest.raises(ShardingError, match="7 is not divisible by 2"):
         column(group, 4, 7, stride=2)
-    with pytest.raises(ShardingError, match=r"a dimension of 5: sizes \[2, 2\] must be 2 counts"):
+    with pytest.raises(ShardingError, match="the input has 5 features, the layer 4; with input_is_parallel=False"):
         row(group, 4, 6, input_is_parallel=False)(torch.randn(S, B, 5, dtype=torch.float64))

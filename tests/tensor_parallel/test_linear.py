@@ -1,5 +1,6 @@
 """The linear with its communication: what it computes, what it sends, what it keeps, and when."""
 
+import threading
 import time
 
 import pytest
@@ -8,14 +9,16 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.collectives import primitives
 from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.errors import ShardingError
+from shardwise.recompute import is_checkpointing, is_recomputing, recomputed
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel import linear
 from shardwise.tensor_parallel.linear import LinearParallelism, tensor_parallel_linear
 
 COLUMN, COLUMN_SEQUENCE = LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE
 ROW, ROW_SEQUENCE = LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE
+MOVING = [COLUMN, COLUMN_SEQUENCE, ROW, ROW_SEQUENCE]
 
 
 class Case:
@@ -55,6 +58,7 @@ class Case:
             self.own.get("bias"),
             parallelism=self.parallelism,
             group=self.group,
+            sequence_length=self.whole["input"].size(0),
         )
 
     def dense(self):
@@ -74,10 +78,10 @@ class Case:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("parallelism", LinearParallelism)
+@pytest.mark.parametrize("parallelism", MOVING)
 def test_equals_dense(group, parallelism):
     # Sizes that divide everything, nothing, and of which some of four ranks get none.
-    for rows, i, o in [((12, 2), 8, 12), ((12, 2), 13, 7), ((12,), 7, 13), ((12, 2, 3), 3, 2), ((12, 1), 1, 1)]:
+    for rows, i, o in [((12, 2), 8, 12), ((13, 2), 13, 7), ((13,), 7, 13), ((12, 2, 3), 3, 2), ((3, 1), 1, 1)]:
         case = Case(parallelism, group, rows, i, o)
         with assert_unmodified(*case.own.values()):
             output = case.run()
@@ -86,7 +90,7 @@ def test_equals_dense(group, parallelism):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("parallelism", LinearParallelism)
+@pytest.mark.parametrize("parallelism", MOVING)
 def test_awkward_strides(group, parallelism):
     case = Case(parallelism, group, (12, 2), 6, 9)
     for name in ("input", "output"):
@@ -99,7 +103,7 @@ def test_awkward_strides(group, parallelism):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("parallelism", LinearParallelism)
+@pytest.mark.parametrize("parallelism", MOVING)
 @pytest.mark.parametrize(
     ("dtype", "rtol"),
     # One rounding of each factor's product, one of each rank's partial sum, one of their sum.
@@ -114,7 +118,7 @@ def test_lower_precisions(group, parallelism, dtype, rtol):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("parallelism", LinearParallelism)
+@pytest.mark.parametrize("parallelism", MOVING)
 def test_without_gradients(group, parallelism):
     case = Case(parallelism, group, (12, 2), 13, 7)
     expected = case.run()
@@ -125,24 +129,51 @@ def test_without_gradients(group, parallelism):
         assert_bit_equal(output.clone(), expected.detach())
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_local_communicates_nothing(group):
+    x, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, 2, 3), (4, 3), (4,)))
+    leaves, dense = ([tensor.clone().requires_grad_() for tensor in (x, weight, bias)] for _ in range(2))
+    incoming = torch.randn(5, 2, 4, dtype=torch.float64)
+    with CollectiveCounter() as counter:
+        output = tensor_parallel_linear(*leaves, parallelism=LinearParallelism.LOCAL, group=None)
+        output.backward(incoming)
+    assert counter.launches == []
+    expected = F.linear(*dense)
+    expected.backward(incoming)
+    assert_bit_equal(output.detach(), expected.detach())
+    for leaf, other in zip(leaves, dense, strict=True):
+        assert_bit_equal(leaf.grad, other.grad)
+
+
+@pytest.mark.ranks(4)
+def test_a_shard_that_does_not_fit_the_sequence_is_told(group):
+    weight = torch.randn(4, 3)
+    options = {"parallelism": COLUMN_SEQUENCE, "group": group}
+    with pytest.raises(ShardingError, match=r"rank . of 4 has 4 positions of a sequence of 12; it should have 3"):
+        tensor_parallel_linear(torch.randn(4, 2, 3), weight, None, sequence_length=12, **options)
+    # Balanced: 4, 3, 3, 3.
+    with pytest.raises(ShardingError, match=r"sizes \[4, 3, 3, 3\] do not fit a shard of 5"):
+        tensor_parallel_linear(torch.randn(5, 2, 3), weight, None, sequence_length=13, **options)
+
+
 FLOATS = {COLUMN: 12 * 2 * 6, COLUMN_SEQUENCE: 6 * 2 * 6, ROW: 12 * 2 * 9, ROW_SEQUENCE: 12 * 2 * 9}
 # gloo's reduce-scatter is an all-to-all here; see primitives.py.
 TABLE = {
     # Forward, backward, backward with a frozen weight, backward without a gradient of the input.
-    COLUMN: ([], ["allreduce_"], ["allreduce_"], []),
+    COLUMN: ([], ["all_reduce"], ["all_reduce"], []),
     COLUMN_SEQUENCE: (
-        ["_allgather_base_"],
-        ["_allgather_base_", "alltoall_base_"],
-        ["alltoall_base_"],
-        ["_allgather_base_"],
+        ["all_gather"],
+        ["all_gather", "reduce_scatter"],
+        ["reduce_scatter"],
+        ["all_gather"],
     ),
-    ROW: (["allreduce_"], [], [], []),
-    ROW_SEQUENCE: (["alltoall_base_"], ["_allgather_base_"], ["_allgather_base_"], ["_allgather_base_"]),
+    ROW: (["all_reduce"], [], [], []),
+    ROW_SEQUENCE: (["reduce_scatter"], ["all_gather"], ["all_gather"], ["all_gather"]),
 }
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("parallelism", LinearParallelism)
+@pytest.mark.parametrize("parallelism", MOVING)
 @pytest.mark.parametrize("grads", ["all", "frozen weight", "no input gradient"])
 def test_communication_is_that_of_the_table(group, parallelism, grads):
     case = Case(parallelism, group, (12, 2), 6, 9)
@@ -168,7 +199,7 @@ def test_communication_is_that_of_the_table(group, parallelism, grads):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("parallelism", LinearParallelism)
+@pytest.mark.parametrize("parallelism", MOVING)
 def test_what_is_kept_for_the_backward(group, parallelism):
     def kept(case):
         result = []
@@ -191,66 +222,147 @@ def test_what_is_kept_for_the_backward(group, parallelism):
         assert_close_to(case.own["bias"].grad, case.part("bias", case.dense()["bias"]), rtol_of_norm=1e-12)
 
 
-class Events(TorchDispatchMode):
-    """The order in which products are computed and collectives launched and waited for."""
+class Products(TorchDispatchMode):
+    """Notes each matrix product among other events."""
 
-    NAMES = ("mm", "allreduce_", "_allgather_base_", "alltoall_base_")
-
-    def __init__(self):
+    def __init__(self, seen):
         super().__init__()
-        self.seen = []
+        self.seen = seen
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.split("::")[1]
-        if name in self.NAMES:
-            self.seen.append(name)
+        if func._schema.name == "aten::mm":
+            self.seen.append("mm")
         return func(*args, **(kwargs or {}))
+
+
+class Noted:
+    """A collective in flight that notes when it is waited for, and how long that took."""
+
+    def __init__(self, pending, seen, waited):
+        self.pending, self.seen, self.waited = pending, seen, waited
+
+    def wait(self):
+        self.seen.append("wait")
+        begin = time.monotonic()
+        result = self.pending.wait()
+        self.waited.append(time.monotonic() - begin)
+        return result
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("parallelism", "order"),
     [
-        (COLUMN, ["mm", "allreduce_", "mm", "wait"]),
-        (COLUMN_SEQUENCE, ["_allgather_base_", "mm", "alltoall_base_", "wait", "mm", "wait"]),
+        (COLUMN, ["mm", "all_reduce_async", "mm", "wait"]),
+        (COLUMN_SEQUENCE, ["all_gather_async", "mm", "reduce_scatter_async", "wait", "mm", "wait"]),
     ],
     ids=str,
 )
 def test_the_weight_gradient_is_computed_while_the_input_gradient_travels(group, monkeypatch, parallelism, order):
     case = Case(parallelism, group, (12, 2), 6, 9)
     output = case.run()
-    events, waited = Events(), []
-    wait = primitives.Pending.wait
+    seen, waited = [], []
 
-    def recorded_wait(pending):
-        events.seen.append("wait")
-        begin = time.monotonic()
-        result = wait(pending)
-        waited.append(time.monotonic() - begin)
-        return result
+    def noting(name, launch):
+        def launch_late(*args, **kwargs):
+            seen.append(name)
+            # The other rank is late: nothing that needs it can be there before.
+            time.sleep(0.3 * group.rank())
+            return Noted(launch(*args, **kwargs), seen, waited)
 
-    monkeypatch.setattr(primitives.Pending, "wait", recorded_wait)
-    name = "all_reduce_async" if parallelism is COLUMN else "reduce_scatter_async"
-    launch = getattr(linear, name)
+        return launch_late
 
-    def late_launch(*args, **kwargs):
-        # The other rank is late: nothing that needs it can be there before.
-        time.sleep(0.3 * group.rank())
-        return launch(*args, **kwargs)
-
-    monkeypatch.setattr(linear, name, late_launch)
-    with events:
+    for name in ("all_reduce_async", "all_gather_async", "reduce_scatter_async"):
+        monkeypatch.setattr(linear, name, noting(name, getattr(linear, name)))
+    with Products(seen):
         output.backward(case.own["output"])
     # The second product is the weight's gradient, and nothing waits for the input's before it.
-    assert events.seen == order
+    assert seen == order
     if group.rank() == 0:
         # The communication was really in flight meanwhile.
         assert waited[-1] > 0.1
     case.assert_equals_dense(output)
 
 
+class SecondProduct(TorchDispatchMode):
+    """Tells when the second matrix product of a backward, the weight's gradient, has been computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = 0
+        self.done = threading.Event()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.products += func._schema.name == "aten::mm"
+        if self.products == 2:
+            self.done.set()
+        return result
+
+
+class ArrivesAfter:
+    """A collective whose result arrives when an event has happened, or late."""
+
+    def __init__(self, pending, event):
+        self.pending = pending
+        self.arrived_early = False
+        self.thread = threading.Thread(target=self.arrive, args=(event,))
+        self.thread.start()
+
+    def arrive(self, event):
+        self.arrived_early = event.wait(timeout=2.0)
+
+    def wait(self):
+        self.thread.join()
+        return self.pending.wait()
+
+
+@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.parametrize("parallelism", [COLUMN, COLUMN_SEQUENCE], ids=str)
+def test_the_input_gradient_may_arrive_as_late_as_the_weight_gradient(group, monkeypatch, parallelism):
+    """Whoever waits for the first before computing the second waits in vain."""
+    case = Case(parallelism, group, (12, 2), 6, 9)
+    output = case.run()
+    product, delayed = SecondProduct(), []
+    name = "all_reduce_async" if parallelism is COLUMN else "reduce_scatter_async"
+    launch = getattr(linear, name)
+
+    def delayed_launch(*args, **kwargs):
+        delayed.append(ArrivesAfter(launch(*args, **kwargs), product.done))
+        return delayed[0]
+
+    monkeypatch.setattr(linear, name, delayed_launch)
+    with product:
+        output.backward(case.own["output"])
+    assert len(delayed) == 1
+    assert delayed[0].arrived_early
+    case.assert_equals_dense(output)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("parallelism", MOVING)
+@pytest.mark.parametrize("s", [12, 13])
+def test_recomputation_adds_no_collective(group, parallelism, s):
+    launches = []
+    for recompute in (False, True):
+        case = Case(parallelism, group, (s, 2), 6, 9)
+        phases = []
+
+        def run(*_, case=case, phases=phases):
+            phases.append((is_checkpointing(), is_recomputing()))
+            return case.run()
+
+        with CollectiveCounter() as counter:
+            output = recomputed(run, case.own["input"]) if recompute else run()
+            output.backward(case.own["output"])
+        launches.append(sorted(launch.name for launch in counter.launches))
+        case.assert_equals_dense(output)
+        assert phases == ([(True, False), (False, True)] if recompute else [(False, False)])
+    assert launches[0] == launches[1]
+
+
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("parallelism", LinearParallelism)
+@pytest.mark.parametrize("parallelism", MOVING)
 def test_autocast(group, parallelism):
     """As PyTorch's linear: computed in bf16, gradients of the parameters in their own dtype."""
     case = Case(parallelism, group, (12, 2), 13, 7, torch.float32)
@@ -269,7 +381,7 @@ def test_autocast(group, parallelism):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("parallelism", LinearParallelism)
+@pytest.mark.parametrize("parallelism", MOVING)
 def test_a_second_derivative_is_refused(group, parallelism):
     case = Case(parallelism, group, (4, 2), 4, 4)
     gradients = torch.autograd.grad((case.run() ** 2).sum(), case.own["input"], create_graph=True)

@@ -2,15 +2,18 @@
 
 import inspect
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from harness.parity import assert_bit_equal, assert_unmodified
+from hypothesis import given, settings
 
 from shardwise import parallel_state
 from shardwise.errors import ShardingError, TopologyError
+from shardwise.sharding import balanced_sizes
 from shardwise.tensor_parallel import mappings
 
-NAMES = [name for name in mappings.__all__ if name != "all_to_all"]
+NAMES = [name for name in mappings.__all__ if not name.startswith("all_to_all")]
 
 
 def result_of(name, shards, rank):
@@ -131,6 +134,98 @@ def test_all_to_all(group):
     assert_bit_equal(mappings.all_to_all(group, own, alone, alone), own)
 
 
+def columns_and_rows(group, n, h):
+    """A whole ``[n, h]`` tensor, this rank's rows of it, and its columns."""
+    whole = integers(n, h)
+    t, me = group.size(), group.rank()
+    rows, columns = whole.split(balanced_sizes(n, t), 0)[me], whole.split(balanced_sizes(h, t), 1)[me]
+    return whole, rows.contiguous(), columns.contiguous()
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@settings(max_examples=15)
+@given(n=st.integers(0, 9), h=st.integers(1, 9), even=st.booleans(), strided=st.booleans())
+def test_tokens_for_features_and_back(group, n, h, even, strided):
+    if even:
+        n, h = n * group.size(), h * group.size()
+    _, rows, columns = columns_and_rows(group, n, h)
+    _, row_gradient, column_gradient = columns_and_rows(group, n, h)
+    if strided:
+        rows, columns, row_gradient, column_gradient = (
+            tensor.t().contiguous().t() for tensor in (rows, columns, row_gradient, column_gradient)
+        )
+    for function, given_, expected, gradient, back, known in (
+        (mappings.all_to_all_sp2hp, rows, columns, column_gradient, row_gradient, {"num_tokens": n}),
+        (mappings.all_to_all_hp2sp, columns, rows, row_gradient, column_gradient, {"hidden_size": h}),
+    ):
+        x = given_.clone().requires_grad_()
+        with assert_unmodified(x, gradient):
+            y = function(x, group, **({} if even else known))
+            y.backward(gradient)
+        assert_bit_equal(y.detach(), expected.contiguous())
+        # The exchange is a permutation: its transpose is its inverse.
+        assert_bit_equal(x.grad.contiguous(), back.contiguous())
+
+
+@pytest.mark.ranks(2)
+def test_tokens_for_features_of_any_shape_and_what_cannot_be(group):
+    parallel_state.initialize_model_parallel(2)
+    _, rows, columns = columns_and_rows(group, 8, 4)
+    assert_bit_equal(mappings.all_to_all_sp2hp(rows.view(2, 2, 4)), columns)
+    assert_bit_equal(mappings.all_to_all_hp2sp(columns.view(2, 4, 2)), rows)
+    with pytest.raises(ShardingError, match="5 is not divisible by 2"):
+        mappings.all_to_all_sp2hp(integers(4, 5))
+    with pytest.raises(ShardingError, match="5 is not divisible by 2"):
+        mappings.all_to_all_hp2sp(integers(5, 4))
+    with pytest.raises(ShardingError, match=r"rank . of 2 has 4 tokens; its balanced share of 12 is 6"):
+        mappings.all_to_all_sp2hp(rows, num_tokens=12)
+    with pytest.raises(ShardingError, match=r"rank . of 2 has 2 features; its balanced share of 12 is 6"):
+        mappings.all_to_all_hp2sp(columns, hidden_size=12)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_the_reusable_buffer(group):
+    parallel_state.initialize_model_parallel(group.size())
+    t, me = group.size(), group.rank()
+    shards, whole = [integers(2, 3) for _ in range(t)], integers(2 * t, 3)
+    expected = torch.cat(shards)
+    for move, given_, result in (
+        (mappings.gather_from_sequence_parallel_region, shards[me], expected),
+        (mappings.reduce_scatter_to_sequence_parallel_region, whole, t * whole.split(2)[me]),
+    ):
+        x = given_.clone().requires_grad_()
+        with assert_unmodified(x):
+            first = move(x, use_global_buffer=True)
+        assert_bit_equal(first.detach(), result)
+        first.sum().backward()
+        address = first.data_ptr()
+        assert address == parallel_state.get_global_memory_buffer().get_tensor((1,), x.dtype, "mpu").data_ptr()
+        second = move(2 * given_, use_global_buffer=True)
+        assert second.data_ptr() == address
+        # As said, it is overwritten.
+        assert_bit_equal(first.detach(), 2 * result)
+        # Without the buffer nothing is shared.
+        third = move(given_)
+        assert third.data_ptr() != address
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_that_needs_an_overwritten_buffer_is_refused(group):
+    """Not computed from the wrong values."""
+    parallel_state.initialize_model_parallel(2)
+    x = integers(2, 3).requires_grad_()
+    squares = mappings.gather_from_sequence_parallel_region(x, use_global_buffer=True) ** 2
+    mappings.gather_from_sequence_parallel_region(integers(2, 3), use_global_buffer=True)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        squares.sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_needs_a_place(group):
+    with pytest.raises(TopologyError):
+        mappings.gather_from_sequence_parallel_region(integers(2, 3), group=group, use_global_buffer=True)
+
+
 def test_arguments_keep_their_order():
     expected = {
         "gather_from_sequence_parallel_region": [
@@ -138,8 +233,9 @@ def test_arguments_keep_their_order():
             "tensor_parallel_output_grad",
             "group",
             "output_split_sizes",
+            "use_global_buffer",
         ],
-        "reduce_scatter_to_sequence_parallel_region": ["input_", "group", "input_split_sizes"],
+        "reduce_scatter_to_sequence_parallel_region": ["input_", "group", "input_split_sizes", "use_global_buffer"],
         "all_to_all": ["group", "input_", "output_split_sizes_", "input_split_sizes"],
     }
     for name in mappings.__all__:

@@ -149,7 +149,7 @@ def test_parity_holds_and_would_not_if_a_collective_were_missing(
     def wrong(tensor, **_):
         return linear.Pending(None, lambda: tensor)
 
-    def wrong_half(tensor, *, group, dim):
+    def wrong_half(tensor, *, group, dim, **_):
         return linear.Pending(None, lambda: tensor.chunk(2, dim)[group.rank()].contiguous())
 
     # Lose the sum of the input gradients.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -9,7 +10,84 @@ from shardwise.loss.cross_entropy import IGNORE_INDEX
 from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy as _cross_entropy
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
-__all__ = ["vocab_parallel_cross_entropy"]
+__all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]
+
+
+class VocabParallelCrossEntropy:
+    """The local steps of the loss, for programs that put their own communication between them.
+
+    Between ``calculate_logits_max`` and ``calculate_predicted_logits`` the maximum is reduced over the ranks, and after
+    the latter the predicted logits and the sum are. No step modifies its arguments. Gradients flow through
+    ``vocab_parallel_cross_entropy``, which needs one collective.
+    """
+
+    @staticmethod
+    def calculate_logits_max(vocab_parallel_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., v/t]`` logits to the logits in fp32 (fp64 as they are) and their maximum ``[...]``."""
+        logits = vocab_parallel_logits.to(torch.promote_types(vocab_parallel_logits.dtype, torch.float32))
+        return logits, logits.amax(dim=-1)
+
+    @staticmethod
+    def calculate_predicted_logits(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        logits_max: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What this rank's part of the vocabulary contributes.
+
+        Args:
+            vocab_parallel_logits: ``[..., v/t]``.
+            target: ``[...]`` global ids.
+            logits_max: ``[...]``, the maximum over all ranks.
+            vocab_start_index: first id of this rank.
+            vocab_end_index: the id after its last.
+
+        Returns:
+            Where the target is another rank's ``[...]``, the local target ``[n]`` (0 there), the target's logit minus
+            the maximum ``[...]`` (0 there), the sum of exponentials ``[...]``, and the exponentials ``[..., v/t]``.
+        """
+        shifted = vocab_parallel_logits - logits_max.unsqueeze(-1)
+        target_mask = (target < vocab_start_index) | (target >= vocab_end_index)
+        masked_target = (target - vocab_start_index).masked_fill(target_mask, 0)
+        predicted_logits = shifted.gather(-1, masked_target.unsqueeze(-1)).squeeze(-1).masked_fill(target_mask, 0.0)
+        exp_logits = shifted.exp_()
+        return target_mask, masked_target.reshape(-1), predicted_logits, exp_logits.sum(dim=-1), exp_logits
+
+    @staticmethod
+    def calculate_cross_entropy_loss(
+        exp_logits: Tensor, predicted_logits: Tensor, sum_exp_logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Softmax ``[..., v/t]`` and loss ``[...]``, from exponentials and what was summed over the ranks."""
+        return exp_logits / sum_exp_logits.unsqueeze(-1), sum_exp_logits.log() - predicted_logits
+
+    @staticmethod
+    def prepare_gradient_calculation_operands(
+        softmax: Tensor, target_mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What ``calculate_gradients`` reads.
+
+        Returns:
+            The softmax as ``[n, v/t]``, the numbers 0 to ``n - 1``, 1 where the target is this rank's ``[n]`` and 0
+            elsewhere, and the softmax ``[..., v/t]``.
+        """
+        grad_2d = softmax.reshape(-1, softmax.size(-1))
+        arange_1d = torch.arange(grad_2d.size(0), device=softmax.device)
+        return grad_2d, arange_1d, 1.0 - target_mask.reshape(-1).to(softmax.dtype), softmax
+
+    @staticmethod
+    def calculate_gradients(
+        grad_2d: Tensor,
+        arange_1d: Tensor,
+        masked_target_1d: Tensor,
+        softmax_update: Tensor,
+        grad_input: Tensor,
+        grad_output: Tensor,
+    ) -> Tensor:
+        """The logits' gradient ``[..., v/t]``: softmax minus one at the target, times ``grad_output`` ``[...]``."""
+        gradient = grad_2d.index_put((arange_1d, masked_target_1d), -softmax_update, accumulate=True)
+        return gradient.view(grad_input.shape).mul_(grad_output.unsqueeze(-1))
 
 
 def vocab_parallel_cross_entropy(

@@ -6,6 +6,7 @@ the backward's communication run while the weight gradient is computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -25,6 +26,13 @@ from shardwise.collectives.primitives import (
     reduce_scatter,
     reduce_scatter_async,
 )
+from shardwise.collectives.regions import _ReduceFromModelParallelRegion, _ReduceScatterToSequenceParallelRegion
+from shardwise.errors import ShardingError
+from shardwise.recompute import is_checkpointing, is_recomputing
+from shardwise.sharding import uneven_sizes
+from shardwise.tensor_parallel.weight_gradient import WeightGradient, accumulate_main_grad_
+
+Sizes = Sequence[int] | None
 
 
 class LinearParallelism(Enum):
@@ -33,6 +41,7 @@ class LinearParallelism(Enum):
     ================== ========================== ====================================================
     member             forward                    backward
     ================== ========================== ====================================================
+    LOCAL              nothing                    nothing
     COLUMN             nothing (I -> V)           all-reduce of the input gradient
     COLUMN_SEQUENCE    all-gather of the input    the same again, reduce-scatter of the input gradient
     ROW                all-reduce of the output   nothing
@@ -40,6 +49,7 @@ class LinearParallelism(Enum):
     ================== ========================== ====================================================
     """
 
+    LOCAL = "local"
     COLUMN = "column"
     COLUMN_SEQUENCE = "column_sequence"
     ROW = "row"
@@ -50,7 +60,8 @@ class TensorParallelLinear(Function):
     """``input @ weight.T + bias`` with the communication of ``parallelism``.
 
     With COLUMN_SEQUENCE only this rank's shard of the input is kept for the backward, which gathers it again
-    (Korthikanti et al. 2022, section 4.2.2). A frozen weight keeps no input at all.
+    (Korthikanti et al. 2022, section 4.2.2). Where what is kept is recomputed just before the backward, it is the
+    gathered input, so that recomputation costs no collective. A frozen weight keeps no input at all.
     """
 
     @staticmethod
@@ -60,47 +71,74 @@ class TensorParallelLinear(Function):
         weight: Tensor,
         bias: Tensor | None,
         parallelism: LinearParallelism,
-        group: ProcessGroup,
+        group: ProcessGroup | None,
+        sizes: Sizes,
+        weight_gradient: WeightGradient | None,
     ) -> Tensor:
         ctx.parallelism = parallelism
         ctx.group = group
-        needs_weight_grad = ctx.needs_input_grad[1]
-        ctx.save_for_backward(input_ if needs_weight_grad else None, weight)
-        return _forward(input_, weight, bias, parallelism, group)
+        ctx.sizes = sizes
+        ctx.weight_gradient = weight_gradient
+        kept = input_ if ctx.needs_input_grad[1] else None
+        if parallelism is LinearParallelism.COLUMN_SEQUENCE:
+            assert group is not None
+            input_ = all_gather(input_, group=group, dim=0, sizes=sizes)
+            # A deferred gradient gathers by itself, when its time comes.
+            if kept is not None and _is_kept_briefly() and not (weight_gradient and weight_gradient.may_defer):
+                kept = input_
+        elif parallelism is LinearParallelism.ROW_SEQUENCE:
+            assert group is not None
+            ctx.sizes = uneven_sizes(input_.size(0), group.size())
+        ctx.gathers_again = parallelism is LinearParallelism.COLUMN_SEQUENCE and kept is not input_
+        ctx.save_for_backward(kept, weight)
+        return _multiply_and_reduce(input_, weight, bias, parallelism, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         input_, weight = ctx.saved_tensors
         needs_input_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
-        parallelism, group = ctx.parallelism, ctx.group
-
-        gathered_input: Pending | None = None
-        if parallelism is LinearParallelism.COLUMN_SEQUENCE and needs_weight_grad:
-            # In flight during the product for the input gradient.
-            gathered_input = all_gather_async(input_, group=group, dim=0)
-        elif parallelism is LinearParallelism.ROW_SEQUENCE:
-            grad_output = all_gather(grad_output, group=group, dim=0)
-
+        parallelism, group, sizes = ctx.parallelism, ctx.group, ctx.sizes
+        weight_gradient: WeightGradient | None = ctx.weight_gradient
         grad_input = grad_weight = grad_bias = None
+
+        if needs_weight_grad and weight_gradient is not None and weight_gradient.defer(input_, grad_output):
+            needs_weight_grad = False
+            grad_weight = weight_gradient.placeholder()
+        gathered_input: Pending | None = None
+        if ctx.gathers_again and needs_weight_grad:
+            # In flight during the product for the input gradient.
+            gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes)
+        elif parallelism is LinearParallelism.ROW_SEQUENCE:
+            grad_output = all_gather(grad_output, group=group, dim=0, sizes=sizes)
+
         pending: Pending | None = None
         if needs_input_grad:
             grad_input = grad_output.matmul(weight)
             if parallelism is LinearParallelism.COLUMN:
                 pending = all_reduce_async(grad_input, group=group, may_overwrite=True)
             elif parallelism is LinearParallelism.COLUMN_SEQUENCE:
-                pending = reduce_scatter_async(grad_input, group=group, dim=0)
+                pending = reduce_scatter_async(grad_input, group=group, dim=0, sizes=sizes)
 
         # In flight: the input gradient's reduction, while the weight's and bias's gradients are computed.
         if needs_weight_grad:
             if gathered_input is not None:
                 input_ = gathered_input.wait()
-            grad_weight = _flat(grad_output).t().mm(_flat(input_))
+            if weight_gradient is not None and weight_gradient.fuse:
+                accumulate_main_grad_(weight_gradient.weight, _flat(grad_output), _flat(input_))
+                grad_weight = weight_gradient.placeholder()
+            else:
+                grad_weight = _flat(grad_output).t().mm(_flat(input_))
         if needs_bias_grad:
             grad_bias = _flat(grad_output).sum(dim=0)
         if pending is not None:
             grad_input = pending.wait()
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _is_kept_briefly() -> bool:
+    """Whether what is saved now is dropped, and saved again just before the backward."""
+    return is_checkpointing() or is_recomputing()
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -114,7 +152,9 @@ def tensor_parallel_linear(
     bias: Tensor | None,
     *,
     parallelism: LinearParallelism,
-    group: ProcessGroup,
+    group: ProcessGroup | None,
+    sequence_length: int | None = None,
+    weight_gradient: WeightGradient | None = None,
 ) -> Tensor:
     """``input_ @ weight.T + bias`` on one rank's shard of the weight, with the communication of ``parallelism``.
 
@@ -123,21 +163,54 @@ def tensor_parallel_linear(
         weight: ``[o, i]``, this rank's shard.
         bias: ``[o]`` or None; with ROW it would be added once per rank, so it must be None there.
         parallelism: which communication.
-        group: the ranks that share the layer.
+        group: the ranks that share the layer; may be None with LOCAL.
+        sequence_length: ``s``, which COLUMN_SEQUENCE cannot see: shards are then of the balanced sizes. None if all
+            ranks hold as many positions.
+        weight_gradient: what becomes of the weight's gradient; autograd's if None.
 
     Returns:
-        ``[s, b, o]`` (``[s/t, b, o]`` with ROW_SEQUENCE).
+        ``[s, b, o]`` (``[s/t, b, o]`` with ROW_SEQUENCE, by the balanced rule).
+
+    Raises:
+        ShardingError: ``sequence_length`` does not fit this rank's shard.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198).
     """
-    if group.size() == 1 or not torch.is_grad_enabled():
-        # Nothing to communicate in a backward: autograd's own linear is all that is needed, and quicker.
-        return _forward(input_, weight, bias, parallelism, group)
+    if group is None or group.size() == 1:
+        parallelism = LinearParallelism.LOCAL
+    sizes: Sizes = None
+    if sequence_length is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
+        assert group is not None
+        sizes = uneven_sizes(sequence_length, group.size())
+        if sizes is None and input_.size(0) * group.size() != sequence_length:
+            raise ShardingError(
+                f"rank {group.rank()} of {group.size()} has {input_.size(0)} positions of a sequence of "
+                f"{sequence_length}; it should have {sequence_length // group.size()}"
+            )
+    local = parallelism is LinearParallelism.LOCAL
+    if (local and weight_gradient is None) or not torch.is_grad_enabled():
+        # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
+        if parallelism is LinearParallelism.COLUMN_SEQUENCE:
+            assert group is not None
+            input_ = all_gather(input_, group=group, dim=0, sizes=sizes)
+        return _multiply_and_reduce(input_, weight, bias, parallelism, group)
     if torch.is_autocast_enabled(input_.device.type):
         # Autocast ends with the forward; what the backward multiplies must have one dtype by then.
         input_, weight, bias = _autocast(input_), _autocast(weight), None if bias is None else _autocast(bias)
-    output: Tensor = TensorParallelLinear.apply(input_, weight, bias, parallelism, group)
-    return output
+    is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
+    fused = LinearParallelism.LOCAL if is_row and _is_kept_briefly() else parallelism
+    output: Tensor = TensorParallelLinear.apply(input_, weight, bias, fused, group, sizes, weight_gradient)
+    if fused is parallelism:
+        return output
+    # Recomputation ends with the last tensor that is saved. The product saves, the move after it does not: apart, the
+    # move is not repeated for a row layer at the end of what is recomputed.
+    move: Any = (
+        _ReduceFromModelParallelRegion
+        if parallelism is LinearParallelism.ROW
+        else _ReduceScatterToSequenceParallelRegion
+    )
+    moved: Tensor = move.apply(output, group)
+    return moved
 
 
 def _autocast(tensor: Tensor) -> Tensor:
@@ -147,14 +220,14 @@ def _autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
-def _forward(
-    input_: Tensor, weight: Tensor, bias: Tensor | None, parallelism: LinearParallelism, group: ProcessGroup
+def _multiply_and_reduce(
+    input_: Tensor, weight: Tensor, bias: Tensor | None, parallelism: LinearParallelism, group: ProcessGroup | None
 ) -> Tensor:
-    if parallelism is LinearParallelism.COLUMN_SEQUENCE:
-        input_ = all_gather(input_, group=group, dim=0)
+    """The product of whole rows, and what the row forms do with it."""
     output = F.linear(input_, weight, bias)
-    if parallelism is LinearParallelism.ROW:
-        return all_reduce(output, group=group, may_overwrite=True)
-    if parallelism is LinearParallelism.ROW_SEQUENCE:
-        return reduce_scatter(output, group=group, dim=0)
+    if group is not None:
+        if parallelism is LinearParallelism.ROW:
+            return all_reduce(output, group=group, may_overwrite=True)
+        if parallelism is LinearParallelism.ROW_SEQUENCE:
+            return reduce_scatter(output, group=group, dim=0)
     return output

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.collectives.buffers import GlobalMemoryBuffer
 from shardwise.collectives.regions import (
     _AllGatherFromTensorParallelRegion,
     _AllToAll,
@@ -22,11 +24,16 @@ from shardwise.collectives.regions import (
     _ScatterToModelParallelRegion,
     _ScatterToSequenceParallelRegion,
 )
+from shardwise.errors import ShardingError
+from shardwise.parallel_state import get_global_memory_buffer
 from shardwise.parallel_state import resolve_tensor_model_parallel_group as _resolve
+from shardwise.sharding import balanced_sizes, divide
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",
     "all_to_all",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
@@ -36,6 +43,10 @@ __all__ = [
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
 ]
+
+
+def _buffer(use_global_buffer: bool) -> GlobalMemoryBuffer | bool:
+    return get_global_memory_buffer() if use_global_buffer else False
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -154,6 +165,7 @@ def gather_from_sequence_parallel_region(
     tensor_parallel_output_grad: bool = True,
     group: ProcessGroup | None = None,
     output_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
 ) -> Tensor:
     """Concatenate the ranks' parts along the first dimension.
 
@@ -165,22 +177,27 @@ def gather_from_sequence_parallel_region(
         tensor_parallel_output_grad: whether what follows is a tensor-parallel region, whose gradient is a partial sum.
         group: tensor-parallel group; the ambient one if None.
         output_split_sizes: every rank's size; all as this rank's if None.
+        use_global_buffer: return a tensor in the reusable "mpu" buffer, which the next call with a buffer overwrites:
+            for values that are dead by then. A backward that would read overwritten values raises RuntimeError.
 
     Returns:
         ``[s, ...]``, the same on every rank.
 
     Raises:
-        TopologyError: no group given and none initialised.
+        TopologyError: no group or buffer given and none initialised.
         ShardingError: ``output_split_sizes`` do not have this rank's size.
     """
     result: Tensor = _GatherFromSequenceParallelRegion.apply(
-        input_, _resolve(group), tensor_parallel_output_grad, output_split_sizes
+        input_, _resolve(group), tensor_parallel_output_grad, output_split_sizes, _buffer(use_global_buffer)
     )
     return result
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None, input_split_sizes: Sequence[int] | None = None
+    input_: Tensor,
+    group: ProcessGroup | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
 ) -> Tensor:
     """Sum a partial result over the group and keep this rank's part of the first dimension.
 
@@ -190,17 +207,20 @@ def reduce_scatter_to_sequence_parallel_region(
         input_: ``[s, ...]``, this rank's partial sum.
         group: tensor-parallel group; the ambient one if None.
         input_split_sizes: every rank's size; balanced if None.
+        use_global_buffer: as in ``gather_from_sequence_parallel_region``.
 
     Returns:
         ``[s/t, ...]``.
 
     Raises:
-        TopologyError: no group given and none initialised.
+        TopologyError: no group or buffer given and none initialised.
         ShardingError: ``input_split_sizes`` do not sum to ``s``.
 
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g-bar.
     """
-    result: Tensor = _ReduceScatterToSequenceParallelRegion.apply(input_, _resolve(group), input_split_sizes)
+    result: Tensor = _ReduceScatterToSequenceParallelRegion.apply(
+        input_, _resolve(group), input_split_sizes, _buffer(use_global_buffer)
+    )
     return result
 
 
@@ -274,3 +294,83 @@ def all_to_all(
     """
     result: Tensor = _AllToAll.apply(_resolve(group), input_, output_split_sizes_, input_split_sizes)
     return result
+
+
+def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, *, num_tokens: int | None = None) -> Tensor:
+    """From a part of the tokens with all features to all tokens with a part of the features.
+
+    Layout V -> V, one all-to-all; the backward is the inverse exchange, ``all_to_all_hp2sp``.
+
+    Args:
+        input_: ``[n/t, h]``; leading dimensions are flattened into one.
+        group: tensor-parallel group; the ambient one if None.
+        num_tokens: ``n``, of which ranks then hold balanced shares. None: ranks hold as many, and divide ``h``.
+
+    Returns:
+        ``[n, h/t]``, features by the balanced rule.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: without ``num_tokens``, the ranks do not divide ``h``; with it, this rank's share is another.
+
+    Source: Jacobs et al. 2023 (arXiv:2309.14509), section 3.
+    """
+    group = _resolve(group)
+    t, rank = group.size(), group.rank()
+    input_ = input_.flatten(0, -2)
+    n, h = input_.shape
+    if num_tokens is None:
+        divide(h, t)
+        rows: tuple[int, ...] = (n,) * t
+    else:
+        rows = _shares(num_tokens, n, "tokens", t, rank)
+    columns = balanced_sizes(h, t)
+    sent = torch.cat([part.reshape(-1) for part in input_.split(columns, dim=1)])
+    received: Tensor = _AllToAll.apply(
+        group, sent, [r * columns[rank] for r in rows], [rows[rank] * c for c in columns]
+    )
+    return received.view(sum(rows), columns[rank])
+
+
+def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, *, hidden_size: int | None = None) -> Tensor:
+    """From all tokens with a part of the features to a part of the tokens with all features.
+
+    Layout V -> V, one all-to-all; the backward is the inverse exchange, ``all_to_all_sp2hp``.
+
+    Args:
+        input_: ``[n, h/t]``; leading dimensions are flattened into one.
+        group: tensor-parallel group; the ambient one if None.
+        hidden_size: ``h``, of which ranks then hold balanced shares. None: ranks hold as many, and divide ``n``.
+
+    Returns:
+        ``[n/t, h]``, tokens by the balanced rule.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: without ``hidden_size``, the ranks do not divide ``n``; with it, this rank's share is another.
+
+    Source: Jacobs et al. 2023 (arXiv:2309.14509), section 3.
+    """
+    group = _resolve(group)
+    t, rank = group.size(), group.rank()
+    input_ = input_.flatten(0, -2)
+    n, h = input_.shape
+    if hidden_size is None:
+        divide(n, t)
+        columns: tuple[int, ...] = (h,) * t
+    else:
+        columns = _shares(hidden_size, h, "features", t, rank)
+    rows = balanced_sizes(n, t)
+    # A run of rows is contiguous: it is sent as it lies.
+    received: Tensor = _AllToAll.apply(
+        group, input_.reshape(-1), [rows[rank] * c for c in columns], [r * columns[rank] for r in rows]
+    )
+    parts = received.split([rows[rank] * c for c in columns])
+    return torch.cat([part.view(rows[rank], c) for part, c in zip(parts, columns, strict=True)], dim=1)
+
+
+def _shares(total: int, own: int, what: str, t: int, rank: int) -> tuple[int, ...]:
+    sizes = balanced_sizes(total, t)
+    if sizes[rank] != own:
+        raise ShardingError(f"rank {rank} of {t} has {own} {what}; its balanced share of {total} is {sizes[rank]}")
+    return sizes

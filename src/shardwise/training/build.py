@@ -58,7 +58,9 @@ def build_model(
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
         tensor_model_parallel_size=parallel.tp,
-        sequence_parallel=parallel.sequence_parallel,
+        # The dense model that parity is proved against has one rank, on which there is nothing to split.
+        sequence_parallel=parallel.sequence_parallel and pg_collection.tp is not None and pg_collection.tp.size() > 1,
+        use_cpu_initialization=True,
         params_dtype=DTYPES[settings.training.dtype],
         # Nguyen and Salazar 2019 (arXiv:1910.05895), "small init": about 0.02 at the width of GPT-2, more for narrower
         # models, which learn nothing for a hundred steps otherwise.

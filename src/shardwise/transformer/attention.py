@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.config import TransformerConfig
+from shardwise.dropout import sharded_dropout
 from shardwise.errors import ConfigError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.random import streams
@@ -57,6 +59,8 @@ class SelfAttention(nn.Module):
         groups = balanced_sizes(num_groups, group.size())
         self.num_local_groups = groups[group.rank()]
         self.dropout = config.attention_dropout
+        self.group = group
+        self._head_sizes = [n * self.queries_per_group for n in groups]
         block = (self.queries_per_group + 2) * head_dim
         assert config.init_method is not None
         assert config.output_layer_init_method is not None
@@ -88,6 +92,7 @@ class SelfAttention(nn.Module):
         attention_mask: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
+        sequence_length: int | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -96,11 +101,12 @@ class SelfAttention(nn.Module):
             attention_mask: True where attention is forbidden, broadcast to ``[b, heads, s, keys]``; causal if None.
             rotary: cosine and sine of the positions; no rotation if None.
             cache: keys and values of earlier tokens; what is new is appended.
+            sequence_length: ``s``, which sequence parallelism must be told where the ranks do not divide it.
 
         Returns:
             Like ``hidden``.
         """
-        mixed, _ = self.linear_qkv(hidden)
+        mixed, _ = self.linear_qkv(hidden, sequence_length=sequence_length)
         s, b, _ = mixed.shape
         mixed = mixed.view(s, b, self.num_local_groups, self.queries_per_group + 2, self.head_dim)
         query, key, value = mixed.split((self.queries_per_group, 1, 1), dim=3)
@@ -125,6 +131,8 @@ class SelfAttention(nn.Module):
             # Queries are the last of the keys' positions; `is_causal` would align them with the first.
             allowed = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
         dropout = self.dropout if self.training else 0.0
+        if dropout > 0 and streams().rule == "global":
+            return self._attend_with_global_mask(query, key, value, allowed)
         with streams().fork() if dropout > 0 else nullcontext():
             return F.scaled_dot_product_attention(
                 query,
@@ -135,3 +143,15 @@ class SelfAttention(nn.Module):
                 is_causal=allowed is None and new == total,
                 enable_gqa=self.queries_per_group > 1,
             )
+
+    def _attend_with_global_mask(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+        """Attention written out, since PyTorch's draws its dropout mask itself; this one is a slice of all heads'."""
+        key, value = (x.repeat_interleave(self.queries_per_group, dim=1) for x in (key, value))
+        new, total = query.size(2), key.size(2)
+        if allowed is None:
+            allowed = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
+        scores = (query @ key.transpose(-1, -2)) / math.sqrt(self.head_dim)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1, dtype=wide).to(value.dtype)
+        weights = sharded_dropout(weights, self.dropout, dim=1, group=self.group, sizes=self._head_sizes)
+        return weights @ value

@@ -35,9 +35,12 @@ class TransformerBlock(nn.Module):
         attention_mask: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
+        sequence_length: int | None = None,
     ) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same; see ``SelfAttention.forward``."""
         for layer in self.layers:
-            hidden = layer(hidden, attention_mask=attention_mask, rotary=rotary, cache=cache)
+            hidden = layer(
+                hidden, attention_mask=attention_mask, rotary=rotary, cache=cache, sequence_length=sequence_length
+            )
         output: Tensor = self.final_layernorm(hidden)
         return output

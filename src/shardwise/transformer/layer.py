@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.config import TransformerConfig
-from shardwise.random import DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
+from shardwise.dropout import sharded_dropout
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.sharding import balanced_sizes
 from shardwise.transformer.attention import KeyValueCache, SelfAttention
 from shardwise.transformer.mlp import MLP
 
@@ -29,19 +30,28 @@ def make_norm(config: TransformerConfig) -> nn.Module:
 
 
 class ResidualDropout(nn.Module):
-    """Dropout on the residual stream: the same mask on every rank, or each rank's own on its shard of the sequence."""
+    """Dropout on the residual stream: the same mask on every rank, or on its shard of the sequence each rank's own.
 
-    def __init__(self, p: float, sequence_parallel: bool) -> None:
+    With streams of the "global" rule, the mask of the whole sequence is the same at every number of ranks.
+
+    Args:
+        p: dropout probability.
+        sequence_parallel: whether each rank holds its shard of the sequence.
+        group: the ranks that share the sequence.
+    """
+
+    def __init__(self, p: float, sequence_parallel: bool, group: ProcessGroup) -> None:
         super().__init__()
         self.p = p
-        self.stream = TENSOR_PARALLEL_STREAM if sequence_parallel else DATA_PARALLEL_STREAM
+        self.sequence_parallel = sequence_parallel
+        self.group = group
 
-    def forward(self, input_: Tensor) -> Tensor:
-        """Any shape to the same shape."""
+    def forward(self, input_: Tensor, *, sequence_length: int | None = None) -> Tensor:
+        """``[s, ...]``, or ``[s/t, ...]`` of ``sequence_length`` positions, to the same shape."""
         if self.p == 0.0 or not self.training:
             return input_
-        with streams().fork(self.stream):
-            return F.dropout(input_, self.p)
+        sizes = None if sequence_length is None else balanced_sizes(sequence_length, self.group.size())
+        return sharded_dropout(input_, self.p, dim=0 if self.sequence_parallel else None, group=self.group, sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -50,8 +60,8 @@ class TransformerLayerSpec:
 
     Attributes:
         norm: from the config, a norm.
-        attention: from config, layer number (from 1) and group, the attention.
-        mlp: from config and group, the MLP.
+        attention: from config, layer number (from 1) and group, the attention; called as ``SelfAttention`` is.
+        mlp: from config and group, the MLP; called as ``MLP`` is.
     """
 
     norm: Callable[[TransformerConfig], nn.Module] = make_norm
@@ -81,7 +91,9 @@ class TransformerLayer(nn.Module):
         self.self_attention = spec.attention(config, layer_number, tp_group)
         self.pre_mlp_layernorm = spec.norm(config)
         self.mlp = spec.mlp(config, tp_group)
-        self.dropout = ResidualDropout(config.hidden_dropout, config.sequence_parallel)
+        self.dropout = ResidualDropout(
+            config.hidden_dropout, config.sequence_parallel, resolve_tensor_model_parallel_group(tp_group)
+        )
 
     def forward(
         self,
@@ -90,11 +102,17 @@ class TransformerLayer(nn.Module):
         attention_mask: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
+        sequence_length: int | None = None,
     ) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same; see ``SelfAttention.forward``."""
         attended = self.self_attention(
-            self.input_layernorm(hidden), attention_mask=attention_mask, rotary=rotary, cache=cache
+            self.input_layernorm(hidden),
+            attention_mask=attention_mask,
+            rotary=rotary,
+            cache=cache,
+            sequence_length=sequence_length,
         )
-        hidden = hidden + self.dropout(attended)
-        output: Tensor = hidden + self.dropout(self.mlp(self.pre_mlp_layernorm(hidden)))
+        hidden = hidden + self.dropout(attended, sequence_length=sequence_length)
+        mixed = self.mlp(self.pre_mlp_layernorm(hidden), sequence_length=sequence_length)
+        output: Tensor = hidden + self.dropout(mixed, sequence_length=sequence_length)
         return output

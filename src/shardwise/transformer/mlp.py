@@ -47,9 +47,12 @@ class MLP(nn.Module):
             tp_group=tp_group,
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape."""
-        inner, _ = self.linear_fc1(hidden)
+    def forward(self, hidden: Tensor, *, sequence_length: int | None = None) -> Tensor:
+        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
+
+        ``sequence_length`` is ``s``, which sequence parallelism must be told where the ranks do not divide it.
+        """
+        inner, _ = self.linear_fc1(hidden, sequence_length=sequence_length)
         if self.gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = self.activation_func(gate) * up

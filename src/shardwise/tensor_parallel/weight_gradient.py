@@ -1,0 +1,173 @@
+"""Where a weight's gradient goes when autograd does not keep it: into ``main_grad``, or into buffers for later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives.primitives import Pending, all_gather_async
+from shardwise.config import ModelParallelConfig
+from shardwise.errors import ConfigError, ShardingError
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.sharding import uneven_sizes
+
+# Elements of the temporary through which a gradient passes on its way into a wider main_grad: 16 MiB of fp32.
+_TEMPORARY_ELEMENTS = 1 << 22
+# A product over fewer tokens than this spends its time on reading and writing main_grad.
+_MIN_TOKENS = 256
+
+
+class WeightGradient:
+    """What becomes of one linear's weight gradient.
+
+    Args:
+        weight: the parameter, as the caller knows it; its ``main_grad`` is added to.
+        fuse: add the gradient to ``weight.main_grad`` in place of returning it.
+        activation_buffer: receives the inputs of deferred gradients; None if the caller keeps them itself.
+        grad_output_buffer: receives the output gradients of deferred gradients; None defers nothing.
+        deferral_limit: how many are deferred before the rest is computed at once; 0 is no limit.
+    """
+
+    __slots__ = ("_activation_buffer", "_deferral_limit", "_grad_output_buffer", "fuse", "weight")
+
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        fuse: bool,
+        activation_buffer: list[Tensor] | None = None,
+        grad_output_buffer: list[Tensor] | None = None,
+        deferral_limit: int = 0,
+    ) -> None:
+        self.weight = weight
+        self.fuse = fuse
+        self._activation_buffer = activation_buffer
+        self._grad_output_buffer = grad_output_buffer
+        self._deferral_limit = deferral_limit
+
+    @property
+    def may_defer(self) -> bool:
+        """Whether some gradients are put off."""
+        return self._grad_output_buffer is not None
+
+    def defer(self, input_: Tensor, grad_output: Tensor) -> bool:
+        """Put one gradient off; False if it must be computed now.
+
+        Input and output gradient enter the buffers together, so they match whatever order micro-batches come back in,
+        and recomputation does not enter an input twice.
+        """
+        buffer = self._grad_output_buffer
+        if buffer is None or (self._deferral_limit and len(buffer) >= self._deferral_limit):
+            return False
+        buffer.append(grad_output)
+        if self._activation_buffer is not None:
+            self._activation_buffer.append(input_)
+        return True
+
+    def placeholder(self) -> Tensor | None:
+        """What autograd is given in place of a gradient that it need not keep.
+
+        None, unless the weight has the attribute ``grad_added_to_main_grad``: then the attribute becomes True and
+        autograd gets zeros, so that hooks on the weight run. They are zeros whether or not ``weight.zero_out_wgrad``
+        asks for that, and take no memory until autograd keeps them.
+        """
+        weight: Any = self.weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        return self.weight.new_zeros(()).expand(self.weight.shape)
+
+
+@torch.no_grad()
+def accumulate_main_grad_(weight: Tensor, grad_output: Tensor, input_: Tensor) -> None:
+    """``weight.main_grad += grad_output.T @ input_``.
+
+    Where ``main_grad`` is wider than the factors, products and sums are in its dtype too, so that summing many
+    micro-batches loses nothing to the parameter's rounding; the factors are widened a bounded number of tokens at a
+    time.
+
+    Args:
+        weight: a parameter with ``main_grad``, which is overwritten.
+        grad_output: ``[n, o]``.
+        input_: ``[n, i]``.
+
+    Raises:
+        ConfigError: ``weight`` has no ``main_grad``.
+    """
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise ConfigError(
+            f"gradient_accumulation_fusion adds to weight.main_grad, and the weight of shape {list(weight.shape)} has "
+            "none; set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) before the backward, or turn "
+            "gradient_accumulation_fusion off"
+        )
+    if main_grad.dtype == input_.dtype:
+        main_grad.addmm_(grad_output.t(), input_)
+        return
+    if main_grad.is_cuda and main_grad.dtype == torch.float32 and input_.dtype in (torch.float16, torch.bfloat16):
+        # Only CUDA has a product of narrow factors that is added to a wide sum.
+        torch.addmm(main_grad, grad_output.t(), input_, out_dtype=torch.float32, out=main_grad)
+        return
+    tokens = max(_MIN_TOKENS, _TEMPORARY_ELEMENTS // max(grad_output.size(1) + input_.size(1), 1))
+    for start in range(0, input_.size(0), tokens):
+        rows = slice(start, start + tokens)
+        main_grad.addmm_(grad_output[rows].to(main_grad.dtype).t(), input_[rows].to(main_grad.dtype))
+
+
+@torch.no_grad()
+def drain_embedding_wgrad_compute(
+    config: ModelParallelConfig,
+    embedding_activation_buffer: list[Tensor],
+    grad_output_buffer: list[Tensor],
+    weight: Tensor,
+    tp_group: ProcessGroup | None = None,
+) -> None:
+    """Compute the weight gradients that an output layer put off, and empty its buffers.
+
+    With sequence parallelism each input is gathered while the gradient before it is computed.
+
+    Args:
+        config: says whether inputs are shards of the sequence (``sequence_parallel``) and where the gradient goes: into
+            ``weight.main_grad`` with ``gradient_accumulation_fusion``, else into ``weight.grad``.
+        embedding_activation_buffer: the inputs, ``[s, b, i]`` or ``[s/t, b, i]``; emptied.
+        grad_output_buffer: the output gradients, ``[s, b, o/t]``, in the same order; emptied.
+        weight: the output layer's weight.
+        tp_group: tensor-parallel group; the ambient one if None. Not looked at without sequence parallelism.
+
+    Raises:
+        ShardingError: the buffers are not of the same length.
+        ConfigError: ``weight.main_grad`` is needed and missing.
+        TopologyError: a group is needed, and neither given nor initialised.
+    """
+    if len(embedding_activation_buffer) != len(grad_output_buffer):
+        raise ShardingError(
+            f"{len(embedding_activation_buffer)} inputs and {len(grad_output_buffer)} output gradients were kept; they "
+            "must be as many"
+        )
+    if not grad_output_buffer:
+        return
+    group = resolve_tensor_model_parallel_group(tp_group) if config.sequence_parallel else None
+
+    def next_input() -> Pending | Tensor | None:
+        if not embedding_activation_buffer:
+            return None
+        input_ = embedding_activation_buffer.pop(0)
+        if group is None or group.size() == 1:
+            return input_
+        sizes = uneven_sizes(grad_output_buffer[0].size(0), group.size())
+        return all_gather_async(input_, group=group, dim=0, sizes=sizes)
+
+    following = next_input()
+    while following is not None:
+        input_ = following.wait() if isinstance(following, Pending) else following
+        grad_output = grad_output_buffer.pop(0)
+        following = next_input()
+        grad_output, input_ = grad_output.flatten(0, -2), input_.flatten(0, -2)
+        if config.gradient_accumulation_fusion:
+            accumulate_main_grad_(weight, grad_output, input_)
+        else:
+            gradient = grad_output.t().mm(input_).to(weight.dtype)
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
