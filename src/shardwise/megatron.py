@@ -1,0 +1,104 @@
+"""A door for programs written for the reference: ``import megatron.core...`` finds this library.
+
+::
+
+    import shardwise.megatron
+
+    shardwise.megatron.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+Aliases only: ``megatron.core.parallel_state`` *is* ``shardwise.parallel_state``. What is not offered is not found, as
+in any package without such a module; ``docs/porting.md`` says what that is, and why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+from shardwise.errors import ConfigError
+
+_PACKAGES = (
+    "megatron",
+    "megatron.core",
+    "megatron.core.models",
+    "megatron.core.models.common",
+    "megatron.core.models.common.language_module",
+    "megatron.core.models.gpt",
+    "megatron.core.transformer",
+)
+
+_ALIASES = {
+    "megatron.core.model_parallel_config": "shardwise.config",
+    "megatron.core.models.common.language_module.language_module": "shardwise.models.language_module",
+    "megatron.core.models.gpt.gpt_model": "shardwise.models.gpt",
+    "megatron.core.parallel_state": "shardwise.parallel_state",
+    "megatron.core.process_groups_config": "shardwise.process_groups_config",
+    "megatron.core.tensor_parallel": "shardwise.tensor_parallel",
+    "megatron.core.tensor_parallel.cross_entropy": "shardwise.tensor_parallel.cross_entropy",
+    "megatron.core.tensor_parallel.data": "shardwise.tensor_parallel.data",
+    "megatron.core.tensor_parallel.layers": "shardwise.tensor_parallel.layers",
+    "megatron.core.tensor_parallel.mappings": "shardwise.tensor_parallel.mappings",
+    "megatron.core.tensor_parallel.random": "shardwise.tensor_parallel.random",
+    "megatron.core.tensor_parallel.utils": "shardwise.tensor_parallel.utils",
+    "megatron.core.transformer.transformer_config": "shardwise.config",
+    "megatron.core.utils": "shardwise.utils",
+}
+
+# Names that a package itself has, besides its modules: package -> name -> where it is.
+_NAMES: dict[str, dict[str, tuple[str, str | None]]] = {
+    "megatron.core": {
+        "ModelParallelConfig": ("shardwise.config", "ModelParallelConfig"),
+        # The reference's own second name.
+        "mpu": ("shardwise.parallel_state", None),
+    },
+    "megatron.core.models.gpt": {"GPTModel": ("shardwise.models.gpt", "GPTModel")},
+    "megatron.core.transformer": {"TransformerConfig": ("shardwise.config", "TransformerConfig")},
+}
+
+_MARK = "__shardwise__"
+
+
+def install() -> None:
+    """Let ``megatron.core`` and its modules name Shardwise's; a second call changes nothing.
+
+    Raises:
+        ConfigError: the reference itself, or another package of its name, is imported already; nothing has changed.
+    """
+    foreign = sorted(
+        name for name in sys.modules if name.partition(".")[0] == "megatron" and not _is_ours(sys.modules[name])
+    )
+    if foreign:
+        raise ConfigError(
+            f"{', '.join(foreign[:3])}{' and others are' if len(foreign) > 3 else ' is'} already imported; call "
+            "shardwise.megatron.install() before anything imports megatron"
+        )
+    modules: dict[str, ModuleType] = {}
+    for name in _PACKAGES:
+        package = ModuleType(name, "An alias of Shardwise; see shardwise.megatron.")
+        # A package without a folder: what is not offered is not found, even where the reference is installed.
+        package.__path__ = []
+        setattr(package, _MARK, True)
+        for attribute, (where, member) in _NAMES.get(name, {}).items():
+            source = importlib.import_module(where)
+            setattr(package, attribute, source if member is None else getattr(source, member))
+        modules[name] = package
+    for name, target in _ALIASES.items():
+        modules[name] = importlib.import_module(target)
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        if parent in _PACKAGES:
+            setattr(modules[parent], child, module)
+    sys.modules.update(modules)
+
+
+def uninstall() -> None:
+    """Take the aliases back; modules that imported them keep what they have."""
+    for name in (*_PACKAGES, *_ALIASES):
+        if name in sys.modules and _is_ours(sys.modules[name]):
+            del sys.modules[name]
+
+
+def _is_ours(module: ModuleType) -> bool:
+    return getattr(module, _MARK, False) or module.__name__.partition(".")[0] == "shardwise"

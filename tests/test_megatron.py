@@ -1,0 +1,74 @@
+"""The door for programs written for the reference: aliases, and nothing behind them twice."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import shardwise.megatron
+from shardwise import parallel_state, tensor_parallel, utils
+from shardwise.config import ModelParallelConfig, TransformerConfig
+from shardwise.errors import ConfigError
+from shardwise.models import language_module
+
+
+@pytest.fixture
+def installed():
+    shardwise.megatron.install()
+    yield
+    shardwise.megatron.uninstall()
+    assert not [name for name in sys.modules if name.partition(".")[0] == "megatron"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_imports_of_every_kind_find_the_same_objects():
+    import megatron.core.parallel_state as ps
+    import megatron.core.tensor_parallel.layers
+    from megatron.core import ModelParallelConfig as TheirConfig
+    from megatron.core import mpu
+    from megatron.core.models.common.language_module import language_module as theirs
+    from megatron.core.tensor_parallel.mappings import _CopyToModelParallelRegion
+    from megatron.core.transformer.transformer_config import TransformerConfig as TheirTransformerConfig
+
+    assert ps is parallel_state
+    assert mpu is parallel_state
+    assert megatron.core.tensor_parallel is tensor_parallel
+    assert megatron.core.tensor_parallel.layers is sys.modules["shardwise.tensor_parallel.layers"]
+    assert megatron.core.utils is utils
+    assert TheirConfig is ModelParallelConfig
+    assert TheirTransformerConfig is TransformerConfig
+    assert theirs is language_module
+    assert _CopyToModelParallelRegion is tensor_parallel.mappings._CopyToModelParallelRegion
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_second_call_changes_nothing():
+    before = {name: module for name, module in sys.modules.items() if name.startswith("megatron")}
+    shardwise.megatron.install()
+    assert {name: module for name, module in sys.modules.items() if name.startswith("megatron")}.keys() == before.keys()
+    assert sys.modules["megatron.core.utils"] is utils
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_is_not_offered_is_not_found():
+    with pytest.raises(ModuleNotFoundError, match=r"megatron\.core\.distributed"):
+        importlib.import_module("megatron.core.distributed")
+
+
+def test_the_real_one_is_not_replaced(monkeypatch):
+    real = ModuleType("megatron.core")
+    monkeypatch.setitem(sys.modules, "megatron.core", real)
+    with pytest.raises(ConfigError, match=r"megatron\.core is already imported; call shardwise\.megatron\.install"):
+        shardwise.megatron.install()
+    assert sys.modules["megatron.core"] is real
+    assert "megatron" not in sys.modules
+
+
+def test_the_example_of_the_guide_runs():
+    guide = (Path(__file__).parents[1] / "docs" / "porting.md").read_text()
+    example = re.search(r"```python\n(.*?)```", guide, re.DOTALL).group(1)
+    subprocess.run([sys.executable, "-W", "error", "-c", example], check=True, timeout=60)
