@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -143,3 +144,11 @@ def _memory_gib() -> float | None:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write ``value`` to ``path``, readable and with a final newline; NaN and infinity are refused."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def positive_int(text: str) -> int:
+    """A command line's number, at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value

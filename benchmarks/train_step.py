@@ -17,9 +17,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Spread, format_table, machine_facts, measure_in_rounds, ratios_of, write_json
+from common import (
+    Spread,
+    format_table,
+    machine_facts,
+    measure_in_rounds,
+    positive_int,
+    ratios_of,
+    write_json,
+)
+from ranks import NUM_RANKS
 from steps.problem import LlamaSizes
-from steps.runner import NUM_RANKS, RANK_VARIANTS, SINGLE_VARIANTS, Runner
+from steps.runner import RANK_VARIANTS, SINGLE_VARIANTS, Runner
 from workers import Workers, WorkerSpec
 
 from shardwise.errors import ConfigError, LaunchError, ParityError
@@ -195,10 +204,10 @@ def describe(result: dict[str, Any]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=(*MODELS, "both"), default="both", help="default: both")
-    parser.add_argument("--rounds", type=_count, default=9, help="rounds that count; default: 9")
+    parser.add_argument("--rounds", type=positive_int, default=9, help="rounds that count; default: 9")
     parser.add_argument(
         "--steps",
-        type=_count,
+        type=positive_int,
         help="timed steps of each variant in a round; default: "
         + ", ".join(f"{steps} for {name}" for name, steps in DEFAULT_STEPS.items()),
     )
@@ -217,15 +226,8 @@ def _parser() -> argparse.ArgumentParser:
         if field.name == "tie_embeddings":
             sizes.add_argument(flag, action=argparse.BooleanOptionalAction)
         else:
-            sizes.add_argument(flag, type=_count, metavar="N")
+            sizes.add_argument(flag, type=positive_int, metavar="N")
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
 
 
 def _chosen_models(arguments: argparse.Namespace) -> dict[str, LlamaSizes]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
-import torch.distributed as dist
+from ranks import NUM_RANKS, join_ranks, leave_ranks, seconds_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -18,12 +15,10 @@ from steps.problem import LlamaSizes, Problem, Step
 from steps.raw_collectives import make_raw
 from steps.shardwise_step import make_shardwise
 
-NUM_RANKS = 2
 RANK_VARIANTS = ("ours", "ours_sp", "dtensor", "dtensor_sp", "dtensor_fused", "dtensor_sp_fused", "raw")
 SINGLE_VARIANTS = ("single", "single_passive", "single_fused")
 
 SEED = 1234
-COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 Maker = Callable[[Problem], Step]
 
@@ -44,14 +39,7 @@ class Runner:
             "single_fused": lambda problem: make_single(problem, fused=True),
         }
         if store is not None:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, NUM_RANKS),  # type: ignore[attr-defined]
-                rank=rank,
-                world_size=NUM_RANKS,
-                timeout=COLLECTIVE_TIMEOUT,
-            )
-            self._topology = Topology.create(tp=NUM_RANKS, timeout=COLLECTIVE_TIMEOUT)
+            self._topology = join_ranks(store, rank)
             self._makers = _rank_makers(self._topology)
         self._steps: dict[str, Step] = {}
 
@@ -70,27 +58,13 @@ class Runner:
 
     def time_steps(self, variant: str, num_steps: int) -> float:
         """Seconds that the next steps take on this rank, from when all ranks are ready."""
-        step = self._steps[variant]
-        # Another variant had the caches.
-        step()
-        # Who times steps, or trains at scale, chooses when Python collects its garbage.
-        gc.collect()
-        gc.disable()
-        if self._topology is not None:
-            dist.barrier()
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            step()
-        seconds = time.perf_counter() - start
-        gc.enable()
-        return seconds
+        return seconds_of(self._steps[variant], num_steps, together=self._topology is not None)
 
     def close(self) -> None:
         """Leave the process groups."""
         self._steps = {}
         if self._topology is not None:
-            self._topology.destroy()
-            dist.destroy_process_group()
+            leave_ranks(self._topology)
 
 
 def _rank_makers(topology: Topology) -> dict[str, Maker]:

@@ -54,6 +54,8 @@ def make_shardwise(problem: Problem, topology: Topology, *, sequence_parallel: b
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         tensor_model_parallel_size=tp_group.size(),
         sequence_parallel=sequence_parallel,
         perform_initialization=False,
