@@ -13,6 +13,7 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
 from shardwise.collectives import eager
+from shardwise.collectives.buffers import GlobalMemoryBuffer
 from shardwise.collectives.primitives import (
     all_gather,
     all_gather_async,
@@ -235,3 +236,22 @@ def test_gloo_sends_even_shards_as_they_are(group, monkeypatch):
     # Uneven ones travel padded to the largest.
     eager.all_gather(torch.ones(3 - group.rank(), 2), group, 0, [3, 2]).wait()
     assert sent[1].shape == (3, 2)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("wide", [5, 100_000])
+def test_gathering_into_a_buffer(group, dim, even, wide):
+    buffer = GlobalMemoryBuffer()
+    sizes = [2] * group.size() if even else balanced_sizes(4, group.size())
+    shape = [wide, wide]
+    shape[dim], shape[1 - dim] = sum(sizes), wide
+    first, second = torch.randn(shape), torch.randn(shape)
+    results = [
+        all_gather(whole.split(sizes, dim)[group.rank()], group=group, dim=dim, sizes=sizes, buffer=buffer)
+        for whole in (first, second)
+    ]
+    assert_bit_equal(results[1], second)
+    # The second went where the first had been.
+    assert results[0].data_ptr() == results[1].data_ptr()

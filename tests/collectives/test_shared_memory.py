@@ -20,6 +20,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 
 from shardwise.collectives import primitives
+from shardwise.collectives.buffers import GlobalMemoryBuffer
 from shardwise.collectives.primitives import (
     all_gather,
     all_gather_async,
@@ -145,8 +146,15 @@ def test_results_do_not_require_gradients(group):
 @pytest.mark.ranks(2)
 def test_opened_in_inference_mode_and_used_in_training(group):
     other = dist.new_group([0, 1])
+    buffer = GlobalMemoryBuffer()
     with torch.inference_mode():
+        for size in (3, 4):
+            all_reduce(torch.ones(size), group=other)
+            all_gather(torch.ones(size), group=other, buffer=buffer)
+    for _ in range(2 * NUM_SLOTS):
+        # The views that were made in inference mode, of every slot.
         all_reduce(torch.ones(3), group=other)
+    assert all_gather(torch.ones(4), group=other, buffer=buffer).tolist() == [1] * 8
     weight = torch.nn.Parameter(torch.ones(3))
     total = all_reduce(weight, group=other)
     (total * weight).sum().backward()

@@ -32,5 +32,7 @@ class GlobalMemoryBuffer:
         key = (name, dtype, where)
         held = self.buffer.get(key)
         if held is None or held.numel() < numel:
-            held = self.buffer[key] = torch.empty(numel, dtype=dtype, device=where, requires_grad=False)
+            # Made in inference mode it could not be written to outside of it.
+            with torch.inference_mode(False):
+                held = self.buffer[key] = torch.empty(numel, dtype=dtype, device=where, requires_grad=False)
         return held[:numel].view(tuple(tensor_shape))

@@ -62,16 +62,19 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool
     return Pending(_Work(work, "all_reduce", tensor, group), lambda: result)
 
 
-def all_gather(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
-    """Start an all-gather of shards with ``sizes`` along ``dim``."""
-    even = is_even(sizes)
+def all_gather(
+    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], out: Tensor | None = None
+) -> Pending:
+    """Start an all-gather of shards with ``sizes`` along ``dim``, into ``out`` if given."""
+    t, even = len(sizes), is_even(sizes)
     shard = tensor.contiguous() if even else _padded(tensor, dim, max(sizes))
-    gathered = shard.new_empty((len(sizes) * shard.size(0), *shard.shape[1:]))
+    is_result = dim == 0 and even
+    gathered = out if is_result and out is not None else shard.new_empty((t * shard.size(0), *shard.shape[1:]))
     # Counted without the padding.
     with accounting.as_one("all_gather", tensor):
         work = _all_gather_into(gathered, shard, group=group, async_op=True)
     return Pending(
-        _Work(work, "all_gather", tensor, group), lambda: join_gathered(gathered, shard.shape, dim, sizes), shard
+        _Work(work, "all_gather", tensor, group), lambda: join_gathered(gathered, shard.shape, dim, sizes, out), shard
     )
 
 
@@ -83,12 +86,15 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
     return padded
 
 
-def join_gathered(gathered: Tensor, shard_shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Tensor:
+def join_gathered(
+    gathered: Tensor, shard_shape: Sequence[int], dim: int, sizes: Sequence[int], out: Tensor | None = None
+) -> Tensor:
     """What the backend stacked along the first dimension, as one tensor along ``dim``, without the padding."""
     if dim == 0 and is_even(sizes):
         return gathered
     parts = gathered.view(len(sizes), *shard_shape).unbind(0)
-    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+    parts = [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
+    return torch.cat(parts, dim) if out is None else torch.cat(parts, dim, out=out)
 
 
 def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from shardwise.collectives import accounting, eager, traced
 from shardwise.collectives.agreement import check_same
+from shardwise.collectives.buffers import GlobalMemoryBuffer
 from shardwise.collectives.pending import Pending
 from shardwise.collectives.shared_memory import (
     MOVABLE,
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 _CONTIGUOUS = torch.contiguous_format
+_BUFFER_NAME = "all_gather"
 
 # Groups whose every call is compared between the ranks before it is made.
 _validated: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -133,7 +135,12 @@ def all_reduce(
 
 
 def all_gather_async(
-    tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    buffer: GlobalMemoryBuffer | None = None,
 ) -> Pending:
     """Start ``all_gather``; see there."""
     t = group.size()
@@ -152,12 +159,26 @@ def all_gather_async(
     channel = _shared_memory(tensor, group, MOVABLE)
     if channel is not None:
         accounting.record("all_gather", tensor)
-        return AllGather(channel, tensor.detach(), dim, sizes)
+        return AllGather(channel, tensor.detach(), dim, sizes, _out(tensor, dim, sizes, buffer))
     _validate("all_gather", tensor, group, dim, list(sizes), but_dim=dim)
-    return eager.all_gather(tensor, group, dim, sizes)
+    return eager.all_gather(tensor, group, dim, sizes, _out(tensor, dim, sizes, buffer))
 
 
-def all_gather(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+def _out(tensor: Tensor, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | None) -> Tensor | None:
+    if buffer is None:
+        return None
+    shape = (*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
+    return buffer.get_tensor(shape, tensor.dtype, _BUFFER_NAME, tensor.device)
+
+
+def all_gather(
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    buffer: GlobalMemoryBuffer | None = None,
+) -> Tensor:
     """The shards of all ranks, concatenated along ``dim`` in rank order.
 
     Args:
@@ -165,6 +186,8 @@ def all_gather(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequ
         group: the ranks that take part.
         dim: dimension of the concatenation.
         sizes: every rank's size along ``dim``; all the same as this rank's if None.
+        buffer: where the result lies, until the next gather into the same buffer; new memory if None, and in traced
+            code, where the compiler plans memory.
 
     Returns:
         The whole tensor, the same on every rank.
@@ -172,7 +195,7 @@ def all_gather(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequ
     Raises:
         ShardingError: ``sizes`` does not have one entry per rank, or not this rank's size; no such dimension.
     """
-    return all_gather_async(tensor, group=group, dim=dim, sizes=sizes).wait()
+    return all_gather_async(tensor, group=group, dim=dim, sizes=sizes, buffer=buffer).wait()
 
 
 def reduce_scatter_async(

@@ -17,6 +17,11 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
         NotInitializedError: ``initialize_model_parallel`` was not called.
     """
     get_topology()
+    return communication_buffers()
+
+
+def communication_buffers() -> GlobalMemoryBuffer:
+    """The same for layers, which may have been given their group by a program without an ambient topology."""
     if AMBIENT.memory_buffer is None:
         AMBIENT.memory_buffer = GlobalMemoryBuffer()
     return AMBIENT.memory_buffer

@@ -28,6 +28,7 @@ from shardwise.collectives.primitives import (
 )
 from shardwise.collectives.regions import _ReduceFromModelParallelRegion, _ReduceScatterToSequenceParallelRegion
 from shardwise.errors import ShardingError
+from shardwise.parallel_state.memory import communication_buffers
 from shardwise.recompute import is_checkpointing, is_recomputing
 from shardwise.sharding import uneven_sizes
 from shardwise.tensor_parallel.weight_gradient import WeightGradient, accumulate_main_grad_
@@ -82,9 +83,13 @@ class TensorParallelLinear(Function):
         kept = input_ if ctx.needs_input_grad[1] else None
         if parallelism is LinearParallelism.COLUMN_SEQUENCE:
             assert group is not None
-            input_ = all_gather(input_, group=group, dim=0, sizes=sizes)
             # A deferred gradient gathers by itself, when its time comes.
-            if kept is not None and _is_kept_briefly() and not (weight_gradient and weight_gradient.may_defer):
+            defers = weight_gradient is not None and weight_gradient.may_defer
+            keeps_gathered = kept is not None and _is_kept_briefly() and not defers
+            # What is dropped after the product lies in memory that every layer uses in turn.
+            buffer = None if keeps_gathered else communication_buffers()
+            input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
+            if keeps_gathered:
                 kept = input_
         elif parallelism is LinearParallelism.ROW_SEQUENCE:
             assert group is not None
@@ -108,7 +113,7 @@ class TensorParallelLinear(Function):
         gathered_input: Pending | None = None
         if ctx.gathers_again and needs_weight_grad:
             # In flight during the product for the input gradient.
-            gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes)
+            gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=communication_buffers())
         elif parallelism is LinearParallelism.ROW_SEQUENCE:
             grad_output = all_gather(grad_output, group=group, dim=0, sizes=sizes)
 
@@ -192,7 +197,7 @@ def tensor_parallel_linear(
         # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
         if parallelism is LinearParallelism.COLUMN_SEQUENCE:
             assert group is not None
-            input_ = all_gather(input_, group=group, dim=0, sizes=sizes)
+            input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=communication_buffers())
         return _multiply_and_reduce(input_, weight, bias, parallelism, group)
     if torch.is_autocast_enabled(input_.device.type):
         # Autocast ends with the forward; what the backward multiplies must have one dtype by then.

@@ -116,8 +116,10 @@ class Channel:
             count = 1
             for size in shape:
                 count *= size
-            stacked = self._slots[slot].view(dtype)[:, :count].view(self.t, *shape)
-            rows = self._rows[key] = (*stacked.unbind(0), stacked)
+            # A view made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                stacked = self._slots[slot].view(dtype)[:, :count].view(self.t, *shape)
+                rows = self._rows[key] = (*stacked.unbind(0), stacked)
         return rows
 
     def take_slot(self, message: Message) -> tuple[int, int]:

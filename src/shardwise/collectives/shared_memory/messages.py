@@ -85,11 +85,14 @@ class AllGather(Message):
         tensor: this rank's shard.
         dim: dimension of the concatenation.
         sizes: every rank's size along ``dim``.
+        out: contiguous, receives the result; new memory if None.
     """
 
-    __slots__ = ("_dim", "_parts", "_per_chunk", "_shapes", "_tensor")
+    __slots__ = ("_dim", "_out", "_parts", "_per_chunk", "_shapes", "_tensor")
 
-    def __init__(self, channel: Channel, tensor: Tensor, dim: int, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, channel: Channel, tensor: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None = None
+    ) -> None:
         shape, dtype = tensor.shape, tensor.dtype
         before, after = shape[:dim], shape[dim + 1 :]
         self._shapes = [torch.Size((*before, size, *after)) for size in sizes]
@@ -102,19 +105,20 @@ class AllGather(Message):
             num_chunks,
         )
         self._dim = dim
+        self._out = out
         self._tensor = tensor if num_chunks <= 1 else tensor.reshape(-1)
         self._parts: list[Tensor] = []
         if num_chunks != 1:
             self._parts = [tensor.new_empty(each) for each in self._shapes]
             if dim == 0:
-                self.result = tensor.new_empty((sum(sizes), *after))
+                self.result = tensor.new_empty((sum(sizes), *after)) if out is None else out
                 self._parts = list(self.result.split(list(sizes)))
         self.start()
 
     def finish(self) -> None:
         super().finish()
         if self._parts and self._dim != 0:
-            self.result = torch.cat(self._parts, self._dim)
+            self._join(self._parts)
             self._parts = []
 
     def _write(self, chunk: int, slot: int) -> None:
@@ -127,11 +131,17 @@ class AllGather(Message):
         channel, dtype = self._channel, self._tensor.dtype
         if self._num_chunks == 1:
             rows = [channel.rows(slot, dtype, shape)[rank] for rank, shape in enumerate(self._shapes)]
-            self.result = torch.cat(rows, self._dim)
+            self._join(rows)
             return
         for rank, part in enumerate(self._parts):
             piece = part.view(-1)[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
             piece.copy_(channel.rows(slot, dtype, piece.shape)[rank])
+
+    def _join(self, parts: list[Tensor]) -> None:
+        if self._out is None:
+            self.result = torch.cat(parts, self._dim)
+        else:
+            self.result = torch.cat(parts, self._dim, out=self._out)
 
 
 class ReduceScatter(Message):
