@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -39,7 +39,8 @@ _PAGE = 4096
 
 _SPINS = 200
 _YIELD_SECONDS = 2e-3
-_NAP_SECONDS = 5e-5
+_SHORTEST_NAP_SECONDS = 5e-5
+_LONGEST_NAP_SECONDS = 2e-3
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_FOR_NOTES = 1.0
 
@@ -176,12 +177,15 @@ class Channel:
         words = self._words
         start = time.monotonic()
         look = start + _SECONDS_BETWEEN_LOOKS
-        pause: Callable[[], None] = os.sched_yield
+        now = start
         while words[place] < number:
-            pause()
+            waited = now - start
+            if waited < _YIELD_SECONDS:
+                os.sched_yield()
+            else:
+                # A rank that comes later than that is late by itself; a hundredth more does not matter.
+                time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited / 100), _LONGEST_NAP_SECONDS))
             now = time.monotonic()
-            if now - start > _YIELD_SECONDS:
-                pause = _nap
             if now < look:
                 continue
             look = now + _SECONDS_BETWEEN_LOOKS
@@ -210,7 +214,7 @@ class Channel:
         for rank in range(self.t):
             place = rank * _WORDS_PER_RANK + 3 * NUM_SLOTS
             while not self._words[place] and time.monotonic() < end:
-                _nap()
+                time.sleep(_SHORTEST_NAP_SECONDS)
             note = bytes(self._notes[rank * _NOTE_BYTES : rank * _NOTE_BYTES + self._words[place]])
             calls.append(f"rank {rank} is in {note.decode(errors='replace') or 'an unknown call'}")
         self._broken = DesyncError(
@@ -218,10 +222,6 @@ class Channel:
             "with the same shapes and dtypes"
         )
         return self._broken
-
-
-def _nap() -> None:
-    time.sleep(_NAP_SECONDS)
 
 
 class Message(Pending):
