@@ -59,8 +59,10 @@ def test_what_cannot_be_split_names_the_values(n, t, rank):
 def test_divide():
     assert divide(12, 4) == 3
     ensure_divisibility(0, 7)
-    with pytest.raises(ShardingError, match="13 is not divisible by 4"):
+    with pytest.raises(ShardingError, match="13 is not divisible by 4") as info:
         divide(13, 4)
+    # What tests for the reference catch.
+    assert isinstance(info.value, AssertionError)
     with pytest.raises(ValueError, match="13 is not divisible by 0"):
         ensure_divisibility(13, 0)
 

@@ -14,7 +14,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from shardwise import tokenizer as tokenizer_module
 from shardwise.errors import ConfigError, DataError, VocabularyError
-from shardwise.tokenizer import END_OF_TEXT, Tokenizer, write_atomically
+from shardwise.tokenizer import END_OF_TEXT, Tokenizer
 
 TEXTS = (
     "def encode(self, text):\n    if self.is_local:\n        return self.encode_batch([text])[0]\n    return None\n",
@@ -277,20 +277,6 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ConfigError, match=r"cannot write .*file/tokenizer-\w+\.json': .*; choose a folder"):
         Tokenizer.train_cached(Source(), 300, tmp_path / "file")
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
-    path = tmp_path / "file"
-    write_atomically(path, lambda file: file.write(b"old"))
-
-    def fail(file):
-        file.write(b"ne")
-        raise RuntimeError("interrupted")
-
-    with pytest.raises(RuntimeError, match="interrupted"):
-        write_atomically(path, fail)
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 FORK = """

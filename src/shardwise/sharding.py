@@ -10,27 +10,27 @@ of a gated MLP are two sections of one weight, so that every rank holds matching
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardingError
+from shardwise.errors import IndivisibleError, ShardingError
 
 Interval = tuple[int, int]
 """``(start, stop)`` of a run of indices, ``stop`` excluded."""
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raise ShardingError unless ``denominator`` divides ``numerator``."""
+    """Raise IndivisibleError unless ``denominator`` divides ``numerator``."""
     if denominator == 0 or numerator % denominator != 0:
-        raise ShardingError(f"{numerator} is not divisible by {denominator}")
+        raise IndivisibleError(f"{numerator} is not divisible by {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The exact quotient; ShardingError if there is a remainder."""
+    """The exact quotient; IndivisibleError if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -240,16 +240,70 @@ class ParamLayout:
         )
 
 
+class Segment(NamedTuple):
+    """A run of indices along the split dimension that no rank's boundary cuts.
+
+    Attributes:
+        start: first index in the whole parameter.
+        length: number of indices.
+        local_start: where the run begins in the rank's part.
+    """
+
+    start: int
+    length: int
+    local_start: int
+
+
+def segments(layout: ParamLayout, rank: int) -> list[Segment]:
+    """What ``rank`` holds along the split dimension, cut wherever any rank's part begins or ends.
+
+    Two segments, of whichever ranks, are therefore the same run or disjoint, so that "write each run once" needs no
+    more than comparing their first indices.
+
+    Args:
+        layout: layout with a split dimension.
+        rank: one of its ranks.
+
+    Raises:
+        ShardingError: the rank holds an index twice.
+    """
+    assert layout.dim is not None
+    if layout.global_shape[layout.dim] == 0:
+        return [Segment(0, 0, 0)]
+    runs_of_rank = [_merge_adjacent(runs) for runs in layout.intervals]
+    cuts = sorted({edge for runs in runs_of_rank for run in runs for edge in run})
+    result = []
+    local_start = 0
+    for start, stop in runs_of_rank[rank]:
+        edges = [cut for cut in cuts if start <= cut <= stop]
+        result += [Segment(a, b - a, local_start + a - start) for a, b in pairwise(edges)]
+        local_start += stop - start
+    if len({segment.start for segment in result}) != len(result):
+        raise ShardingError(f"rank {rank} holds an index twice: its runs are {list(layout.intervals[rank])}")
+    return result
+
+
+def _merge_adjacent(runs: tuple[Interval, ...]) -> list[Interval]:
+    """Runs that continue each other, joined: a tensor that one rank holds is then one segment, whatever its stride."""
+    merged: list[Interval] = []
+    for start, stop in runs:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged
+
+
 ShardedOffset = tuple[int, int, int]
 """``(axis, index, count)``: a tensor is number ``index`` of ``count`` along a new leading ``axis``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParamShard:
     """One rank's part of a named parameter: what a layer's ``sharded_state_dict`` returns and a checkpoint stores.
 
     Attributes:
-        key: name of the parameter in the checkpoint.
+        key: name of the parameter in the checkpoint; parameters that ``sharded_offsets`` stack share it.
         data: this rank's part, shape ``layout.local_shape(rank)``; the parameter itself, not a copy.
         layout: where each rank's part lies in the whole.
         rank: this rank among those that ``layout`` is about.
@@ -259,17 +313,20 @@ class ParamShard:
             vocabulary does that is padded otherwise; what it lacks stays as it is, what it has too much is left out.
 
     Raises:
-        ShardingError: ``data`` is not of the shape that the layout gives the rank, or the offsets' axes are not 0, 1...
+        ShardingError: the rank is not one of the layout's, ``data`` is not of the shape that the layout gives it, or
+            the offsets' axes are not 0, 1...
     """
 
     key: str
-    data: Tensor
+    data: Tensor = field(repr=False)
     layout: ParamLayout
     rank: int
     sharded_offsets: tuple[ShardedOffset, ...] = ()
     allow_shape_mismatch: bool = False
 
     def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.layout.world_size:
+            raise ShardingError(f"{self.key}: rank {self.rank} is not one of the layout's {self.layout.world_size}")
         expected = self.layout.local_shape(self.rank)
         if tuple(self.data.shape) != expected:
             raise ShardingError(
@@ -293,19 +350,35 @@ class ParamShard:
         """Whether a rank before this one holds the same values: every rank but the first, of what is not split."""
         return self.layout.dim is None and self.rank > 0
 
+    def accepts(self, stored_shape: Sequence[int]) -> bool:
+        """Whether a whole parameter of ``stored_shape`` can be loaded: one of the same shape, or of another size along
+        the split dimension with ``allow_shape_mismatch``.
+        """
+        stored, here = list(stored_shape), list(self.global_shape)
+        # The sections of a strided dimension would not lie where they lay.
+        if self.allow_shape_mismatch and self.layout.dim is not None and self.layout.stride == 1:
+            resized = len(self.sharded_offsets) + self.layout.dim
+            del stored[resized : resized + 1], here[resized]
+        return stored == here
+
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Each run of indices that this rank holds: its offset in the whole, and the view of ``data`` that holds it.
 
-        Views have the leading axes too, of size 1.
+        Pieces of any two ranks are the same part of the whole or have nothing in common. Views have the leading axes
+        too, of size 1.
+
+        Raises:
+            ShardingError: the rank holds an index twice.
         """
         lead = tuple(index for _, index, _ in self.sharded_offsets)
         data = self.data.detach()[(None,) * len(lead)] if lead else self.data.detach()
         dim = self.layout.dim
         if dim is None:
             return [(lead + (0,) * len(self.layout.global_shape), data)]
-        result, local_start = [], 0
-        for start, stop in self.layout.intervals[self.rank]:
-            offset = tuple(start if d == dim else 0 for d in range(len(self.layout.global_shape)))
-            result.append((lead + offset, data.narrow(len(lead) + dim, local_start, stop - start)))
-            local_start += stop - start
-        return result
+        return [
+            (
+                lead + tuple(start if d == dim else 0 for d in range(len(self.layout.global_shape))),
+                data.narrow(len(lead) + dim, local_start, length),
+            )
+            for start, length, local_start in segments(self.layout, self.rank)
+        ]

@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from shardwise.errors import ConfigError, DataError, VocabularyError
+from shardwise.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -56,32 +56,6 @@ class TextSource(Protocol):
     @property
     def sha256(self) -> str:
         """Hex digest of the contents."""
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Create or replace a file, complete or not at all, also when several processes do it at once.
-
-    Args:
-        path: the file; its folder is made if missing.
-        write: called with the open binary file; its result is not used.
-
-    Raises:
-        ConfigError: the folder cannot be made or written to.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("xb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"cannot write {str(path)!r}: {reason}; choose a folder that can be written to") from error
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.checkpoint import TensorShard
+from shardwise.checkpoint import ParamShard
 from shardwise.sharding import ParamLayout, balanced_range
 
 
@@ -44,29 +44,29 @@ def whole_tensors(seed: int = 0) -> dict[str, Tensor]:
     return whole
 
 
-def full_state(tp: int, rank: int, seed: int = 0) -> dict[str, TensorShard]:
+def full_state(tp: int, rank: int, seed: int = 0) -> dict[str, ParamShard]:
     """``rank``'s part of ``whole_tensors(seed)``."""
     whole = whole_tensors(seed)
     return {
-        name: TensorShard(layout.take(whole[name], rank).clone(), layout, rank)
+        name: ParamShard(name, layout.take(whole[name], rank).clone(), layout, rank)
         for name, (layout, _) in layouts(tp).items()
     }
 
 
-def empty_state(tp: int, rank: int) -> dict[str, TensorShard]:
+def empty_state(tp: int, rank: int) -> dict[str, ParamShard]:
     """The same state with other values, to be loaded into."""
     state = full_state(tp, rank)
     for shard in state.values():
-        shard.local.fill_(113)
+        shard.data.fill_(113)
     return state
 
 
-def assert_states_equal(found: Mapping[str, TensorShard], expected: Mapping[str, TensorShard]) -> None:
+def assert_states_equal(found: Mapping[str, ParamShard], expected: Mapping[str, ParamShard]) -> None:
     """Bit for bit."""
     assert found.keys() == expected.keys()
     for name, shard in expected.items():
-        assert found[name].local.dtype == shard.local.dtype
-        assert torch.equal(found[name].local, shard.local), name
+        assert found[name].data.dtype == shard.data.dtype
+        assert torch.equal(found[name].data, shard.data), name
 
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from checkpoint_states import assert_states_equal, empty_state, full_state
 from torch.distributed import ProcessGroup
 
-from shardwise.checkpoint import TensorShard, folder, latest, load, read_meta, save, storage, verify
+from shardwise.checkpoint import ParamShard, folder, latest, load, read_meta, save, storage, verify
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.sharding import ParamLayout
@@ -192,20 +192,22 @@ def test_a_checkpoint_of_another_model(group: ProcessGroup, tmp_path: Path) -> N
     rank = dist.get_rank(group)
     path = saved(tmp_path, group)
 
-    def message_of(change: Callable[[dict[str, TensorShard]], object]) -> str:
+    def message_of(change: Callable[[dict[str, ParamShard]], object]) -> str:
         state = empty_state(2, rank)
         change(state)
         return raised_everywhere(group, lambda: load(path, state, group=group))
 
-    wider = TensorShard(torch.zeros(51, 8), ParamLayout.split((102, 8), 0, 2), rank)
+    wider = ParamShard("embedding.weight", torch.zeros(51, 8), ParamLayout.split((102, 8), 0, 2), rank)
     message = message_of(lambda state: state.update({"embedding.weight": wider}))
     assert "of another model: tensor 'embedding.weight' has shape [101, 6] in it, [102, 8] here" in message
 
-    double = TensorShard(torch.zeros(6, dtype=torch.float64), ParamLayout.replicated((6,), 2), rank)
-    message = message_of(lambda state: state.update({"norm.weight": double}))
+    def double(key: str) -> ParamShard:
+        return ParamShard(key, torch.zeros(6, dtype=torch.float64), ParamLayout.replicated((6,), 2), rank)
+
+    message = message_of(lambda state: state.update({"norm.weight": double("norm.weight")}))
     assert "has tensor 'norm.weight' as torch.float32, here it is torch.float64" in message
 
-    message = message_of(lambda state: state.update({"new.1": double, "new.2": double}))
+    message = message_of(lambda state: state.update({"new.1": double("new.1"), "new.2": double("new.2")}))
     assert "of another model or incomplete: it lacks tensor 'new.1' and 1 more" in message
 
     message = message_of(lambda state: (state.pop("norm.weight"), state.pop("kv.weight")))
@@ -216,9 +218,9 @@ def test_a_checkpoint_of_another_model(group: ProcessGroup, tmp_path: Path) -> N
 def test_ranks_that_disagree(group: ProcessGroup, tmp_path: Path) -> None:
     rank = dist.get_rank(group)
     layout = [ParamLayout.split((5,), 0, 2), ParamLayout.split((5,), 0, 2, sizes=[2, 3])][rank]
-    state = {"weight": TensorShard(torch.zeros(3), layout, rank)}
+    state = {"weight": ParamShard("weight", torch.zeros(3), layout, rank)}
     message = raised_everywhere(group, lambda: save(tmp_path, 1, state, {}, group=group))
-    assert "ranks disagree about tensor 'weight': rank 1 has" in message
+    assert "disagreement about tensor 'weight': rank 1 has torch.float32 of shape [5]" in message
 
     message = raised_everywhere(group, lambda: save(tmp_path, rank, full_state(2, rank), {}, group=group))
     assert "ranks save different steps: [0, 1]" in message
@@ -236,12 +238,14 @@ def test_what_cannot_be_saved(group: ProcessGroup, tmp_path: Path) -> None:
         message = raised_everywhere(group, lambda meta=meta: save(tmp_path, 1, {}, meta, group=group))
         assert "meta must be plain JSON values" in message
     # safetensors has no such dtype.
-    state = {"weight": TensorShard(torch.zeros(2, dtype=torch.complex128), ParamLayout.replicated((2,), 2), rank)}
+    state = {
+        "weight": ParamShard("weight", torch.zeros(2, dtype=torch.complex128), ParamLayout.replicated((2,), 2), rank)
+    }
     message = raised_everywhere(group, lambda: save(tmp_path, 1, state, {}, group=group))
     assert "complex128" in message
     # Index 2 is nobody's.
     gap = ParamLayout((6,), 0, (((0, 2),), ((3, 6),)), 2)
-    state = {"weight": TensorShard(torch.zeros(gap.local_shape(rank)), gap, rank)}
+    state = {"weight": ParamShard("weight", torch.zeros(gap.local_shape(rank)), gap, rank)}
     message = raised_everywhere(group, lambda: save(tmp_path, 1, state, {}, group=group))
     assert "key:weight invalid fill" in message
     assert list(tmp_path.iterdir()) == []

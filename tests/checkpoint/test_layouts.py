@@ -13,7 +13,7 @@ import torch.distributed as dist
 from checkpoint_states import assert_states_equal, empty_state, full_state, layouts, stored_tensors, whole_tensors
 from torch.distributed import ProcessGroup
 
-from shardwise.checkpoint import TensorShard, latest, load, read_meta, save, storage, verify
+from shardwise.checkpoint import ParamShard, latest, load, read_meta, save, storage, verify
 from shardwise.sharding import ParamLayout
 
 META = {"model": {"hidden_size": 6}, "loss": 0.1, "note": "naïve", "none": None}
@@ -103,7 +103,7 @@ def test_a_rank_reads_no_more_than_it_needs(group: ProcessGroup, tmp_path: Path)
 
     with mock.patch.object(storage, "_read_box", counting):
         load(path, loaded, group=group)
-    assert sum(tensor.numel() for tensor in read) == sum(shard.local.numel() for shard in loaded.values())
+    assert sum(tensor.numel() for tensor in read) == sum(shard.data.numel() for shard in loaded.values())
 
 
 @pytest.mark.ranks(2)
@@ -115,20 +115,20 @@ def test_views_parameters_and_tied_weights(group: ProcessGroup, tmp_path: Path) 
     columns = torch.arange(30.0).reshape(5, 6).t()[3 * rank : 3 * rank + 3]
     flat = torch.arange(40.0) + 100 * rank
     state = {
-        "embedding": TensorShard(parameter, layout, rank),
-        "output": TensorShard(parameter, layout, rank),
-        "columns": TensorShard(columns, layout, rank),
-        "flat": TensorShard(flat, ParamLayout.split((80,), 0, 2), rank),
-        "part of flat": TensorShard(flat[20:].view(4, 5), ParamLayout.split((8, 5), 0, 2), rank),
+        "embedding": ParamShard("embedding", parameter, layout, rank),
+        "output": ParamShard("output", parameter, layout, rank),
+        "columns": ParamShard("columns", columns, layout, rank),
+        "flat": ParamShard("flat", flat, ParamLayout.split((80,), 0, 2), rank),
+        "part of flat": ParamShard("part of flat", flat[20:].view(4, 5), ParamLayout.split((8, 5), 0, 2), rank),
     }
-    expected = {name: shard.local.clone() for name, shard in state.items()}
+    expected = {name: shard.data.clone() for name, shard in state.items()}
     path = save(tmp_path, 1, state, {}, group=group)
     with torch.no_grad():
         for tensor in (parameter, columns, flat):
             tensor.zero_()
     load(path, state, group=group)
     for name, shard in state.items():
-        assert torch.equal(shard.local, expected[name]), name
+        assert torch.equal(shard.data, expected[name]), name
     assert parameter.requires_grad
     assert torch.equal(parameter.detach(), expected["embedding"])
 
@@ -137,11 +137,11 @@ def test_views_parameters_and_tied_weights(group: ProcessGroup, tmp_path: Path) 
 def test_ranks_may_hold_different_tensors(group: ProcessGroup, tmp_path: Path) -> None:
     rank = dist.get_rank(group)
     layout = ParamLayout.replicated((3,), 1)
-    state = {f"stage{rank}.weight": TensorShard(torch.full((3,), float(rank)), layout, 0)}
+    state = {f"stage{rank}.weight": ParamShard(f"stage{rank}.weight", torch.full((3,), float(rank)), layout, 0)}
     path = save(tmp_path, 1, state, {}, group=group)
-    other = {f"stage{1 - rank}.weight": TensorShard(torch.full((3,), 9.0), layout, 0)}
+    other = {f"stage{1 - rank}.weight": ParamShard(f"stage{1 - rank}.weight", torch.full((3,), 9.0), layout, 0)}
     load(path, other, group=group)
-    assert torch.equal(other[f"stage{1 - rank}.weight"].local, torch.full((3,), float(1 - rank)))
+    assert torch.equal(other[f"stage{1 - rank}.weight"].data, torch.full((3,), float(1 - rank)))
 
 
 @pytest.mark.ranks(2)

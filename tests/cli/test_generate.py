@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise import checkpoint
-from shardwise.checkpoint import TensorShard
+from shardwise.checkpoint import ParamShard
 from shardwise.cli.generate import main
 from shardwise.cli.main import main as shardwise_main
 from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.inference import Sampling, generate
 from shardwise.models.gpt import GPTModel
 from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamLayout
-from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.tokenizer import Tokenizer
 from shardwise.training.build import build_model
 from shardwise.training.ranks import open_ranks
@@ -47,11 +47,10 @@ class Run:
         )
         with open_ranks("cpu"):
             for step in STEPS:
-                state = {
-                    f"model.{name}": TensorShard(param, layout, 0)
-                    for name, param, layout in named_param_layouts(self.model(step), 1)
-                }
-                state["optimizer.step"] = TensorShard(torch.zeros(3), ParamLayout.replicated((3,), 1), 0)
+                state = sharded_state_dict(self.model(step), "model.", group=dist.group.WORLD)
+                state["optimizer.step"] = ParamShard(
+                    "optimizer.step", torch.zeros(3), ParamLayout.replicated((3,), 1), 0
+                )
                 checkpoint.save(
                     folder / "checkpoints",
                     step,
@@ -186,7 +185,7 @@ def test_checkpoints_that_are_damaged(run, tmp_path):
 
 def test_checkpoints_of_other_programs(tmp_path):
     with open_ranks("cpu"):
-        state = {"x": TensorShard(torch.zeros(1), ParamLayout.replicated((1,), 1), 0)}
+        state = {"x": ParamShard("x", torch.zeros(1), ParamLayout.replicated((1,), 1), 0)}
         checkpoint.save(tmp_path, 1, state, {"settings": {}}, group=dist.group.WORLD)
     with pytest.raises(CheckpointError, match=r"not written by shardwise train: tokenizer_sha256 is missing"):
         main([str(tmp_path)])

@@ -47,7 +47,7 @@ def dense_generate(shape: Shape, weights, prompt, max_new_tokens, sampling, seed
     return result
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4, slow=(2, 4))
 @both_shapes
 @pytest.mark.parametrize("chunks", [(1,) * 13, (5, 3, 1, 4), (13,)], ids=str)
 def test_cached_passes_equal_one_pass_over_the_sequence(group, shape, chunks):
@@ -66,7 +66,7 @@ def test_cached_passes_equal_one_pass_over_the_sequence(group, shape, chunks):
     assert_close_to(actual, expected, rtol_of_norm=1e-13, name="log-probabilities")
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4, slow=(2, 4))
 @both_shapes
 def test_sequence_log_probs_equal_the_oracles(group, shape):
     model = make_model(shape, group)
@@ -78,7 +78,7 @@ def test_sequence_log_probs_equal_the_oracles(group, shape):
     assert model.training
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4, slow=(2, 4))
 @both_shapes
 @pytest.mark.parametrize("prompt_length", [3, WINDOW + 7])
 def test_greedy_tokens_are_the_oracles_also_when_the_context_slides(group, shape, prompt_length):
@@ -89,7 +89,7 @@ def test_greedy_tokens_are_the_oracles_also_when_the_context_slides(group, shape
     assert len(set(tokens)) > 5
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4, slow=(2, 4))
 @both_shapes
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=20, top_p=0.8)], ids=str)
 def test_sampled_tokens_are_the_oracles(group, shape, sampling):
@@ -199,14 +199,18 @@ def test_arguments_that_cannot_be(group):
         generate(model, [1], max_new_tokens=1, sampling=GREEDY, eos_id=-1)
 
 
-@pytest.mark.ranks(1, 2)
-def test_sequence_parallelism_is_refused_where_it_splits(group):
-    model = make_model(Shape(), group, sequence_parallel=True)
-    if group.size() == 1:
-        assert len(generate(model, [1], max_new_tokens=2, sampling=GREEDY)) == 2
-    else:
-        with pytest.raises(ConfigError, match=r"over the 2 ranks; build the model with sequence_parallel=False"):
-            generate(model, [1], max_new_tokens=2, sampling=GREEDY)
+@pytest.mark.ranks(1, 2, 3)
+@both_shapes
+def test_sequence_parallelism_changes_nothing(group, shape):
+    """Prompts of 13 tokens and of 2, then one at a time: fewer than ranks."""
+    plain, split = (
+        make_model(shape, group, sequence_parallel=sequence_parallel) for sequence_parallel in (False, True)
+    )
+    for prompt in ([*range(13)], [5, 6]):
+        texts = [generate(model, prompt, max_new_tokens=12, sampling=Sampling(), seed=4) for model in (plain, split)]
+        assert texts[0] == texts[1]
+    ids = torch.randint(shape.vocab, (3, 12))
+    assert_close_to(sequence_log_probs(split, ids), sequence_log_probs(plain, ids), rtol_of_norm=1e-13)
 
 
 @pytest.mark.ranks(3)

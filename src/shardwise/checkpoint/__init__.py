@@ -2,6 +2,6 @@
 
 from shardwise.checkpoint.checkpoint import load, read_meta, save, verify
 from shardwise.checkpoint.folder import latest
-from shardwise.checkpoint.tensor_shard import TensorShard
+from shardwise.sharding import ParamShard
 
-__all__ = ["TensorShard", "latest", "load", "read_meta", "save", "verify"]
+__all__ = ["ParamShard", "latest", "load", "read_meta", "save", "verify"]

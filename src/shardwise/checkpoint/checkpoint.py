@@ -16,25 +16,24 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from shardwise.checkpoint.agreement import as_checkpoint_error, decide
 from shardwise.checkpoint.folder import fsync, next_serial, prepare, prune, publish, step_path
 from shardwise.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, TensorRecord, json_copy
+from shardwise.checkpoint.planning import ShardLoadPlanner, ShardSavePlanner
 from shardwise.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from shardwise.checkpoint.tensor_shard import TensorShard
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.sharding import ParamLayout
+from shardwise.sharding import ParamLayout, ParamShard
 
-StateLayout = dict[str, tuple[torch.dtype, ParamLayout]]
-"""What a rank's state holds, without the data."""
+Description = tuple[torch.dtype, tuple[int, ...], ParamLayout]
+"""What is the same of a tensor on every rank: dtype, global shape (leading axes included), and layout."""
 
 
 def save(
     root: Path,
     step: int,
-    state: Mapping[str, TensorShard],
-    meta: Mapping[str, Any],
+    state: Mapping[str, ParamShard],
+    meta: Mapping[str, Any] | None = None,
     *,
     group: ProcessGroup,
     keep: int | None = 3,
@@ -49,9 +48,9 @@ def save(
     Args:
         root: folder of the run's checkpoints; made if it does not exist.
         step: training step, at least 0.
-        state: this rank's part of each tensor, by global name. Ranks may hold different names, but ranks with the same
-            name agree on its dtype and layout.
-        meta: plain JSON values to keep with it; rank 0's are written. Tuples are read back as lists.
+        state: this rank's part of each tensor, by any name: a tensor is stored under its entry's ``key``. Ranks may
+            hold different tensors, but all entries of one key agree on dtype, shape and layout.
+        meta: plain JSON values to keep with it; rank 0's are written. Tuples are read back as lists. None is ``{}``.
         group: all ranks that hold a part: tensor-parallel, and the data-parallel copies if they take part.
         keep: how many checkpoints of ``root`` to keep, those published last; older ones are deleted once the new one is
             published. None keeps all.
@@ -70,27 +69,25 @@ def save(
         raise ConfigError(f"step must be at least 0 and keep at least 1 or None, got step={step}, keep={keep}")
     rank = dist.get_rank(group)
     target = step_path(root, step)
-    layouts: StateLayout = {}
+    meta = {} if meta is None else meta
+    tensors: dict[str, Description] = {}
     partial: Path | None = None
 
-    def describe_state() -> tuple[int, StateLayout]:
-        return step, {name: (shard.dtype, shard.param_layout) for name, shard in state.items()}
-
-    def begin(ranks: list[tuple[int, StateLayout]]) -> Path:
+    def begin(ranks: list[tuple[int, dict[str, Description]]]) -> Path:
         if any(other != step for other, _ in ranks):
             raise CheckpointError(f"the ranks save different steps: {[other for other, _ in ranks]}")
-        layouts.update(merge_layouts(layout for _, layout in ranks))
+        tensors.update(merge_descriptions((f"rank {rank}", part) for rank, (_, part) in enumerate(ranks)))
         json_copy(meta)
         return prepare(root, step)
 
     def finish(chunks: dict[str, list[ChunkRecord]], files: dict[str, FileRecord]) -> None:
         assert partial is not None
         files |= add_extra_files(partial, extra_files, known=files)
-        tensors = {
-            name: TensorRecord(layouts[name][1].global_shape, layouts[name][0], layouts[name][1], tuple(chunks[name]))
-            for name in sorted(chunks)
-        }
-        manifest = Manifest(step, next_serial(root), json_copy(meta), tensors, files)
+        records = {}
+        for key in sorted(chunks):
+            dtype, shape, layout = tensors[key]
+            records[key] = TensorRecord(shape, dtype, layout, tuple(chunks[key]))
+        manifest = Manifest(step, next_serial(root), json_copy(meta), records, files)
         (partial / MANIFEST_NAME).write_text(manifest.to_text(), encoding="utf-8")
         fsync(partial / MANIFEST_NAME)
         fsync(partial)
@@ -103,12 +100,12 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
 
     try:
-        partial = decide(group, describe_state, begin)
+        partial = decide(group, lambda: (step, describe_state(state)), begin)
         try:
             state_dict_saver.save(
                 dict(state),
                 storage_writer=SafetensorsWriter(partial, rank, finish),
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=ShardSavePlanner(),
                 process_group=group,
             )
         except CheckpointException as failure:
@@ -120,7 +117,7 @@ def save(
 
 
 def load(
-    path: Path, state: Mapping[str, TensorShard], *, group: ProcessGroup, allow_extra: bool = False
+    path: Path, state: Mapping[str, ParamShard], *, group: ProcessGroup, allow_extra: bool = False
 ) -> dict[str, Any]:
     """Fill the tensors of ``state`` in place from the checkpoint at ``path``, whatever layout it was saved from.
 
@@ -129,7 +126,8 @@ def load(
 
     Args:
         path: a checkpoint's folder, such as ``latest`` gives.
-        state: this rank's part of each tensor; its local tensors are written.
+        state: this rank's part of each tensor; its entries' ``data`` are written. An entry that allows it is loaded
+            from a tensor of another size too (see ``ParamShard``).
         group: all ranks that load; they share ``path``.
         allow_extra: leave out tensors of the checkpoint that no rank's ``state`` has (the optimizer's, to generate).
 
@@ -149,7 +147,7 @@ def load(
         manifest.check_sizes(path)
         check_state_fits(path, manifest, state)
         manifest.check_contents(path, manifest.tensor_files[rank::world_size])
-        return manifest.step, manifest.serial, set(state)
+        return manifest.step, manifest.serial, {shard.key for shard in state.values()}
 
     def compare(ranks: list[tuple[int, int, set[str]]]) -> None:
         assert manifest is not None
@@ -167,7 +165,7 @@ def load(
         state_dict_loader.load(
             dict(state),
             storage_reader=SafetensorsReader(path, manifest),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=ShardLoadPlanner(),
             process_group=group,
         )
     except CheckpointException as failure:
@@ -195,35 +193,51 @@ def verify(path: Path) -> None:
     manifest.check_contents(path, list(manifest.files))
 
 
-def merge_layouts(ranks: Iterable[StateLayout]) -> StateLayout:
-    """What all ranks together hold; CheckpointError if two of them differ about a tensor."""
-    merged: StateLayout = {}
-    for rank, layouts in enumerate(ranks):
-        for name, mine in layouts.items():
-            other = merged.setdefault(name, mine)
+def describe_state(state: Mapping[str, ParamShard]) -> dict[str, Description]:
+    """What this rank's entries are about, by key; CheckpointError if two of them differ."""
+    return merge_descriptions(
+        (f"entry {name!r}", {shard.key: (shard.data.dtype, shard.global_shape, shard.layout)})
+        for name, shard in state.items()
+    )
+
+
+def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> dict[str, Description]:
+    """What all the named parts together hold, by key; CheckpointError if two of them differ about a tensor."""
+    merged: dict[str, Description] = {}
+    first: dict[str, str] = {}
+    for who, part in parts:
+        for key, mine in part.items():
+            other = merged.setdefault(key, mine)
+            first.setdefault(key, who)
             if other != mine:
                 raise CheckpointError(
-                    f"the ranks disagree about tensor {name!r}: rank {rank} has {mine[0]}, {mine[1]}, "
-                    f"a rank before it {other[0]}, {other[1]}"
+                    f"disagreement about tensor {key!r}: {who} has {_text(mine)}, {first[key]} has {_text(other)}"
                 )
     return merged
 
 
-def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, TensorShard]) -> None:
-    """Raise CheckpointError unless the checkpoint has every tensor of ``state``, of the same shape and dtype."""
-    for name, shard in state.items():
-        saved = manifest.tensors.get(name)
+def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamShard]) -> None:
+    """Raise CheckpointError unless the checkpoint has every tensor of ``state``, of a shape and dtype that fit."""
+    for shard in state.values():
+        saved = manifest.tensors.get(shard.key)
         if saved is None:
             continue
-        if saved.shape != tuple(shard.shape):
+        if not shard.accepts(saved.shape):
             raise CheckpointError(
-                f"checkpoint {path} is of another model: tensor {name!r} has shape {list(saved.shape)} in it, "
-                f"{list(shard.shape)} here"
+                f"checkpoint {path} is of another model: tensor {shard.key!r} has shape {list(saved.shape)} in it, "
+                f"{list(shard.global_shape)} here"
             )
-        if saved.dtype != shard.dtype:
-            raise CheckpointError(f"checkpoint {path} has tensor {name!r} as {saved.dtype}, here it is {shard.dtype}")
-    if missing := sorted(state.keys() - manifest.tensors.keys()):
+        if saved.dtype != shard.data.dtype:
+            raise CheckpointError(
+                f"checkpoint {path} has tensor {shard.key!r} as {saved.dtype}, here it is {shard.data.dtype}"
+            )
+    if missing := sorted({shard.key for shard in state.values()} - manifest.tensors.keys()):
         raise CheckpointError(f"checkpoint {path} is of another model or incomplete: it lacks {_some(missing)}")
+
+
+def _text(description: Description) -> str:
+    dtype, shape, layout = description
+    return f"{dtype} of shape {list(shape)}, {layout}"
 
 
 def add_extra_files(

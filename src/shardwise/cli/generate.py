@@ -182,25 +182,21 @@ def load_model(opened: OpenCheckpoint, ranks: Ranks) -> GPTModel:
     import torch.distributed as dist
 
     from shardwise import checkpoint
-    from shardwise.checkpoint import TensorShard
     from shardwise.process_groups_config import ProcessGroupCollection
-    from shardwise.tensor_parallel.layers import named_param_layouts
+    from shardwise.sharded_state import sharded_state_dict
     from shardwise.training.build import build_model
     from shardwise.training.settings import ParallelSettings
 
     world = dist.group.WORLD
     assert world is not None
     model = build_model(
-        # The run's own split says nothing about this one, which has no sequence parallelism: one token cannot be split.
+        # The run's own split says nothing about this one, and splitting the sequence saves nothing on one token.
         dataclasses.replace(opened.settings, parallel=ParallelSettings(tp=ranks.world_size)),
         opened.tokenizer.vocab_size,
         pg_collection=ProcessGroupCollection(tp=world),
         device=ranks.device,
     )
-    state = {
-        f"model.{name}": TensorShard(param, layout, ranks.rank)
-        for name, param, layout in named_param_layouts(model, ranks.world_size)
-    }
+    state = sharded_state_dict(model, "model.", group=world)
     checkpoint.load(opened.folder, state, group=world, allow_extra=True)
     return model
 

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data.corpus import Corpus
-from shardwise.tokenizer import Tokenizer, write_atomically
+from shardwise.files import write_atomically
+from shardwise.tokenizer import Tokenizer
 
 _CACHE_FORMAT = 1
 

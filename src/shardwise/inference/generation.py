@@ -39,7 +39,7 @@ def generate(
     The model is in evaluation mode meanwhile. PyTorch's default random generators are not used.
 
     Args:
-        model: built without sequence parallelism.
+        model: with or without sequence parallelism, which saves nothing here and costs time.
         prompt_ids: token ids; may be empty if ``eos_id`` is given, from which the model then starts, as from the end of
             the text before.
         max_new_tokens: most tokens to generate.
@@ -53,7 +53,7 @@ def generate(
         The new tokens, without the prompt and without ``eos_id``.
 
     Raises:
-        ConfigError: sequence parallelism, no prompt, a negative ``max_new_tokens``, or a seed out of range.
+        ConfigError: no prompt, a negative ``max_new_tokens``, or a seed out of range.
         VocabularyError: a token of the prompt or ``eos_id`` outside the vocabulary.
         DesyncError: the ranks were given different arguments.
         DivergenceError: the logits are infinite or not numbers.
@@ -64,7 +64,7 @@ def generate(
     prompt_sha256 = hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()
     asked = f"prompt SHA-256 {prompt_sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_id=}"
     check_same(asked, "what to generate", group=model.tp_group)
-    _check_arguments(model, prompt_ids, max_new_tokens, seed, eos_id, vocab_size)
+    _check_arguments(prompt_ids, max_new_tokens, seed, eos_id, vocab_size)
 
     window = model.max_sequence_length
     context = list(prompt_ids) if eos_id is None or prompt_ids else [eos_id]
@@ -139,13 +139,8 @@ def _next_logits(model: GPTModel, unread: Sequence[int], cache: PreallocatedCach
 
 
 def _check_arguments(
-    model: GPTModel, prompt_ids: Sequence[int], max_new_tokens: int, seed: int, eos_id: int | None, vocab_size: int
+    prompt_ids: Sequence[int], max_new_tokens: int, seed: int, eos_id: int | None, vocab_size: int
 ) -> None:
-    if model.sequence_parallel:
-        raise ConfigError(
-            "generation reads one token at a time, which sequence parallelism cannot split over the "
-            f"{model.tp_group.size()} ranks; build the model with sequence_parallel=False, its weights are the same"
-        )
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must not be negative")
     if not 0 <= seed < 2**63:

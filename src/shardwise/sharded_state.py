@@ -1,0 +1,57 @@
+"""The sharded state of any module: each parameter with where this rank's part of it lies in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
+
+
+def sharded_state_dict(
+    module: nn.Module,
+    prefix: str = "",
+    sharded_offsets: Sequence[ShardedOffset] = (),
+    metadata: dict[str, Any] | None = None,
+    *,
+    group: ProcessGroup | None = None,
+) -> dict[str, ParamShard]:
+    """This rank's part of every parameter and persistent buffer of ``module``, by name, for a checkpoint.
+
+    A module with a ``sharded_state_dict`` of its own, such as a tensor-parallel layer, answers for itself and all in
+    it. What else there is, every rank of the group holds whole. A tied parameter comes once, under its first name.
+
+    Args:
+        module: any module.
+        prefix: put before each name.
+        sharded_offsets: ``(axis, index, count)`` of leading axes that stack this module with others of one name.
+        metadata: handed on to modules that answer for themselves.
+        group: tensor-parallel group; the ambient one if None.
+
+    Returns:
+        An entry for each tensor, in the order of ``module.state_dict()``.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: ``sharded_offsets`` do not fit together.
+    """
+    group = resolve_tensor_model_parallel_group(group)
+    entries: dict[str, ParamShard] = {}
+    own: Any = getattr(module, "sharded_state_dict", None)
+    if own is not None:
+        entries.update(own(prefix, tuple(sharded_offsets), metadata))
+    else:
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            # A dot stands before what belongs to a child.
+            if "." not in name and isinstance(tensor, Tensor):
+                layout = ParamLayout.replicated(tensor.shape, group.size())
+                entries[prefix + name] = ParamShard(prefix + name, tensor, layout, group.rank(), tuple(sharded_offsets))
+        for name, child in module.named_children():
+            entries |= sharded_state_dict(child, f"{prefix}{name}.", sharded_offsets, metadata, group=group)
+    # The first of those that share a tensor stays.
+    first = {id(shard.data): name for name, shard in reversed(entries.items())}
+    return {name: shard for name, shard in entries.items() if first[id(shard.data)] == name}
