@@ -157,7 +157,7 @@ def marked(kind):
 
 
 def other_than(default):
-    return {bool: not default, int: 7, float: 0.5, str: "other"}.get(type(default), "other")
+    return {bool: not default, int: 7, float: 0.25, str: "other"}.get(type(default), "other")
 
 
 @pytest.mark.parametrize("spec", marked("unused"), ids=lambda spec: spec.name)

@@ -41,6 +41,13 @@ def assert_equals_dense(layout, init_method, dense_init, dtype=torch.float32):
     assert_bit_equal(torch.get_rng_state(), state, name="state of the generator")
 
 
+# One width of each way in which PyTorch draws stands for the other where a test takes long.
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    pytest.param(torch.float64, marks=pytest.mark.slow),
+    pytest.param(torch.float16, marks=pytest.mark.slow),
+]
 KNOWN = {
     "normal": functools.partial(init.normal_, mean=-1.0, std=0.3),
     "bare normal": init.normal_,
@@ -62,7 +69,7 @@ TRUNCATED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("init_method", KNOWN.values(), ids=KNOWN)
 @pytest.mark.parametrize("block", [1 << 20, 256])
 def test_known_methods_equal_dense(monkeypatch, init_method, dtype, block):
@@ -164,7 +171,7 @@ def test_normal_equals_dense(shape, dtype):
             assert_equals_dense(ParamLayout.split(shape, dim, tp), Normal(0.02), dense_normal(0.02), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block", [1, 256, 1000])
 def test_normal_equals_dense_over_many_blocks(monkeypatch, dtype, block):
     monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", block)

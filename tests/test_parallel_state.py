@@ -13,6 +13,7 @@ from shardwise.collectives import primitives
 from shardwise.collectives.buffers import GlobalMemoryBuffer
 from shardwise.collectives.shared_memory import why_not_here
 from shardwise.errors import ConfigError, NotInitializedError, TopologyError
+from shardwise.parallel_state import reference_globals
 from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
 
 GROUPS = {
@@ -23,6 +24,7 @@ GROUPS = {
     "get_tensor_and_data_parallel_group": "tp_dp",
     "get_tensor_and_context_parallel_group": "tp_cp",
     "get_data_parallel_group": "dp",
+    "get_data_parallel_group_gloo": "dp",
     "get_embedding_group": "embd",
     "get_position_embedding_group": "pos_embd",
     "get_amax_reduction_group": "tp_dp",
@@ -31,6 +33,9 @@ GROUPS = {
     "get_expert_tensor_and_model_parallel_group": "tp_ep",
     "get_expert_tensor_model_pipeline_parallel_group": "tp_ep_pp",
     "get_expert_data_parallel_group": "expt_dp",
+    "get_expert_data_parallel_group_gloo": "expt_dp",
+    "get_intra_distributed_optimizer_instance_group": "intra_dist_opt",
+    "get_inter_distributed_optimizer_instance_group": "inter_dist_opt",
     "get_data_modulo_expert_parallel_group": "expt_dp",
 }
 # What each getter without required arguments tells of a group, by the group's name.
@@ -62,8 +67,10 @@ NEEDS_NOTHING = {
     "generate_masked_orthogonal_rank_groups",
     "get_virtual_pipeline_model_parallel_rank",
     "get_virtual_pipeline_model_parallel_world_size",
+    "has_separate_all_gather_group",
     "initialize_model_parallel",
     "is_initialized",
+    "is_unitialized",
     "model_parallel_is_initialized",
     "resolve_tensor_model_parallel_group",
     *(name for name in ps.__all__ if name.startswith("set_")),
@@ -105,6 +112,8 @@ def test_the_order_of_positional_arguments():
 
 
 def test_nothing_is_there_before_initialisation():
+    with pytest.warns(DeprecationWarning, match="use not is_initialized"):
+        assert ps.is_unitialized()
     assert not ps.is_initialized()
     assert not ps.model_parallel_is_initialized()
     for name in GROUPS:
@@ -260,6 +269,11 @@ def test_initialised_twice_and_anew(group):
         ({"expert_model_parallel_size": 4}, TopologyError, "expert tp 1 x ep 4 x pp 1 = 4 does not divide the world"),
         ({"num_distributed_optimizer_instances": 4}, TopologyError, "instances 4 does not divide dp x cp = 2"),
         ({"tensor_model_parallel_size": 0}, ConfigError, "the size of axis 'tp' is 0"),
+        ({"tensor_model_parallel_size": True}, ConfigError, "the size of axis 'tp' is True"),
+        ({"order": None}, ConfigError, "order None must name each of"),
+        ({"hierarchical_context_parallel_sizes": 4}, ConfigError, r"levels \[4\] .* must multiply to cp 1"),
+        ({"distributed_timeout_minutes": "3"}, ConfigError, "distributed_timeout_minutes is '3'"),
+        ({"hybrid_context_parallel": True}, ConfigError, "hybrid_context_parallel=True: samples are not spread"),
         ({"order": "tp-dp-xp"}, ConfigError, "order 'tp-dp-xp' must name each of"),
         ({"order": "dp", "tensor_model_parallel_size": 2}, ConfigError, "but the order 'dp' leaves it out"),
         ({"hierarchical_context_parallel_sizes": [2]}, ConfigError, r"levels \[2\] .* must multiply to cp 1"),
@@ -344,11 +358,14 @@ def test_options_reach_the_topology(group):
         use_sharp=False,
         high_priority_stream_groups=[],
         create_gloo_process_groups=False,
+        hybrid_context_parallel=False,
+        create_all_gather_group=True,
         get_embedding_ranks=lambda ranks: ranks[1:],
         get_position_embedding_ranks=lambda ranks: ranks[1:],
     )
     assert ps.is_rank_in_embedding_group() == (group.rank() == 1)
     assert ps.is_rank_in_position_embedding_group() == (group.rank() == 1)
+    assert not ps.has_separate_all_gather_group()
     backend = ps.get_pipeline_model_parallel_group()._get_backend(torch.device("cpu"))
     assert backend.options._timeout.total_seconds() == 180
     assert ps.get_topology().sizes.order == "pp-tp-cp-ep-dp"
@@ -360,6 +377,13 @@ def test_levels_of_context_parallelism(group):
     ps.initialize_model_parallel(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])
     assert ps.get_topology().ranks("hcp0") == ((0, 1), (2, 3))[me // 2]
     assert ps.get_topology().ranks("hcp1") == ((0, 2), (1, 3))[me % 2]
+    assert [level.size() for level in ps.get_hierarchical_context_parallel_groups()] == [2, 2]
+    assert ps.get_hierarchical_context_parallel_groups()[1] is ps.get_topology().group("hcp1")
+    ps.destroy_model_parallel()
+    ps.initialize_model_parallel(context_parallel_size=4)
+    assert ps.get_hierarchical_context_parallel_groups(check_initialized=False) is None
+    with pytest.raises(TopologyError, match=r"is in no group 'hcp0'"):
+        ps.get_hierarchical_context_parallel_groups()
 
 
 @pytest.mark.ranks(2)
@@ -453,12 +477,25 @@ def test_none_is_resolved_once(group):
 
 @pytest.mark.ranks(2)
 def test_globals_that_tests_for_the_reference_look_at(group):
-    assert ps._MODEL_PARALLEL_GROUP is None
-    ps.initialize_model_parallel(2)
+    names = [*reference_globals._GROUPS, *reference_globals._RANKS, "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"]
+    names += [f"{name}_{what}" for name in reference_globals._OVERRIDDEN for what in ("RANK", "WORLD_SIZE")]
+    names += [f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{what}" for what in ("RANK", "WORLD_SIZE")]
+    names += ["_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_DATA_PARALLEL_GROUP_WITH_CP_AG"]
+    assert [name for name in names if getattr(ps, name) is not None] == []
+    ps.initialize_model_parallel(1, 2, 3)
+    ps.set_tensor_model_parallel_rank(5)
+    ps.set_expert_model_parallel_world_size(7)
     assert ps._MODEL_PARALLEL_GROUP is ps.get_model_parallel_group()
     assert ps._TENSOR_MODEL_PARALLEL_GROUP is ps.get_tensor_model_parallel_group()
+    assert [group.rank()] == ps._DATA_PARALLEL_GLOBAL_RANKS
+    assert ps._EMBEDDING_GLOBAL_RANKS == ps._PIPELINE_GLOBAL_RANKS == [0, 1]
+    assert ([0] if group.rank() == 0 else None) == ps._POSITION_EMBEDDING_GLOBAL_RANKS
+    assert (ps._MPU_TENSOR_MODEL_PARALLEL_RANK, ps._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE) == (5, None)
+    assert (ps._MPU_EXPERT_MODEL_PARALLEL_RANK, ps._MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE) == (None, 7)
+    assert (ps._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK, ps._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE) == (0, 3)
+    assert ps._GLOBAL_MEMORY_BUFFER is ps.get_global_memory_buffer()
     ps.destroy_model_parallel()
-    assert ps._MODEL_PARALLEL_GROUP is None
+    assert [name for name in names if getattr(ps, name) is not None] == []
     with pytest.raises(AttributeError, match="has no attribute '_NO_SUCH_GROUP'"):
         ps._NO_SUCH_GROUP  # noqa: B018
 
@@ -484,7 +521,7 @@ def test_memory_is_used_again_and_grows():
     assert buffer.get_tensor([4], torch.float32, "mpu").data_ptr() == first.data_ptr()
     assert buffer.get_tensor((2, 3), torch.float32, "other").data_ptr() != first.data_ptr()
     assert buffer.get_tensor((2, 3), torch.float64, "mpu").dtype is torch.float64
-    grown = buffer.get_tensor((5, 5), torch.float32, "mpu", "cpu")
+    grown = buffer.get_tensor((5, 5), torch.float32, "mpu", device="cpu")
     assert grown.shape == (5, 5)
     assert buffer.get_tensor((2, 3), torch.float32, "mpu").data_ptr() == grown.data_ptr()
     assert buffer.get_tensor((), torch.float32, "mpu").shape == ()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardwise import parallel_state
 from shardwise.errors import ConfigError, NotInitializedError
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.process_groups_config import _GETTERS, ProcessGroupCollection
 from shardwise.topology import ParallelSizes, Topology
 
 NAMES = ["tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "tp_dp_cp"]
@@ -17,7 +17,29 @@ NAMES += ["dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_
 
 def test_names():
     assert [field.name for field in fields(ProcessGroupCollection)] == NAMES
-    assert all(getattr(ProcessGroupCollection(), name) is None for name in NAMES)
+    assert list(_GETTERS) == NAMES
+
+
+def test_groups_that_were_not_given_are_not_there():
+    tp, cp = object(), object()
+    collection = ProcessGroupCollection(tp=tp, dp=None)
+    assert (collection.tp, collection.dp) == (tp, None)
+    assert [name for name in NAMES if hasattr(collection, name)] == ["tp", "dp"]
+    with pytest.raises(AttributeError, match="'cp'"):
+        collection.cp  # noqa: B018
+    collection.cp = cp
+    assert collection.cp is cp
+    assert not any(hasattr(ProcessGroupCollection(), name) for name in NAMES)
+    assert collection == ProcessGroupCollection(tp=tp, cp=cp, dp=None) != ProcessGroupCollection(tp=tp, cp=cp)
+    with pytest.raises(ConfigError, match="Unknown attribute: px; there are tp, pp,"):
+        ProcessGroupCollection(px=tp)
+
+
+def test_the_ambient_groups_come_from_the_getters_that_tests_replace(monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_group", lambda **_: "tp of a test")
+    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda **_: "cp of a test")
+    collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+    assert vars(collection) == {"tp": "tp of a test", "cp": "cp of a test"}
 
 
 @pytest.mark.ranks(4)
@@ -42,7 +64,22 @@ def test_groups_of_a_topology(group, sizes):
     else:
         assert collection.hcp == [topology.group("hcp0"), topology.group("hcp1")]
         assert [level.size() for level in collection.hcp] == [2, 2]
+    parts = [part for part in repr(collection)[len("ProcessGroupCollection(") : -1].split(", ") if "(None)" not in part]
+    assert parts[0] == f"tp({sizes.tp})"
+    assert ("hcp([2" in parts) == (sizes.hcp is not None)
     topology.destroy()
+    parallel_state.initialize_model_parallel(
+        sizes.tp,
+        sizes.pp,
+        context_parallel_size=sizes.cp,
+        hierarchical_context_parallel_sizes=sizes.hcp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        num_distributed_optimizer_instances=sizes.num_distributed_optimizer_instances,
+    )
+    ambient = ProcessGroupCollection.use_mpu_process_groups()
+    assert ambient == ProcessGroupCollection.from_topology(parallel_state.get_topology())
+    assert list(vars(ambient)) == NAMES
 
 
 @pytest.mark.ranks(2)
@@ -55,8 +92,8 @@ def test_groups_of_the_ambient_topology(group):
     dist.all_reduce(ones, group=collection.tp)
     assert ones.item() == 2
     some = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "hcp"])
-    assert some == ProcessGroupCollection(tp=collection.tp)
-    with pytest.raises(ConfigError, match=r"there are no process groups \['px', 'tx'\]; there are \['tp', 'pp',"):
+    assert some == ProcessGroupCollection(tp=collection.tp, hcp=None)
+    with pytest.raises(ConfigError, match=r"Invalid process groups requested: px, tx; there are tp, pp,"):
         ProcessGroupCollection.use_mpu_process_groups(["tx", "tp", "px"])
 
 

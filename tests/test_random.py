@@ -24,11 +24,13 @@ from shardwise.random import (
 from shardwise.tensor_parallel import random as tp_random
 from shardwise.tensor_parallel.random import (
     CudaRNGStatesTracker,
+    convert_cuda_rng_state,
     get_all_rng_states,
     get_cuda_rng_tracker,
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
     initialize_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
 
@@ -354,13 +356,35 @@ def test_the_tracker_as_programs_use_it():
         tracker.add("state3", 1111)
     with pytest.raises(ConfigError, match="there is a random stream 'state2' already"):
         tracker.add("state2", 111)
-    assert set(tracker.get_states()) == {"state2"}
+    assert set(tracker.get_states()) == set(tracker.states_) == {"state2"}
+    assert tracker.seeds_ == {1111}
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        tracker.states_["state2"] = 0
     # A copy: whoever writes to it does not change the stream.
     tracker.get_states()["state2"].zero_()
     with tracker.fork("state2"):
         assert torch.rand(4).tolist() == seeded(1111)
     tracker.reset()
     tracker.add("state3", 1111)
+
+
+def test_states_as_generators_and_as_tensors():
+    plain, graphable = CudaRNGStatesTracker(), CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    assert (is_graph_safe_cuda_rng_tracker(plain), is_graph_safe_cuda_rng_tracker(graphable)) == (False, True)
+    plain.add("state", 7)
+    state = plain.states_["state"]
+    assert convert_cuda_rng_state(state) is state
+    generator = convert_cuda_rng_state(state, to_graphable=True)
+    assert convert_cuda_rng_state(generator, to_graphable=True) is generator
+    assert_bit_equal(convert_cuda_rng_state(generator), state)
+    graphable.set_states({"state": generator})
+    with graphable.fork("state"):
+        assert torch.rand(4).tolist() == seeded(7)
+    plain.set_states({"state": graphable.states_["state"]})
+    with plain.fork("state"):
+        assert torch.rand(4).tolist() != seeded(7)
+    with pytest.raises(ConfigError, match=r"a tensor or a torch\.Generator, not int"):
+        convert_cuda_rng_state(7)
 
 
 @pytest.fixture

@@ -31,6 +31,15 @@ def test_the_first_id_outside_is_named(ids, message):
     assert isinstance(info.value, ValueError)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_what_is_no_integer_is_no_id(dtype, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(
+        VocabularyError, match=rf"token id of shape \[2, 1\] is of {dtype}; ids are of an integer dtype"
+    ):
+        check_ids(torch.zeros(2, 1, dtype=dtype), 10, what="token id")
+
+
 def test_one_more_id_may_be_allowed():
     check_ids(torch.tensor([0, -100, 9]), 10, what="target", ignore_index=-100)
     check_ids(torch.tensor([0, 50]), 10, what="target", ignore_index=50)

@@ -5,6 +5,7 @@
     ShardwiseError
     ├── ConfigError      (ValueError)    a setting that cannot be, or two that contradict each other
     ├── ShardingError    (ValueError)    a size, shape or split that does not fit the ranks
+    │   └── IndivisibleError (AssertionError)     a quotient that is not whole
     ├── VocabularyError  (ValueError)    a token id outside the vocabulary
     ├── DataError        (ValueError)    a corpus, file or line that cannot be read as what it should be
     ├── CheckpointError  (RuntimeError)  a checkpoint that is damaged, incomplete or of another model
@@ -30,6 +31,10 @@ class ConfigError(ShardwiseError, ValueError):
 
 class ShardingError(ShardwiseError, ValueError):
     """A size, shape or split that does not fit the ranks."""
+
+
+class IndivisibleError(ShardingError, AssertionError):
+    """A quotient that is not whole; an AssertionError too, which code for the reference catches."""
 
 
 class VocabularyError(ShardwiseError, ValueError):

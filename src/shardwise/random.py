@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -80,8 +81,10 @@ def _one_of(state: StreamState) -> Any:
     return state["given"]
 
 
-def _generator_in(state: Tensor) -> torch.Generator:
-    generator = torch.Generator()
+def generator_in(state: Tensor) -> torch.Generator:
+    """A generator in the given state, of the device that the state is of."""
+    (kind,) = _state_of(state)
+    generator = torch.Generator(kind)
     generator.set_state(state)
     return generator
 
@@ -150,8 +153,18 @@ class RandomStreams:
             self._store_live()
         states = {name: _one_of(state) for name, state in self._states.items() if name != _DEFAULT}
         if self.use_cudagraphable_rng:
-            return {name: _generator_in(state) for name, state in states.items()}
+            return {name: generator_in(state) for name, state in states.items()}
         return states
+
+    @property
+    def states_(self) -> Mapping[str, Any]:
+        """``get_states()`` for reading only, under the name by which programs know it; ``set_states`` sets them."""
+        return MappingProxyType(self.get_states())
+
+    @property
+    def seeds_(self) -> frozenset[int]:
+        """The seeds that ``add`` was given since the last ``reset`` or ``set_states``."""
+        return frozenset(self._seeds)
 
     def set_states(self, states: Mapping[str, Any]) -> None:
         """Replace every stream by those of ``get_states``.

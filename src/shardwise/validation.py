@@ -16,7 +16,7 @@ def validation_applies() -> bool:
 
 
 def check_ids(ids: Tensor, vocab_size: int, *, what: str, ignore_index: int | None = None) -> None:
-    """Raise VocabularyError if an id is outside the vocabulary; does nothing where ``validation_applies`` is False.
+    """Raise VocabularyError for ids that are no integers or, where ``validation_applies``, outside the vocabulary.
 
     Args:
         ids: integer tensor of any shape.
@@ -24,6 +24,8 @@ def check_ids(ids: Tensor, vocab_size: int, *, what: str, ignore_index: int | No
         what: what the ids are, for the message.
         ignore_index: one more id that is allowed.
     """
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise VocabularyError(f"{what} of shape {list(ids.shape)} is of {ids.dtype}; ids are of an integer dtype")
     if ids.numel() == 0 or not validation_applies():
         return
     wrong = (ids < 0) | (ids >= vocab_size)

@@ -5,6 +5,7 @@
     @pytest.mark.ranks(4)                # once, on four ranks
     @pytest.mark.ranks(1, 2, 4)          # once for each size; ids start with tp1, tp2, tp4
     @pytest.mark.ranks(4, timeout=120)   # with a time limit of its own, in seconds
+    @pytest.mark.ranks(1, 2, 4, slow=(4,))  # some of its sizes have the mark `slow` too
 
 The body runs in the ranks, everything around it in pytest's process: collection, fixtures, set-up methods.
 The values of fixtures and parameters are pickled and sent, the same to every rank (so ``tmp_path`` is one folder).
@@ -43,9 +44,12 @@ def _sizes(mark: pytest.Mark) -> tuple[int, ...]:
     if (
         not mark.args
         or any(not isinstance(size, int) or size < 1 for size in mark.args)
-        or mark.kwargs.keys() - {"timeout"}
+        or mark.kwargs.keys() - {"timeout", "slow"}
+        or not set(mark.kwargs.get("slow", ())) < set(mark.args)
     ):
-        raise pytest.UsageError(f"{mark} must be ranks(size, ...) or ranks(size, ..., timeout=seconds)")
+        raise pytest.UsageError(
+            f"{mark} must be ranks(size, ...), also with timeout=seconds, and slow=(size, ...) of some of its sizes"
+        )
     return mark.args
 
 
@@ -55,7 +59,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None and len(sizes := _sizes(mark)) > 1:
         metafunc.fixturenames.append(_SIZE)
-        metafunc.parametrize(_SIZE, sizes, ids=[f"tp{size}" for size in sizes])
+        slow = mark.kwargs.get("slow", ())
+        params = [
+            pytest.param(size, id=f"tp{size}", marks=[pytest.mark.slow] if size in slow else []) for size in sizes
+        ]
+        metafunc.parametrize(_SIZE, params)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,6 +24,8 @@ TESTS = Path(__file__).parents[1]
         ("def test_bare(group): pass", "*needs the mark ranks*"),
         ("import pytest\n@pytest.mark.ranks(0)\ndef test_none(group): pass", "*must be ranks(size, ...)*"),
         ("import pytest\n@pytest.mark.ranks(2, time=1)\ndef test_time(group): pass", "*must be ranks(size, ...)*"),
+        ("import pytest\n@pytest.mark.ranks(2, slow=(3,))\ndef test_other(group): pass", "*slow=(size, ...) of some*"),
+        ("import pytest\n@pytest.mark.ranks(2, slow=(2,))\ndef test_all(group): pass", "*slow=(size, ...) of some*"),
     ],
 )
 def test_misuse(pytester, text, message):

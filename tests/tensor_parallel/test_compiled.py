@@ -100,6 +100,7 @@ def test_a_block_is_one_graph(group, sequence_parallel, backend):
     assert_same(lambda x: block(x, sequence), x, list(block.parameters()), backend)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(3, timeout=100)
 def test_moves_are_one_graph(group):
     sizes = balanced_sizes(HIDDEN, 3)

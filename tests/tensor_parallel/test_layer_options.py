@@ -47,6 +47,33 @@ def attributes(param):
     return param.tensor_model_parallel, param.partition_dim, param.partition_stride
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [column, row])
+@pytest.mark.parametrize("shape", [(3, 2, 5), ()], ids=str)
+def test_an_input_of_another_width_is_named(group, make, shape):
+    layer = make(group)
+    width = 7 if make is column else 7 - group.rank()
+    given = torch.ones(shape, dtype=torch.float64)
+    with pytest.raises(ShardingError) as info:
+        layer(given)
+    assert str(info.value) == (
+        f"the input has shape {list(shape)}; rank {group.rank()} of 2 needs {width} features in the last dimension"
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [column, row])
+def test_the_fusion_of_the_weight_gradient_is_an_attribute(group, make):
+    config = ModelParallelConfig(params_dtype=torch.float64, gradient_accumulation_fusion=True)
+    layer = make(group, config=config)
+    assert layer.gradient_accumulation_fusion
+    assert not make(group).gradient_accumulation_fusion
+    # Programs turn it off on one layer, such as an output layer that shares its weight.
+    layer.gradient_accumulation_fusion = False
+    layer(torch.ones(2, 3, layer.weight.size(1), dtype=torch.float64))[0].sum().backward()
+    assert layer.weight.grad is not None
+
+
 class TestExperts:
     """Layers of experts: another group, no communication of their own where tokens are exchanged explicitly."""
 

@@ -35,9 +35,8 @@ def agree(function: Callable[[], T], *, group: ProcessGroup) -> T:
         result = function()
     except Exception as error:
         own = error
-    failures: list[Any] = [None] * group.size()
     described = None if own is None else (own if isinstance(own, ShardwiseError) else repr(own))
-    dist.all_gather_object(failures, described, group=group)
+    failures = tell_all(described, "the outcome of a step that all must take", group=group)
     if own is not None and not isinstance(own, ShardwiseError):
         raise own
     for rank, failure in enumerate(failures):
@@ -48,6 +47,28 @@ def agree(function: Callable[[], T], *, group: ProcessGroup) -> T:
     return result  # type: ignore[return-value]
 
 
+def tell_all(value: Any, what: str, *, group: ProcessGroup) -> list[Any]:
+    """Every rank's ``value``, in rank order. Collective.
+
+    Args:
+        value: a small picklable object.
+        what: what it is, for the message.
+        group: the ranks that take part.
+
+    Raises:
+        DesyncError: a rank is gone, or does not come within the group's time limit.
+    """
+    values: list[Any] = [None] * group.size()
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        raise DesyncError(
+            f"rank {group.rank()} of {group.size()} could not exchange {what} with the others; another rank ended, or "
+            f"did not come: {error}"
+        ) from error
+    return values
+
+
 def check_same(value: object, what: str, *, group: ProcessGroup) -> None:
     """Raise DesyncError on every rank unless ``value`` is equal on all of them.
 
@@ -56,8 +77,7 @@ def check_same(value: object, what: str, *, group: ProcessGroup) -> None:
         what: what it is, for the message.
         group: the ranks that must agree.
     """
-    values: list[object] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    values = tell_all(value, what, group=group)
     for rank, other in enumerate(values):
         if other != values[0]:
             raise DesyncError(f"ranks disagree on {what}: rank 0 has {values[0]!r}, rank {rank} has {other!r}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +27,25 @@ class GlobalMemoryBuffer:
         tensor_shape: Sequence[int],
         dtype: torch.dtype,
         name: str,
+        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        *,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """A tensor of the given shape and dtype with arbitrary values; ``device`` is the default device if None."""
+        """A tensor with arbitrary values.
+
+        Args:
+            tensor_shape: its shape.
+            dtype: its dtype.
+            name: requests of one name, dtype and device share memory.
+            mem_alloc_context: called for a context in which new memory is allocated, such as a CUDA memory pool's.
+            device: PyTorch's default device if None.
+        """
         numel = math.prod(tensor_shape)
         where = torch.empty(0, device=device).device
         key = (name, dtype, where)
         held = self.buffer.get(key)
         if held is None or held.numel() < numel:
             # Made in inference mode it could not be written to outside of it.
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), (mem_alloc_context or contextlib.nullcontext)():
                 held = self.buffer[key] = torch.empty(numel, dtype=dtype, device=where, requires_grad=False)
         return held[:numel].view(tuple(tensor_shape))

@@ -7,7 +7,9 @@ uneven sizes; by the balanced rule that is at most one row per rank.
 
 from __future__ import annotations
 
+import datetime
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,12 +41,26 @@ class _Work:
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            # gloo's own limit does not end every kind of disagreement.
+            limit = _limit_of_waiting(self._group)
+            self._work.wait() if limit is None else self._work.wait(limit)
         except RuntimeError as error:
             raise DesyncError(
                 f"{self._name} of {list(self._shape)} {str(self._dtype).removeprefix('torch.')} failed on rank "
                 f"{self._group.rank()} of {self._group.size()}; another rank ended, or made another call: {error}"
             ) from error
+
+
+_limits: weakref.WeakKeyDictionary[ProcessGroup, datetime.timedelta | None] = weakref.WeakKeyDictionary()
+
+
+def _limit_of_waiting(group: ProcessGroup) -> datetime.timedelta | None:
+    """The time limit of a gloo group; None where waiting is the stream's affair and not the host's."""
+    if group not in _limits:
+        is_gloo = dist.get_backend(group) == "gloo"
+        backend: Any = group._get_backend(torch.device("cpu")) if is_gloo else None
+        _limits[group] = None if backend is None else backend.options._timeout
+    return _limits[group]
 
 
 def is_even(sizes: Sequence[int]) -> bool:
@@ -92,8 +108,8 @@ def join_gathered(
     """What the backend stacked along the first dimension, as one tensor along ``dim``, without the padding."""
     if dim == 0 and is_even(sizes):
         return gathered
-    parts = gathered.view(len(sizes), *shard_shape).unbind(0)
-    parts = [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
+    stacked = gathered.view(len(sizes), *shard_shape).unbind(0)
+    parts = [part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)]
     return torch.cat(parts, dim) if out is None else torch.cat(parts, dim, out=out)
 
 

@@ -168,7 +168,7 @@ def _out(tensor: Tensor, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuf
     if buffer is None:
         return None
     shape = (*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
-    return buffer.get_tensor(shape, tensor.dtype, _BUFFER_NAME, tensor.device)
+    return buffer.get_tensor(shape, tensor.dtype, _BUFFER_NAME, device=tensor.device)
 
 
 def all_gather(

@@ -296,4 +296,4 @@ def _in_buffer(result: Tensor, buffer: Buffer) -> Tensor:
             f"use_global_buffer is {buffer!r}; this function needs the buffer itself, such as "
             "parallel_state.get_global_memory_buffer()"
         )
-    return buffer.get_tensor(result.shape, result.dtype, "mpu", result.device).copy_(result)
+    return buffer.get_tensor(result.shape, result.dtype, "mpu", device=result.device).copy_(result)

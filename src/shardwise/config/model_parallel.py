@@ -46,6 +46,8 @@ class ModelParallelConfig:
         defer_embedding_wgrad_compute: keep the output layer's inputs and gradients, and compute its weight gradient
             when ``drain_embedding_wgrad_compute`` is called, with any number of stages.
         wgrad_deferral_limit: number of micro-batches that are kept for it; 0 is no limit.
+        cross_entropy_loss_fusion, cross_entropy_fusion_impl: with True and ``"linear"`` a model computes output
+            layer and loss in one, without the logits of all ranks. The loss by itself has one implementation, fused.
         pipeline_dtype: dtype of what stages send to each other; ``params_dtype`` if None and there are stages.
         microbatch_group_size_per_vp_stage: ``pipeline_model_parallel_size`` if None.
 
@@ -67,6 +69,7 @@ class ModelParallelConfig:
     hybrid_context_parallel: bool = refused(False, "samples are not spread over ranks by their length")
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
+    moe_extended_tp: bool = unused(False, "experts are split by expert_tensor_parallel_size")
 
     perform_initialization: bool = True
     use_cpu_initialization: bool = False
@@ -89,6 +92,7 @@ class ModelParallelConfig:
     )
 
     gradient_accumulation_fusion: bool = False
+    async_tensor_model_parallel_allreduce: bool = unused(True, _TP_OVERLAP)
     use_te_rng_tracker: bool = unused(False, "there is one tracker, in tensor_parallel.random")
     tp_comm_overlap: bool = unused(False, _TP_OVERLAP)
     tp_comm_bulk_wgrad: bool = unused(True, _TP_OVERLAP)
@@ -100,13 +104,14 @@ class ModelParallelConfig:
     tp_comm_atomic_ag: bool = unused(False, _TP_OVERLAP)
     tp_comm_split_rs: bool = unused(True, _TP_OVERLAP)
     tp_comm_atomic_rs: bool = unused(False, _TP_OVERLAP)
-    cross_entropy_loss_fusion: bool = unused(False, "the loss over a split vocabulary has one implementation, fused")
-    cross_entropy_fusion_impl: str = unused("native", "the loss over a split vocabulary has one implementation")
+    cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: str = "native"
     tp_comm_overlap_disable_qkv: bool = unused(False, _TP_OVERLAP)
     tp_comm_overlap_disable_fc1: bool = unused(False, _TP_OVERLAP)
     tp_comm_bootstrap_backend: str = unused("nccl", _TP_OVERLAP)
     overlap_moe_expert_parallel_comm: bool = unused(False, "experts' collectives wait for their result")
     delay_wgrad_compute: bool = unused(False, "weight gradients are computed in the backward pass")
+    ep_overlap_early_attn_memory_release: bool = unused(False, "experts' collectives wait for their result")
 
     pipeline_dtype: torch.dtype | None = None
     variable_seq_lengths: bool = unused(False, _PIPELINE)
@@ -119,6 +124,7 @@ class ModelParallelConfig:
     wgrad_deferral_limit: int = 0
     overlap_p2p_comm_warmup_flush: bool = unused(False, _PIPELINE)
     microbatch_group_size_per_vp_stage: int | None = None
+    mtp_standalone: bool = unused(False, "each position predicts the next token only")
 
     cpu_offloading: bool = unused(False, _OFFLOADING)
     cpu_offloading_num_layers: int = unused(0, _OFFLOADING)
@@ -135,6 +141,11 @@ class ModelParallelConfig:
         for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
             if getattr(self, name) and self.params_dtype != dtype:
                 say_once(name, "layers go by params_dtype; give it that dtype too")
+        if self.cross_entropy_fusion_impl not in ("native", "te", "linear"):
+            raise ConfigError(
+                f"cross_entropy_fusion_impl is {self.cross_entropy_fusion_impl!r}; it must be 'native', "
+                "'te' or 'linear'"
+            )
         if self.wgrad_deferral_limit < 0:
             raise ConfigError(f"wgrad_deferral_limit is {self.wgrad_deferral_limit}; it must be at least 0 (no limit)")
         if self.expert_tensor_parallel_size is None:

@@ -10,7 +10,6 @@ too, and ``destroy_model_parallel`` forgets them.
 """
 
 from shardwise.parallel_state.ambient import get_all_ranks, get_topology, resolve_tensor_model_parallel_group
-from shardwise.parallel_state.ambient import group_or_none as _group_or_none
 from shardwise.parallel_state.dense import (
     get_amax_reduction_group,
     get_context_parallel_global_ranks,
@@ -18,9 +17,13 @@ from shardwise.parallel_state.dense import (
     get_context_parallel_rank,
     get_context_parallel_world_size,
     get_data_parallel_group,
+    get_data_parallel_group_gloo,
     get_data_parallel_rank,
     get_data_parallel_src_rank,
     get_data_parallel_world_size,
+    get_hierarchical_context_parallel_groups,
+    get_inter_distributed_optimizer_instance_group,
+    get_intra_distributed_optimizer_instance_group,
     get_model_parallel_group,
     get_model_parallel_src_rank,
     get_pipeline_model_parallel_group,
@@ -34,6 +37,7 @@ from shardwise.parallel_state.dense import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_src_rank,
     get_tensor_model_parallel_world_size,
+    has_separate_all_gather_group,
     set_data_parallel_rank,
     set_pipeline_model_parallel_rank,
     set_pipeline_model_parallel_world_size,
@@ -43,6 +47,7 @@ from shardwise.parallel_state.dense import (
 from shardwise.parallel_state.experts import (
     get_data_modulo_expert_parallel_group,
     get_expert_data_parallel_group,
+    get_expert_data_parallel_group_gloo,
     get_expert_data_parallel_rank,
     get_expert_data_parallel_world_size,
     get_expert_model_parallel_group,
@@ -65,6 +70,7 @@ from shardwise.parallel_state.initialize import (
     destroy_model_parallel,
     initialize_model_parallel,
     is_initialized,
+    is_unitialized,
     model_parallel_is_initialized,
 )
 from shardwise.parallel_state.memory import (
@@ -73,6 +79,7 @@ from shardwise.parallel_state.memory import (
     get_global_memory_buffer,
     get_global_symmetric_memory_buffer,
 )
+from shardwise.parallel_state.reference_globals import look_up as _look_up
 from shardwise.parallel_state.stages import (
     get_embedding_group,
     get_pipeline_model_parallel_first_rank,
@@ -112,11 +119,13 @@ __all__ = [
     "get_context_parallel_world_size",
     "get_data_modulo_expert_parallel_group",
     "get_data_parallel_group",
+    "get_data_parallel_group_gloo",
     "get_data_parallel_rank",
     "get_data_parallel_src_rank",
     "get_data_parallel_world_size",
     "get_embedding_group",
     "get_expert_data_parallel_group",
+    "get_expert_data_parallel_group_gloo",
     "get_expert_data_parallel_rank",
     "get_expert_data_parallel_world_size",
     "get_expert_model_parallel_group",
@@ -132,6 +141,9 @@ __all__ = [
     "get_expert_tensor_parallel_world_size",
     "get_global_memory_buffer",
     "get_global_symmetric_memory_buffer",
+    "get_hierarchical_context_parallel_groups",
+    "get_inter_distributed_optimizer_instance_group",
+    "get_intra_distributed_optimizer_instance_group",
     "get_model_parallel_group",
     "get_model_parallel_src_rank",
     "get_pipeline_model_parallel_first_rank",
@@ -153,12 +165,14 @@ __all__ = [
     "get_topology",
     "get_virtual_pipeline_model_parallel_rank",
     "get_virtual_pipeline_model_parallel_world_size",
+    "has_separate_all_gather_group",
     "initialize_model_parallel",
     "is_initialized",
     "is_pipeline_first_stage",
     "is_pipeline_last_stage",
     "is_rank_in_embedding_group",
     "is_rank_in_position_embedding_group",
+    "is_unitialized",
     "model_parallel_is_initialized",
     "resolve_tensor_model_parallel_group",
     "set_data_parallel_rank",
@@ -175,23 +189,6 @@ __all__ = [
 ]
 
 
-# Tests written for the reference look at its globals.
-_GLOBALS_OF_THE_REFERENCE = {
-    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
-    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
-    "_MODEL_PARALLEL_GROUP": "mp",
-    "_DATA_PARALLEL_GROUP": "dp",
-    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
-    "_CONTEXT_PARALLEL_GROUP": "cp",
-    "_EMBEDDING_GROUP": "embd",
-    "_POSITION_EMBEDDING_GROUP": "pos_embd",
-    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
-    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
-    "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
-}
-
-
 def __getattr__(name: str) -> object:
-    if name in _GLOBALS_OF_THE_REFERENCE:
-        return _group_or_none(_GLOBALS_OF_THE_REFERENCE[name], check_initialized=False)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # The reference's globals; everything else is defined above.
+    return _look_up(name)

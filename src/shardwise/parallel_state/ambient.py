@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.errors import ConfigError, NotInitializedError
+from shardwise.errors import ConfigError, NotInitializedError, TopologyError
 from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.topology import Topology
 
@@ -68,6 +69,17 @@ def group_or_none(name: str, check_initialized: bool) -> ProcessGroup | None:
     if not check_initialized and (AMBIENT.topology is None or name not in AMBIENT.topology):
         return None
     return group_of(name)
+
+
+def carries_gloo(group: ProcessGroup) -> ProcessGroup:
+    """``group``, or TopologyError if tensors on the CPU cannot travel over it."""
+    backends = dist.get_backend_config(group)
+    if "gloo" not in backends:
+        raise TopologyError(
+            f"there is no gloo in the backend {backends!r}; call torch.distributed.init_process_group() with "
+            "'cpu:gloo,cuda:nccl', and every group carries both"
+        )
+    return group
 
 
 def size_of(name: str) -> int:

@@ -7,6 +7,8 @@ from torch.distributed import ProcessGroup
 from shardwise.errors import ConfigError
 from shardwise.parallel_state.ambient import (
     AMBIENT,
+    carries_gloo,
+    get_topology,
     group_of,
     group_or_none,
     rank_in,
@@ -96,6 +98,23 @@ def get_data_parallel_group(with_context_parallel: bool = False, partial_data_pa
     return group_of(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup:
+    """The data-parallel group for tensors on the CPU: ``get_data_parallel_group`` itself, which carries gloo.
+
+    Raises:
+        ConfigError: ``partial_data_parallel`` without ``with_context_parallel``.
+        TopologyError: ``torch.distributed`` was initialised with a backend that lacks gloo.
+    """
+    return carries_gloo(get_data_parallel_group(with_context_parallel, partial_data_parallel))
+
+
+def has_separate_all_gather_group() -> bool:
+    """False: groups of the same ranks are one group here, and so are those of gathering and reduce-scattering."""
+    return False
+
+
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """Number of ranks in ``get_data_parallel_group`` with these arguments."""
     return size_of(_data_parallel(with_context_parallel, partial_data_parallel))
@@ -134,6 +153,15 @@ def get_context_parallel_rank() -> int:
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
     """Global ranks of the context-parallel group; None if there is none and this is not checked."""
     return None if group_or_none("cp", check_initialized) is None else list(ranks_of("cp"))
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup] | None:
+    """The levels of the context-parallel group, innermost first; an error without levels unless unchecked."""
+    if not check_initialized and (AMBIENT.topology is None or AMBIENT.topology.sizes.hcp is None):
+        return None
+    levels = get_topology().sizes.hcp
+    # Without levels there is no first one either, which is the error.
+    return [group_of(f"hcp{level}") for level in range(len(levels or (1,)))]
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
@@ -177,3 +205,13 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
     """
     name = "tp" if tp_only_amax_red else "tp_dp"
     return group_of(f"{name}_cp" if with_context_parallel else name)
+
+
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """All ranks that hold a part of the copy of the optimizer state that this rank holds a part of."""
+    return group_or_none("intra_dist_opt", check_initialized)
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks with the same part of every copy of the optimizer state; an error with one copy unless unchecked."""
+    return group_or_none("inter_dist_opt", check_initialized)

@@ -6,6 +6,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.parallel_state.ambient import (
     AMBIENT,
+    carries_gloo,
     group_of,
     group_or_none,
     rank_in,
@@ -104,6 +105,11 @@ def get_expert_data_parallel_group(
         partial_expert_data_parallel: only the ranks that share one copy of the optimizer state with this one.
     """
     return group_or_none(_expert_data_parallel(partial_expert_data_parallel), check_initialized)
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """The same group for tensors on the CPU; see ``get_data_parallel_group_gloo``."""
+    return carries_gloo(group_of(_expert_data_parallel(partial_expert_data_parallel)))
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -40,6 +41,8 @@ def initialize_model_parallel(
     high_priority_stream_groups: Sequence[str] | None = None,
     sharp_enabled_group: str | None = None,
     *,
+    hybrid_context_parallel: bool = False,
+    create_all_gather_group: bool = False,
     validate: bool = False,
 ) -> None:
     """Build the ambient topology on the ranks of ``torch.distributed``. Collective.
@@ -70,6 +73,8 @@ def initialize_model_parallel(
             ``torch.distributed`` with the backend ``"cpu:gloo,cuda:nccl"``, and every group carries both.
         high_priority_stream_groups: only None or empty; set TORCH_NCCL_HIGH_PRIORITY=1 for all groups.
         sharp_enabled_group: only None, as ``use_sharp``.
+        hybrid_context_parallel: only False; samples are not spread over ranks by their length.
+        create_all_gather_group: changes nothing, as groups of the same ranks are one group.
         validate: have ranks check that they agree, here and before each collective; see ``Topology.create``.
 
     Raises:
@@ -90,6 +95,8 @@ def initialize_model_parallel(
         nccl_communicator_config_path=nccl_communicator_config_path,
         high_priority_stream_groups=high_priority_stream_groups or None,
     )
+    if hybrid_context_parallel:
+        raise ConfigError("hybrid_context_parallel=True: samples are not spread over ranks by length; leave it out")
     _check_backend(pipeline_model_parallel_comm_backend)
     _check_interleaving(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
     levels = hierarchical_context_parallel_sizes
@@ -101,7 +108,7 @@ def initialize_model_parallel(
             ep=expert_model_parallel_size,
             etp=expert_tensor_parallel_size,
             order=order,
-            hcp=None if levels is None else tuple(levels),
+            hcp=None if levels is None else tuple(levels) if isinstance(levels, Sequence) else (levels,),
             num_distributed_optimizer_instances=num_distributed_optimizer_instances,
         ),
         timeout=_timeout(distributed_timeout_minutes),
@@ -154,8 +161,8 @@ def _check_interleaving(virtual_size: int | None, num_stages: int) -> None:
 def _timeout(minutes: float | None) -> datetime.timedelta | None:
     if minutes is None:
         return None
-    if not minutes > 0:
-        raise ConfigError(f"distributed_timeout_minutes is {minutes}; it must be over 0, or None")
+    if not isinstance(minutes, int | float) or not minutes > 0:
+        raise ConfigError(f"distributed_timeout_minutes is {minutes!r}; it must be over 0, or None")
     return datetime.timedelta(minutes=minutes)
 
 
@@ -177,3 +184,9 @@ def model_parallel_is_initialized() -> bool:
 def is_initialized() -> bool:
     """Whether there is an ambient topology (another name for ``model_parallel_is_initialized``)."""
     return model_parallel_is_initialized()
+
+
+def is_unitialized() -> bool:
+    """Whether there is no ambient topology; deprecated, by this spelling the reference's."""
+    warnings.warn("is_unitialized is deprecated; use not is_initialized()", DeprecationWarning, stacklevel=2)
+    return not model_parallel_is_initialized()

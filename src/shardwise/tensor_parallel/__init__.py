@@ -30,9 +30,11 @@ from shardwise.tensor_parallel.mappings import (
 from shardwise.tensor_parallel.random import (
     CheckpointWithoutOutput,
     checkpoint,
+    convert_cuda_rng_state,
     get_cuda_rng_tracker,
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
+    is_graph_safe_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
 from shardwise.tensor_parallel.utils import (
@@ -52,6 +54,7 @@ __all__ = [
     "all_to_all_sp2hp",
     "broadcast_data",
     "checkpoint",
+    "convert_cuda_rng_state",
     "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
@@ -60,6 +63,7 @@ __all__ = [
     "get_cuda_rng_tracker",
     "get_data_parallel_rng_tracker_name",
     "get_expert_parallel_rng_tracker_name",
+    "is_graph_safe_cuda_rng_tracker",
     "linear_with_grad_accumulation_and_async_allreduce",
     "model_parallel_cuda_manual_seed",
     "named_param_layouts",

@@ -85,6 +85,7 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
         self.embedding_activation_buffer = embedding_activation_buffer
         self.grad_output_buffer = grad_output_buffer
         self.tp_comm_buffer_name = tp_comm_buffer_name
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         self.disable_grad_reduce = disable_grad_reduce
         self.sequence_parallel = self._sequence_parallel()
         self.explicit_expert_comm = is_expert and (self.tp_size > 1 or self.expert_parallel)
@@ -142,8 +143,10 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
             The output ``[s, b, o/t]`` (``[s, b, o]`` when gathered), and the bias with ``skip_bias_add``, else None.
 
         Raises:
-            ShardingError: there is no weight, or a passed one is not of this layer's shape.
+            ShardingError: the input is not of the layer's width; there is no weight, or a passed one is not of this
+                layer's shape.
         """
+        self._check_width(input_, self.input_size)
         if weight is None:
             weight = self.weight
             if weight is None:
@@ -169,11 +172,11 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
     def _weight_gradient(self, weight: Tensor) -> WeightGradient | None:
         config = self.config
         defers = config.defer_embedding_wgrad_compute and self.grad_output_buffer is not None
-        if not (config.gradient_accumulation_fusion or defers) or not weight.requires_grad:
+        if not (self.gradient_accumulation_fusion or defers) or not weight.requires_grad:
             return None
         return WeightGradient(
             weight,
-            fuse=config.gradient_accumulation_fusion,
+            fuse=self.gradient_accumulation_fusion,
             activation_buffer=self.embedding_activation_buffer if defers else None,
             grad_output_buffer=self.grad_output_buffer if defers else None,
             deferral_limit=config.wgrad_deferral_limit,

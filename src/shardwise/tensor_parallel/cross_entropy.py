@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.loss.cross_entropy import IGNORE_INDEX
 from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy as _cross_entropy
+from shardwise.loss.vocabulary import IGNORE_INDEX
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 __all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]
@@ -99,7 +99,14 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     padded_vocab_size: int | None = None,
     ignore_index: int = IGNORE_INDEX,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    data_parallel_group: ProcessGroup | None = None,
+    inplace_: bool = False,
     validate: bool = True,
+    check_finite: bool = False,
 ) -> Tensor:
     """Cross entropy of each token over a vocabulary split over the ranks.
 
@@ -107,22 +114,33 @@ def vocab_parallel_cross_entropy(
     backward.
 
     Args:
-        vocab_parallel_logits: ``[s, b, v/t]``; not modified.
+        vocab_parallel_logits: ``[s, b, v/t]``; not modified unless ``inplace_``.
         target: ``[s, b]`` global ids.
         label_smoothing: probability taken from the target and spread over all other ids of the true vocabulary.
         tp_group: tensor-parallel group; the ambient one if None.
         vocab_size: true size of the vocabulary; ``v/t`` times the number of ranks if None.
         padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
         ignore_index: a target that costs nothing and has no gradient.
-        validate: check that targets are in the vocabulary (never under torch.compile or CUDA graphs).
+        z_loss: weight of the squared logarithm of the softmax's normalizer.
+        softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
+        temperature: divides the (capped) logits.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored.
+        data_parallel_group: average over the tokens of all its ranks: what its ranks return adds up to the mean over
+            the whole batch, and their gradients, summed, are the mean's. One all-reduce of 8 bytes.
+        inplace_: the caller gives up the logits: their memory becomes the gradient's.
+        validate: check that targets are in the vocabulary, and warn where a mean has no token (never under
+            torch.compile or CUDA graphs).
+        check_finite: look for NaN and inf in the logits (likewise).
 
     Returns:
-        ``[s, b]``, fp32 (fp64 for fp64 logits), the same on every rank.
+        ``[s, b]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
 
     Raises:
         TopologyError: no group given and none initialised.
+        ConfigError: an option that cannot be.
         ShardingError: shapes that do not match, or a shard that does not fit the vocabulary.
         VocabularyError: a target outside the vocabulary that is not ``ignore_index``.
+        DivergenceError: logits that are no numbers, with ``check_finite``.
     """
     return _cross_entropy(
         vocab_parallel_logits,
@@ -132,5 +150,12 @@ def vocab_parallel_cross_entropy(
         vocab_size=vocab_size,
         padded_vocab_size=padded_vocab_size,
         ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+        temperature=temperature,
+        reduction=reduction,
+        data_parallel_group=data_parallel_group,
+        inplace_=inplace_,
         validate=validate,
+        check_finite=check_finite,
     )

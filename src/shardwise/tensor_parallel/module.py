@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from shardwise import parallel_state
 from shardwise.config import ModelParallelConfig
+from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod, initialize_shard_
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
 from shardwise.tensor_parallel.attributes import set_tensor_model_parallel_attributes
@@ -75,6 +76,13 @@ class TensorParallelModule(nn.Module):
         self._mark(name)
         if self.config.perform_initialization:
             self._initialize(name)
+
+    def _check_width(self, input_: Tensor, width: int) -> None:
+        if input_.shape[-1:] != (width,):
+            raise ShardingError(
+                f"the input has shape {list(input_.shape)}; rank {self.tp_rank} of {self.tp_size} needs {width} "
+                "features in the last dimension"
+            )
 
     def _parameter_device(self) -> torch.device | None:
         """Where parameters are made; None is PyTorch's default device."""

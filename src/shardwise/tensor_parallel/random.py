@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise import parallel_state
 from shardwise.errors import ConfigError
@@ -19,9 +20,11 @@ from shardwise.random import (
     RandomStreams,
     Rule,
     choose_streams,
+    generator_in,
     seed_streams,
     streams,
 )
+from shardwise.recompute import is_checkpointing
 from shardwise.tensor_parallel.recomputation import (
     CheckpointFunction,
     CheckpointWithoutOutput,
@@ -35,11 +38,14 @@ __all__ = [
     "CheckpointWithoutOutputFunction",
     "CudaRNGStatesTracker",
     "checkpoint",
+    "convert_cuda_rng_state",
     "get_all_rng_states",
     "get_cuda_rng_tracker",
     "get_data_parallel_rng_tracker_name",
     "get_expert_parallel_rng_tracker_name",
     "initialize_rng_tracker",
+    "is_checkpointing",
+    "is_graph_safe_cuda_rng_tracker",
     "model_parallel_cuda_manual_seed",
 ]
 
@@ -91,6 +97,24 @@ def get_cuda_rng_tracker(
 def get_all_rng_states() -> dict[str, Any]:
     """The state of each ambient stream; see ``CudaRNGStatesTracker.get_states``."""
     return streams().get_states()
+
+
+def convert_cuda_rng_state(state: Tensor | torch.Generator, to_graphable: bool = False) -> Tensor | torch.Generator:
+    """The state of a stream as a tensor, or as a generator if ``to_graphable``; ``set_states`` takes either.
+
+    Raises:
+        ConfigError: ``state`` is neither.
+    """
+    if isinstance(state, torch.Generator):
+        return state if to_graphable else state.get_state()
+    if not isinstance(state, Tensor):
+        raise ConfigError(f"the state of a random stream is a tensor or a torch.Generator, not {type(state).__name__}")
+    return generator_in(state) if to_graphable else state
+
+
+def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: object) -> bool:
+    """Whether the states of these streams are generators, as programs that capture CUDA graphs expect."""
+    return bool(getattr(cuda_rng_tracker, "use_cudagraphable_rng", False))
 
 
 def get_expert_parallel_rng_tracker_name() -> str:

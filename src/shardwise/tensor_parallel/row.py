@@ -75,6 +75,7 @@ class RowParallelLinear(StatelessExtra, TensorParallelModule):
         self.skip_bias_add = skip_bias_add
         self.stride = stride
         self.tp_comm_buffer_name = tp_comm_buffer_name
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         self.sequence_parallel = self._sequence_parallel()
         self.explicit_expert_comm = is_expert and (self.tp_size > 1 or self.expert_parallel)
         self._keeps_master_weight = keep_master_weight_for_test
@@ -117,10 +118,12 @@ class RowParallelLinear(StatelessExtra, TensorParallelModule):
             None.
 
         Raises:
-            ShardingError: the whole input is not of the layer's width.
+            ShardingError: the input is not of the width that the layer takes.
         """
         if not self.input_is_parallel and self.tp_size > 1:
             input_ = self._split(input_)
+        else:
+            self._check_width(input_, self.input_size_per_partition)
         weight = self.weight
         # On one rank the bias goes with the product; on several it must be added once, after the sum.
         adds_later = self.bias is not None and not self.skip_bias_add and self.tp_size > 1
@@ -131,7 +134,7 @@ class RowParallelLinear(StatelessExtra, TensorParallelModule):
             parallelism=self._parallelism,
             group=self.tp_group,
             weight_gradient=WeightGradient(weight, fuse=True)
-            if self.config.gradient_accumulation_fusion and weight.requires_grad
+            if self.gradient_accumulation_fusion and weight.requires_grad
             else None,
         )
         if self.skip_bias_add:

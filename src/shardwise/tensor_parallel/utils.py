@@ -67,27 +67,25 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None,
     """The inverse of ``split_tensor_into_1d_equal_chunks``: one all-gather of ``numel / t`` elements per rank.
 
     Args:
-        tensor: ``[n/t]``, this rank's chunk, of the same size on every rank; not modified.
+        tensor: this rank's chunk of ``n/t`` elements, as many on every rank, in any shape; not modified.
         tp_group: tensor-parallel group; the ambient one if None.
         numel: number of elements before the split; ``t`` chunks of them if None.
 
     Returns:
-        ``[numel]``, the same on every rank.
+        ``[numel]``, flat, the same on every rank.
 
     Raises:
-        ShardingError: ``tensor`` is not flat, or not this group's chunk of ``numel`` elements.
+        ShardingError: ``tensor`` is not this group's chunk of ``numel`` elements.
         TopologyError: no group given and none initialised.
     """
     group = resolve_tensor_model_parallel_group(tp_group)
     t = group.size()
-    if tensor.dim() != 1:
-        raise ShardingError(f"gather_split_1d_tensor expects a flat chunk, got shape {list(tensor.shape)}")
     if numel is not None and tensor.numel() != -(-numel // t):
         raise ShardingError(
             f"a chunk of {tensor.numel()} elements is not one of {t} equal chunks of {numel} elements; they have "
             f"{-(-numel // t)} each"
         )
-    gathered = primitives.all_gather(tensor, group=group)
+    gathered = primitives.all_gather(tensor.reshape(-1), group=group)
     return gathered if numel is None else gathered[:numel]
 
 

@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError
 def check_size(name: str, size: Any) -> None:
     """Raise ConfigError unless ``size``, that of axis ``name``, is a whole number of at least 1."""
     try:
-        is_possible = operator.index(size) >= 1
+        is_possible = operator.index(size) >= 1 and not isinstance(size, bool)
     except TypeError:
         is_possible = False
     if not is_possible:
@@ -78,7 +78,7 @@ class RankGenerator:
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
         self.rank_offset = rank_offset
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
-        names = order.lower().split("-")
+        names = str(order).lower().split("-")
         unknown = [name for name in names if name not in self.name_to_size]
         if unknown or len(set(names)) != len(names):
             raise ConfigError(f"order {order!r} must name each of tp, cp, ep, dp, pp at most once, joined by '-'")

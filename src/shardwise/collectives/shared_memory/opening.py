@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.collectives.agreement import tell_all
 from shardwise.collectives.shared_memory.channel import Channel, Process, channel_bytes
 
 SWITCH = "SHARDWISE_SHARED_MEMORY"
@@ -92,9 +93,7 @@ def _where_and_who() -> tuple[tuple[str, int], Process | None]:
 
 
 def _tell_all(value: Any, group: ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return tell_all(value, "how to share memory", group=group)
 
 
 def _attempt(function: Callable[[], T]) -> T | None:
