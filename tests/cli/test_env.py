@@ -9,6 +9,7 @@ import torch
 import shardwise
 from shardwise.cli.env import as_table, fast_paths, gather, versions
 from shardwise.cli.main import main
+from shardwise.kernels.loss_cpu import why_not_compiled
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,9 @@ def test_a_fast_path_is_on_where_it_runs():
     assert paths["fused attention on cpu"].why == "flash (float32, bfloat16); none with dropout"
     assert not paths["CUDA graphs"].on
     assert paths["shared memory between CPU ranks"].on
+    refusal = why_not_compiled()
+    assert paths["compiled loss on cpu"].on == (refusal is None)
+    assert refusal is None or paths["compiled loss on cpu"].why == refusal
 
 
 def test_shared_memory_that_is_switched_off_says_so(monkeypatch):

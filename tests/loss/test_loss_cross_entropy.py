@@ -9,8 +9,9 @@ from shardwise import parallel_state
 from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.collectives.regions import _ScatterToModelParallelRegion
 from shardwise.errors import ConfigError, ShardingError, VocabularyError
-from shardwise.loss import cross_entropy
-from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy, vocab_ranges
+from shardwise.kernels import loss_reference
+from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
+from shardwise.loss.vocabulary import vocab_ranges
 from shardwise.sharding import balanced_range, balanced_sizes
 from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy as public_cross_entropy
 
@@ -45,7 +46,7 @@ def assert_equals_dense(group, whole, target, *, rtol=1e-12, smoothing=0.0, igno
     (expected * weight).sum().backward()
 
     logits = shard_of(whole, group)
-    overwrites = options.get("overwrite_logits", False)
+    overwrites = options.get("inplace_", False)
     with assert_unmodified(target=target, **({} if overwrites else {"logits": logits})):
         loss = vocab_parallel_cross_entropy(
             logits,
@@ -131,7 +132,7 @@ def test_padding_takes_no_probability(group, smoothing):
             label_smoothing=smoothing,
             vocab_size=true,
             padded_vocab_size=padded,
-            overwrite_logits=overwrite,
+            inplace_=overwrite,
         )
         loss.sum().backward()
         assert_close_to(loss.detach(), expected.detach(), rtol_of_norm=1e-12)
@@ -209,7 +210,7 @@ def test_lower_precisions(group, dtype, rtol, overwrite):
     whole = (4 * torch.randn(7, 2, 101)).to(dtype)
     target = torch.randint(101, (7, 2))
     for smoothing in (0.0, 0.1):
-        assert_equals_dense(group, whole, target, rtol=rtol, smoothing=smoothing, overwrite_logits=overwrite)
+        assert_equals_dense(group, whole, target, rtol=rtol, smoothing=smoothing, inplace_=overwrite)
 
 
 @pytest.mark.ranks(2)
@@ -220,7 +221,7 @@ def test_given_up_logits_become_the_gradient(group):
         loss = vocab_parallel_cross_entropy(logits * 1, target, group=group)
         (plain,) = torch.autograd.grad(loss.sum(), logits)
         given_up = logits * 1
-        loss = vocab_parallel_cross_entropy(given_up, target, group=group, overwrite_logits=True)
+        loss = vocab_parallel_cross_entropy(given_up, target, group=group, inplace_=True)
         (gradient,) = torch.autograd.grad(loss.sum(), given_up, retain_graph=True)
         assert gradient.data_ptr() == given_up.data_ptr()
         assert_bit_equal(gradient, plain)
@@ -279,7 +280,7 @@ def test_rows_in_many_blocks(group, monkeypatch):
     # Blocks of 1, 2, 3 ... rows of this rank's columns.
     whole, target = torch.randn(11, 21, dtype=torch.float64), torch.randint(21, (11,))
     for elements in (1, 25, 33, 64, 1 << 18):
-        monkeypatch.setattr(cross_entropy, "_BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr(loss_reference, "BLOCK_ELEMENTS", elements)
         assert_equals_dense(group, whole, target, smoothing=0.1)
         assert_equals_dense(group, whole.bfloat16(), target, rtol=1e-6)
 
@@ -301,7 +302,7 @@ def test_logits_of_any_strides_and_shape(group):
     ):
         for overwrite in (False, True):
             leaf = logits.clone(memory_format=torch.preserve_format).requires_grad_()
-            loss = vocab_parallel_cross_entropy(leaf, target, group=group, vocab_size=9, overwrite_logits=overwrite)
+            loss = vocab_parallel_cross_entropy(leaf, target, group=group, vocab_size=9, inplace_=overwrite)
             loss.sum().backward()
             assert_close_to(loss.detach(), expected, rtol_of_norm=1e-12)
             assert_close_to(leaf.grad, reference.grad[..., mine].contiguous(), rtol_of_norm=1e-12)
@@ -342,7 +343,7 @@ def test_shapes_that_do_not_fit_are_told(group):
     with pytest.raises(ShardingError, match="padded_vocab_size"):
         vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=12, padded_vocab_size=9)
     for smoothing in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ConfigError, match=f"label_smoothing is {smoothing} over 9 ids"):
+        with pytest.raises(ConfigError, match=f"label_smoothing is {smoothing}; it must be"):
             vocab_parallel_cross_entropy(logits, target, group=group, label_smoothing=smoothing)
     one = torch.randn(4, int(rank == 0))
     with pytest.raises(ConfigError, match=r"label_smoothing is 0.1 over 1 ids; .*at least 2 ids"):

@@ -113,13 +113,30 @@ def fast_paths(devices: Iterable[torch.device]) -> list[FastPath]:
         refusal = _refusal(partial(_try_fused_adamw, device))
         paths.append(FastPath(f"fused AdamW on {device.type}", refusal is None, refusal or "always"))
         paths.append(_fused_attention(device))
+        paths.append(_loss_kernels(device))
     refusal = why_not_here()
     return [
         *paths,
         FastPath("shared memory between CPU ranks", refusal is None, refusal or "ranks of one machine, 2 to 8 of them"),
         FastPath("CUDA graphs", False, "shardwise has none yet"),
-        FastPath("Triton kernels", False, "shardwise has none yet"),
     ]
+
+
+def _loss_kernels(device: torch.device) -> FastPath:
+    """What makes the loss's passes over the logits."""
+    import torch
+
+    from shardwise.kernels import loss_cpu
+    from shardwise.kernels.choice import choose
+
+    if device.type == "cpu":
+        refusal = loss_cpu.why_not_compiled()
+        return FastPath(
+            "compiled loss on cpu", refusal is None, refusal or "for fp32 and bf16 logits, 2^20 of them or more"
+        )
+    kernels = choose(device, torch.bfloat16)
+    name = f"Triton loss on {device.type}"
+    return FastPath(name, kernels.why_not_faster is None, kernels.why_not_faster or "always")
 
 
 def _try_fused_adamw(device: torch.device) -> None:

@@ -1,0 +1,166 @@
+/* The two passes of the loss over the logits on one CPU core; loss_reference.py says what they compute.
+ *
+ * Compiled once for each type of logits: with BFLOAT16 defined, or without for float32. The statistics read each logit
+ * from memory once: a chunk that fits the first-level cache is searched for its largest and then exponentiated against
+ * the largest so far. The gradient reads and writes each once. The inner loops over LANES are what a compiler turns
+ * into vector instructions; sums are kept by lane, so that it need not reorder any. */
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 64
+#define CHUNK 1024
+
+static inline float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t as_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+#ifdef BFLOAT16
+typedef uint16_t element;
+
+static inline float load(element x) { return as_float((uint32_t)x << 16); }
+
+/* To the nearest, ties to even. A NaN of arithmetic has zeros below, and stays one. */
+static inline element store(float x) {
+    uint32_t bits = as_bits(x);
+    return (element)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+#else
+typedef float element;
+
+static inline float load(element x) { return x; }
+static inline element store(float x) { return x; }
+#endif
+
+/* exp(x) for x <= 0, to a few units in the last place; 0 where it is below the normal numbers; NaN stays NaN.
+ *
+ * exp(x) = 2^n 2^f, where n is the integer nearest to x / log 2. Adding a number so large that float32 has no room for
+ * a fraction beside it rounds to n, and leaves n in the lowest bits. For |f| <= 1/2 the polynomial is within 2e-7 of
+ * 2^f. */
+static inline float exponential(float x) {
+    const float large = 12582912.0f; /* 1.5 * 2^23 */
+    const float log2_e = 1.44269504f;
+    float shifted = x * log2_e + large;
+    float f = x * log2_e - (shifted - large);
+    float p = 1.32646586e-3f;
+    p = p * f + 9.67156608e-3f;
+    p = p * f + 5.55073433e-2f;
+    p = p * f + 2.40222409e-1f;
+    p = p * f + 6.93147004e-1f;
+    p = p * f + 1.0f;
+    p *= as_float((as_bits(shifted) + 127u) << 23); /* 2^n */
+    return x < -87.3f ? 0.0f : p;
+}
+
+static inline float larger(float a, float b) { return a > b ? a : b; }
+
+static float largest_of(const element *x, int64_t count, float inverse_temperature) {
+    float lane[LANES], largest = -INFINITY;
+    int64_t j = 0;
+    for (int k = 0; k < LANES; k++) lane[k] = -INFINITY;
+    for (; j + LANES <= count; j += LANES)
+        for (int k = 0; k < LANES; k++) lane[k] = larger(load(x[j + k]), lane[k]);
+    for (; j < count; j++) largest = larger(load(x[j]), largest);
+    for (int k = 0; k < LANES; k++) largest = larger(lane[k], largest);
+    return largest * inverse_temperature;
+}
+
+static double sum_of_exponentials(const element *x, int64_t count, float inverse_temperature, float base) {
+    float lane[LANES] = {0.0f};
+    double sum = 0.0;
+    int64_t j = 0;
+    for (; j + LANES <= count; j += LANES)
+        for (int k = 0; k < LANES; k++) lane[k] += exponential(load(x[j + k]) * inverse_temperature - base);
+    for (; j < count; j++) sum += exponential(load(x[j]) * inverse_temperature - base);
+    for (int k = 0; k < LANES; k++) sum += lane[k];
+    return sum;
+}
+
+static double sum_of_differences(const element *x, int64_t count, float inverse_temperature, float base) {
+    float lane[LANES] = {0.0f};
+    double sum = 0.0;
+    int64_t j = 0;
+    for (; j + LANES <= count; j += LANES)
+        for (int k = 0; k < LANES; k++) lane[k] += load(x[j + k]) * inverse_temperature - base;
+    for (; j < count; j++) sum += load(x[j]) * inverse_temperature - base;
+    for (int k = 0; k < LANES; k++) sum += lane[k];
+    return sum;
+}
+
+/* out = weight * exp(y - base) - every; `out` may be `x`, since a run of LANES is read before it is written. */
+static void write_exponentials(const element *x, element *out, int64_t count, float inverse_temperature, float base,
+                               float weight, float every) {
+    int64_t j = 0;
+    for (; j + LANES <= count; j += LANES) {
+        float block[LANES];
+        for (int k = 0; k < LANES; k++)
+            block[k] = exponential(load(x[j + k]) * inverse_temperature - base) * weight - every;
+        for (int k = 0; k < LANES; k++) out[j + k] = store(block[k]);
+    }
+    for (; j < count; j++) out[j] = store(exponential(load(x[j]) * inverse_temperature - base) * weight - every);
+}
+
+/* With `exponentiate`, logits become exp(y - m) / temperature, and 0 for the target. */
+void row_statistics(element *logits, int64_t stride, int64_t rows, int64_t columns, const int64_t *target_local,
+                    float inverse_temperature, int want_sum, int exponentiate, float *statistics) {
+    for (int64_t row = 0; row < rows; row++) {
+        element *x = logits + row * stride;
+        float maximum = -INFINITY;
+        /* So far all may be -inf. Whatever finite number is subtracted then, exp(-inf) is 0. */
+        float base = -FLT_MAX;
+        double sum_exp = 0.0, sum = 0.0;
+        for (int64_t start = 0; start < columns; start += CHUNK) {
+            int64_t count = columns - start < CHUNK ? columns - start : CHUNK;
+            float largest = largest_of(x + start, count, inverse_temperature);
+            if (largest > maximum) {
+                if (maximum > -INFINITY) {
+                    double below = (double)base - larger(largest, -FLT_MAX);
+                    sum_exp *= exp(below);
+                    sum += below * (double)start;
+                }
+                maximum = largest;
+                base = larger(maximum, -FLT_MAX);
+            }
+            sum_exp += sum_of_exponentials(x + start, count, inverse_temperature, base);
+            if (want_sum) sum += sum_of_differences(x + start, count, inverse_temperature, base);
+        }
+        int64_t target = target_local[row];
+        float *out = statistics + row * (want_sum ? 4 : 3);
+        out[0] = maximum;
+        out[1] = (float)sum_exp;
+        out[2] = target < 0 ? -INFINITY : load(x[target]) * inverse_temperature - base;
+        if (want_sum) out[3] = (float)sum;
+        if (exponentiate) {
+            write_exponentials(x, x, columns, inverse_temperature, base, inverse_temperature, 0.0f);
+            if (target >= 0) x[target] = store(0.0f);
+        }
+    }
+}
+
+void gradient(const element *logits, int64_t stride, element *out, int64_t out_stride, int64_t rows, int64_t columns,
+              const int64_t *target_local, const float *shift, const float *scale, const float *at_target,
+              const float *rest, float inverse_temperature) {
+    for (int64_t row = 0; row < rows; row++) {
+        element *to = out + row * out_stride;
+        int64_t target = target_local[row];
+        float every = rest ? rest[row] : 0.0f;
+        float on_target = target < 0 ? 0.0f : at_target[row];
+        if (scale[row] == 0.0f && every == 0.0f && on_target == 0.0f) {
+            memset(to, 0, (size_t)columns * sizeof(element));
+            continue;
+        }
+        write_exponentials(logits + row * stride, to, columns, inverse_temperature, larger(shift[row], -FLT_MAX),
+                           scale[row] * inverse_temperature, every * inverse_temperature);
+        if (target >= 0) to[target] = store(on_target * inverse_temperature);
+    }
+}

@@ -1,0 +1,182 @@
+"""What the loss does with this rank's logits, in plain PyTorch: the definition that every kernel is tested against.
+
+A logit ``x`` enters the softmax as ``y = softcap(x) / temperature`` with ``softcap(x) = c tanh(x / c)``; its *slope* is
+``dy/dx = (1 - tanh²(x / c)) / temperature``. All is computed in fp32 (fp64 for fp64 logits), whatever the logits are.
+Targets are this rank's column numbers, and -1 where another rank holds the target.
+
+Rows are taken in blocks that fit the cache, so that no copy of the logits is made; while ``torch.compile`` traces they
+are taken at once, since the compiler makes its own loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Elements of one block: 1 MiB of fp32, about a core's second-level cache.
+BLOCK_ELEMENTS = 1 << 18
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What logits of ``dtype`` are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_blocks(num_rows: int, num_columns: int) -> Iterator[slice]:
+    """Runs of rows of about ``BLOCK_ELEMENTS`` elements; all rows at once while ``torch.compile`` traces."""
+    if torch.compiler.is_compiling():
+        yield slice(0, num_rows)
+        return
+    rows = max(1, BLOCK_ELEMENTS // max(num_columns, 1))
+    for start in range(0, num_rows, rows):
+        yield slice(start, min(start + rows, num_rows))
+
+
+def row_statistics(
+    logits: Tensor,
+    target_local: Tensor,
+    *,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    want_sum: bool = False,
+) -> Tensor:
+    """Each row's maximum, sum of exponentials and target.
+
+    Args:
+        logits: ``[n, v]``, any strides; not modified.
+        target_local: ``[n]`` columns, -1 where the target is not among them.
+        softcap: the cap ``c``, or None.
+        temperature: what capped logits are divided by.
+        want_sum: a fourth number, the sum.
+
+    Returns:
+        ``[n, 3]`` or ``[n, 4]``: ``m = max y``, ``Σ exp(y - m)``, ``y_target - m`` (-inf without a target), and
+        ``Σ (y - m)``. Without columns ``-inf, 0, -inf, 0``. NaN or inf anywhere in a row makes its sum of exponentials
+        NaN.
+    """
+    return _statistics(logits, target_local, softcap, temperature, want_sum, exponentiate=False)
+
+
+def exponentials_(
+    logits: Tensor,
+    target_local: Tensor,
+    *,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    want_sum: bool = False,
+) -> Tensor:
+    """``row_statistics``, and logits become ``slope · exp(y - m)``: the softmax's gradient but for a factor per row.
+
+    The target's entry becomes 0: what belongs there is a difference that only the whole vocabulary can tell exactly.
+
+    Args:
+        logits: ``[n, v]``, any strides; overwritten.
+        target_local: as in ``row_statistics``, and so are the others.
+
+    Returns:
+        As ``row_statistics``.
+    """
+    return _statistics(logits, target_local, softcap, temperature, want_sum, exponentiate=True)
+
+
+def gradient_(
+    out: Tensor,
+    logits: Tensor,
+    target_local: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    at_target: Tensor,
+    rest: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> None:
+    """``out = slope · (scale · exp(y - shift) - rest)``, and ``slope · at_target`` in the target's column.
+
+    A row whose numbers are all 0, as an ignored token's are, becomes 0 whatever its logits hold.
+
+    Args:
+        out: ``[n, v]`` of the logits' dtype, any strides; overwritten. May be ``logits`` itself.
+        logits: ``[n, v]``, any strides.
+        target_local: ``[n]`` columns, -1 where the target is not among them.
+        shift: ``[n]``, fp32 (fp64 for fp64 logits), as all of the following; -inf counts as the least finite number.
+        scale: ``[n]``.
+        at_target: ``[n]``; not looked at where there is no target.
+        rest: ``[n]``, or None for 0.
+        softcap: as in ``row_statistics``.
+        temperature: as in ``row_statistics``.
+    """
+    num_rows, num_columns = logits.shape
+    if num_columns == 0:
+        return
+    owned = target_local >= 0
+    columns = target_local.clamp(min=0).unsqueeze(1)
+    nothing = (scale == 0) & ~(owned & (at_target != 0))
+    if rest is not None:
+        nothing &= rest == 0
+    shift, scale, nothing, owned = (x.unsqueeze(1) for x in (finite(shift), scale, nothing, owned))
+    for rows in row_blocks(num_rows, num_columns):
+        y, slope = transformed(logits[rows], softcap, temperature)
+        result = (y - shift[rows]).exp_().mul_(scale[rows])
+        if rest is not None:
+            result.sub_(rest[rows].unsqueeze(1))
+        index = columns[rows]
+        result.scatter_(1, index, torch.where(owned[rows], at_target[rows].unsqueeze(1), result.gather(1, index)))
+        if slope is not None:
+            result.mul_(slope)
+        out[rows] = result.masked_fill_(nothing[rows], 0.0)
+
+
+def finite(maximum: Tensor) -> Tensor:
+    """What is subtracted before the exponential: a row of -inf has no finite maximum, and its exponentials are 0."""
+    return maximum.clamp(min=torch.finfo(maximum.dtype).min)
+
+
+def transformed(logits: Tensor, softcap: float | None, temperature: float) -> tuple[Tensor, Tensor | float | None]:
+    """``y`` in fp32 (fp64 for fp64 logits), the logits themselves where nothing changes; and its slope, None for 1."""
+    y = logits.to(wide(logits.dtype))
+    slope: Tensor | float | None = None
+    if softcap is not None:
+        tanh = (y / softcap).tanh_()
+        y, slope = tanh * softcap, 1.0 - tanh.square()
+    if temperature != 1.0:
+        y, slope = y / temperature, (1.0 if slope is None else slope) / temperature
+    return y, slope
+
+
+def _statistics(
+    logits: Tensor,
+    target_local: Tensor,
+    softcap: float | None,
+    temperature: float,
+    want_sum: bool,
+    *,
+    exponentiate: bool,
+) -> Tensor:
+    num_rows, num_columns = logits.shape
+    dtype = wide(logits.dtype)
+    statistics = torch.zeros(num_rows, 4 if want_sum else 3, dtype=dtype, device=logits.device)
+    if num_columns == 0:
+        statistics[:, ::2] = -torch.inf
+        return statistics
+    elsewhere = target_local < 0
+    columns = target_local.clamp(min=0).unsqueeze(1)
+    for rows in row_blocks(num_rows, num_columns):
+        y, slope = transformed(logits[rows], softcap, temperature)
+        maximum = y.amax(dim=1)
+        shifted = y - finite(maximum).unsqueeze(1)
+        out = statistics[rows]
+        out[:, 0] = maximum
+        out[:, 2] = shifted.gather(1, columns[rows]).squeeze(1).masked_fill(elsewhere[rows], -torch.inf)
+        if want_sum:
+            out[:, 3] = shifted.sum(dim=1)
+        exponentials = shifted.exp_()
+        out[:, 1] = exponentials.sum(dim=1)
+        if exponentiate:
+            index = columns[rows]
+            kept = torch.where(elsewhere[rows].unsqueeze(1), exponentials.gather(1, index), 0.0)
+            exponentials.scatter_(1, index, kept)
+            logits[rows] = exponentials if slope is None else exponentials.mul_(slope)
+    return statistics

@@ -1,0 +1,62 @@
+"""Log-probabilities of given ids over a split vocabulary."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
+from shardwise.loss.vocabulary import IGNORE_INDEX
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
+
+
+def vocab_parallel_log_probs(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    padded_vocab_size: int | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    inplace_: bool = False,
+    validate: bool = True,
+) -> Tensor:
+    """Log-probability of each given id, as a policy gradient needs it.
+
+    Layout V -> I: one all-gather of 12 bytes per token and rank (24 for fp64 logits), none in the backward.
+
+    Args:
+        logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified unless ``inplace_``.
+        ids: ``[...]`` global ids, the same on every rank.
+        group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
+        softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
+        temperature: divides the (capped) logits.
+        vocab_size: true size of the vocabulary; ``v/t`` times the number of ranks if None.
+        padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
+        ignore_index: an id whose result is 0, without gradient.
+        inplace_: the caller gives up ``logits``: their memory becomes the gradient's.
+        validate: check that ids are in the vocabulary.
+
+    Returns:
+        ``[...]``, fp32 (fp64 for fp64 logits), the same on every rank.
+
+    Raises:
+        ConfigError: an option that cannot be.
+        ShardingError: the shapes of logits and ids do not match, or the shard does not fit the vocabulary.
+        TopologyError: no group given and none initialised.
+        VocabularyError: an id is outside the vocabulary and not ``ignore_index``.
+    """
+    return vocab_parallel_cross_entropy(
+        logits,
+        ids,
+        group=resolve_tensor_model_parallel_group(group),
+        softcap=softcap,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size,
+        ignore_index=ignore_index,
+        inplace_=inplace_,
+        validate=validate,
+    ).neg()

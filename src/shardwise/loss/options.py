@@ -1,0 +1,54 @@
+"""The options that every form of the loss has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What is computed from the logits; a logit ``x`` enters as ``y = softcap · tanh(x / softcap) / temperature``.
+
+    Attributes:
+        label_smoothing: probability taken from the target and spread evenly over all other ids.
+        z_loss: weight of ``logsumexp(y)²``, which keeps logits from drifting (Chowdhery et al. 2022).
+        softcap: bound of the logits' magnitude (Gemma 2); no bound if None.
+        temperature: divides the logits.
+
+    Raises:
+        ConfigError: an option that cannot be.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        # Each written so that NaN fails.
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ConfigError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and under 1")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ConfigError(f"z_loss is {self.z_loss}; it must be at least 0 and finite")
+        for name in ("softcap", "temperature"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be over 0 and finite")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ConfigError if the probability taken from a target has no other id to go to."""
+        if self.label_smoothing > 0 and vocab_size < 2:
+            raise ConfigError(
+                f"label_smoothing is {self.label_smoothing} over {vocab_size} ids; it needs at least 2 ids"
+            )
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise ConfigError unless ``reduction`` is one of ``REDUCTIONS``."""
+    if reduction not in REDUCTIONS:
+        raise ConfigError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")

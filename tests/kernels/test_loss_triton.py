@@ -1,0 +1,41 @@
+"""The Triton kernels without a GPU: run by Triton's interpreter, and compiled for two GPUs that need not be here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+
+def run_program(name, **variables):
+    program = Path(__file__).with_name(name)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_interpreted_kernels_equal_the_reference():
+    outcomes = run_program("interpreted_loss.py", TRITON_INTERPRET="1")
+    failures = [f"{case}:\n{failure}" for case, failure in outcomes.items() if failure is not None]
+    assert not failures, "\n".join(failures)
+    # Four dtypes with four sets of options, and the special cases.
+    assert len(outcomes) == 20
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_gpus(tmp_path):
+    made = run_program("compiled_loss.py", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert len(made) == 2 * 2 * 4 * 2
+    for case, (target, num_bytes) in made.items():
+        assert target.startswith(".target sm_80" if ", 80, " in case else ".target sm_90a"), (case, target)
+        assert num_bytes > 1000
