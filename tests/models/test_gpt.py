@@ -111,12 +111,15 @@ def whole_weights(model: GPTModel, group: ProcessGroup) -> dict[str, torch.Tenso
     }
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4, slow=(4,))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-def test_gpt_equals_dense_gpt(group, shape, sequence_parallel):
+@pytest.mark.parametrize("loss", ["plain", "linear_fused"])
+def test_gpt_equals_dense_gpt(group, shape, sequence_parallel, loss):
     torch.manual_seed(3)
-    model = shape.model(group, sequence_parallel=sequence_parallel)
+    fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+    model = shape.model(group, sequence_parallel=sequence_parallel, **fused if loss == "linear_fused" else {})
+    assert model.fuses_output_layer_and_loss == (loss == "linear_fused")
     randomise_small_parameters(model)
     weights = whole_weights(model, group)
     # Divides nothing, with sequence parallelism too.
@@ -154,7 +157,7 @@ def sum_partial_gradients(model: GPTModel, group: ProcessGroup) -> None:
             torch.distributed.all_reduce(param.grad, group=group)
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4, slow=(4,))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_dropout_by_the_global_rule_is_that_of_one_rank(group, shape, sequence_parallel):
@@ -184,7 +187,7 @@ def test_dropout_by_the_global_rule_is_that_of_one_rank(group, shape, sequence_p
     assert not torch.equal(model(ids, labels=ids), losses[1])
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4, slow=(2, 4))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_after_ten_steps_the_weights_are_the_dense_ones_and_replicas_are_equal(group, shape, sequence_parallel):

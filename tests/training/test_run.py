@@ -123,6 +123,19 @@ def test_what_does_not_belong_is_refused_on_every_rank(group, tmp_path, monkeypa
     assert restarted.first_loss is not None
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_rule_of_random_numbers_is_part_of_a_run_with_dropout(group, tmp_path, monkeypatch, dropout):
+    options = {"model": {"dropout": dropout}, "steps": 1, "resume": "auto"}
+    train(open_tiny(tiny_settings(tmp_path, **options), monkeypatch, tmp_path))
+    resumed = open_tiny(tiny_settings(tmp_path, rng="per_rank", **options), monkeypatch, tmp_path)
+    if dropout:
+        with pytest.raises(CheckpointError, match=r"training\.rng was 'global' and is 'per_rank'"):
+            train(resumed)
+    else:
+        assert train(resumed).first_loss is None
+
+
 @pytest.mark.ranks(2)
 def test_divergence_names_the_step(group, tmp_path, monkeypatch):
     settings = tiny_settings(

@@ -38,14 +38,6 @@ from shardwise.training.settings import (
         (lambda: CorpusSettings(held_out_fraction=0.0), "held-out-fraction is 0.0"),
         (lambda: Settings(), "no text to train on"),
         (lambda: Settings(data=("x",), parallel=ParallelSettings(tp=5)), "tp 5 is more than the 4 key-value heads"),
-        (
-            lambda: Settings(
-                data=("x",),
-                model=ModelSettings(sequence_length=255),
-                parallel=ParallelSettings(tp=2, sequence_parallel=True),
-            ),
-            "sequence-length 255",
-        ),
     ],
 )
 def test_impossible_settings_name_the_value(make, words):
@@ -73,3 +65,12 @@ def test_settings_survive_json():
     assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
     with pytest.raises(ConfigError, match="another version"):
         Settings.from_json({"data": ["a"], "surprise": 1})
+
+
+def test_a_sequence_that_the_ranks_do_not_divide():
+    settings = Settings(
+        data=("x",),
+        model=ModelSettings(sequence_length=255),
+        parallel=ParallelSettings(tp=2, sequence_parallel=True),
+    )
+    settings.check_world(2)

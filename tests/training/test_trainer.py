@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness.parity import assert_bit_equal
+from harness.parity import assert_bit_equal, assert_close_to
 from training.tiny import tiny_settings
 
 from shardwise.process_groups_config import ProcessGroupCollection
@@ -19,16 +19,14 @@ VOCAB = 301
 STEPS = 30
 
 
-def make_trainer(folder, topology, dp_group, *, sequence_parallel, dtype, architecture, **training):
+def make_trainer(folder, topology, dp_group, *, sequence_parallel, dtype, architecture, model=None, **training):
     settings = tiny_settings(
         folder,
         tp=topology.size("tp"),
         sequence_parallel=sequence_parallel,
-        model={"architecture": architecture},
+        model={"architecture": architecture} | (model or {}),
         optimizer={"learning_rate": 3e-3},
-        dtype=dtype,
-        steps=STEPS,
-        **training,
+        **{"dtype": dtype, "steps": STEPS} | training,
     )
     torch.manual_seed(11)
     groups = ProcessGroupCollection.from_topology(topology)
@@ -36,18 +34,18 @@ def make_trainer(folder, topology, dp_group, *, sequence_parallel, dtype, archit
     return Trainer(settings, model, tp_group=topology.group("tp"), dp_group=dp_group)
 
 
-def batches():
-    """The global batch of each step: [4, 25] ids that follow a pattern, so that there is something to learn."""
+def batches(settings):
+    """The global batch of each step: [4, s + 1] ids that follow a pattern, so that there is something to learn."""
     generator = torch.Generator().manual_seed(2)
-    for _ in range(STEPS):
+    for _ in range(settings.training.steps):
         start = torch.randint(VOCAB, (4, 1), generator=generator)
-        ids = (start + torch.arange(25) * 7) % VOCAB
+        ids = (start + torch.arange(settings.model.sequence_length + 1) * 7) % VOCAB
         yield ids[:, :-1], ids[:, 1:]
 
 
 def curve(trainer, *, micro_batch_size=4):
     results = []
-    for step, (tokens, labels) in enumerate(batches()):
+    for step, (tokens, labels) in enumerate(batches(trainer.settings)):
         per_rank = 4 // trainer.dp_group.size()
         mine = slice(trainer.dp_group.rank() * per_rank, (trainer.dp_group.rank() + 1) * per_rank)
         micro = zip(tokens[mine].split(micro_batch_size), labels[mine].split(micro_batch_size), strict=True)
@@ -81,6 +79,40 @@ def test_loss_curve_is_the_same_at_every_layout(group, tmp_path, dtype, rtol, ar
         actual = curve(trainer, micro_batch_size=micro)
         error = ((actual - expected) / expected).abs().max().item()
         assert error <= rtol, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.ranks(2, 3, slow=(2,))
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+def test_loss_curve_with_a_sequence_that_the_ranks_do_not_divide(group, tmp_path, architecture):
+    alone, split = Topology.create(tp=1), Topology.create(tp=group.size())
+    one = alone.group("tp")
+    options = {"dtype": "float64", "architecture": architecture, "model": {"sequence_length": 13}, "steps": 5}
+    expected = curve(make_trainer(tmp_path, alone, one, sequence_parallel=False, **options))
+    actual = curve(make_trainer(tmp_path, split, one, sequence_parallel=True, **options))
+    assert_close_to(actual, expected, rtol_of_norm=1e-11)
+
+
+@pytest.mark.ranks(2, 3, slow=(3,))
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_loss_curve_with_dropout_is_the_same_where_its_numbers_are_global(
+    group, tmp_path, architecture, sequence_parallel
+):
+    alone, several = Topology.create(tp=1), Topology.create(tp=group.size())
+    one = alone.group("tp")
+
+    def both(rng):
+        options = {"dtype": "float32", "architecture": architecture, "model": {"dropout": 0.1}, "steps": 6, "rng": rng}
+        whole = curve(make_trainer(tmp_path, alone, one, sequence_parallel=False, **options))
+        split = curve(make_trainer(tmp_path, several, one, sequence_parallel=sequence_parallel, **options))
+        return whole, ((split - whole) / whole).abs().max().item()
+
+    dropped, error = both("global")
+    assert error < 1e-5
+    # Where each rank draws its own, the curves part at once.
+    assert both("per_rank")[1] > 1e-3
+    plain = {"dtype": "float32", "architecture": architecture, "steps": 6}
+    assert (curve(make_trainer(tmp_path, alone, one, sequence_parallel=False, **plain)) != dropped).all()
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

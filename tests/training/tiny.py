@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from shardwise.files import write_atomically
 from shardwise.training.settings import (
     CorpusSettings,
     ModelSettings,
@@ -29,7 +30,8 @@ def tiny_settings(
     """Settings of a run into ``folder/run`` on the source of a module of the standard library."""
     text = folder / "text.txt"
     if not text.exists():
-        text.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+        # Every rank does it, and none must find the file of another half written.
+        write_atomically(text, lambda file: file.write(Path(argparse.__file__).read_bytes()))
     sizes = {
         "num_layers": 2,
         "hidden_size": 32,

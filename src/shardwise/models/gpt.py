@@ -125,6 +125,10 @@ class GPTModel(LanguageModule):
             grad_output_buffer=self.grad_output_buffer,
             tp_group=self.tp_group,
         )
+        # A deferred weight gradient is the output layer's own affair.
+        self.fuses_output_layer_and_loss = (
+            config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear" and not defers
+        )
         self._gradient_is_partial = {
             name: param.sequence_parallel
             for name, param in self.named_parameters()
@@ -192,9 +196,16 @@ class GPTModel(LanguageModule):
         hidden, rotary = self._embed(input_ids, position_ids)
         s = input_ids.size(1)
         hidden = self.decoder(hidden, attention_mask=attention_mask, rotary=rotary, cache=cache, sequence_length=s)
+        shared_weight = self.shared_embedding_or_output_weight()
+        if labels is not None and self.fuses_output_layer_and_loss:
+            weight = self.output_layer.weight if shared_weight is None else shared_weight
+            assert weight is not None
+            return self.compute_output_layer_and_language_model_loss(
+                hidden, labels, weight, sequence_parallel=self.sequence_parallel
+            )
         logits, _ = self.output_layer(
             hidden,
-            self.shared_embedding_or_output_weight(),
+            shared_weight,
             runtime_gather_output=labels is None and not self.parallel_output,
             sequence_length=s,
         )
@@ -202,7 +213,7 @@ class GPTModel(LanguageModule):
             result: Tensor = logits
             return result
         # Only the loss reads these logits, so their memory may become their gradient's.
-        return self._loss(labels, logits, overwrite_logits=True)
+        return self._loss(labels, logits, inplace_=True)
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         s = input_ids.size(1)

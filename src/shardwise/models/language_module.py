@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from shardwise.config import TransformerConfig
 from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
+from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.process_groups_config import ProcessGroupCollection
 
@@ -41,14 +42,42 @@ class LanguageModule(nn.Module):
         Raises:
             VocabularyError: a label outside the vocabulary.
         """
-        return self._loss(labels, logits, overwrite_logits=False)
+        return self._loss(labels, logits, inplace_=False)
 
-    def _loss(self, labels: Tensor, logits: Tensor, *, overwrite_logits: bool) -> Tensor:
+    def compute_output_layer_and_language_model_loss(
+        self, hidden: Tensor, labels: Tensor, weight: Tensor, *, sequence_parallel: bool = False
+    ) -> Tensor:
+        """Output layer and cross entropy of each token in one, without the logits of all ranks.
+
+        Args:
+            hidden: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism; not modified.
+            labels: ``[b, s]`` global ids; -100 costs nothing.
+            weight: ``[v/t, h]``, the output layer's, or the embedding's that is tied to it.
+            sequence_parallel: ``hidden`` is a shard of the sequence.
+
+        Returns:
+            ``[b, s]``, fp32 (fp64 for fp64 hidden states), the same on every rank.
+
+        Raises:
+            VocabularyError: a label outside the vocabulary.
+        """
+        loss = vocab_parallel_linear_cross_entropy(
+            hidden,
+            weight,
+            labels.t().contiguous(),
+            group=self.tp_group,
+            vocab_size=self.vocab_size,
+            sequence_parallel=sequence_parallel,
+            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
+        )
+        return loss.t().contiguous()
+
+    def _loss(self, labels: Tensor, logits: Tensor, *, inplace_: bool) -> Tensor:
         loss = vocab_parallel_cross_entropy(
             logits,
             labels.t().contiguous(),
             group=self.tp_group,
             vocab_size=self.vocab_size,
-            overwrite_logits=overwrite_logits,
+            inplace_=inplace_,
         )
         return loss.t().contiguous()

@@ -60,6 +60,8 @@ def build_model(
         tensor_model_parallel_size=parallel.tp,
         # The dense model that parity is proved against has one rank, on which there is nothing to split.
         sequence_parallel=parallel.sequence_parallel and pg_collection.tp is not None and pg_collection.tp.size() > 1,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="linear" if settings.training.loss == "linear_fused" else "native",
         use_cpu_initialization=True,
         params_dtype=DTYPES[settings.training.dtype],
         # Nguyen and Salazar 2019 (arXiv:1910.05895), "small init": about 0.02 at the width of GPT-2, more for narrower

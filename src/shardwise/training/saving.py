@@ -9,26 +9,24 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise import checkpoint
-from shardwise.checkpoint import TensorShard
+from shardwise.checkpoint import ParamShard
 from shardwise.collectives.agreement import agree
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.optimizer.adamw import optimizer_state, set_step_
-from shardwise.tensor_parallel.layers import named_param_layouts
+from shardwise.sharded_state import sharded_state_dict
 from shardwise.training.session import Session
 
 # What must not change between the parts of one run: the model, and which samples come when.
 _FIXED_TRAINING = ("global_batch_size", "seed", "dtype")
 
 
-def run_state(session: Session) -> dict[str, TensorShard]:
+def run_state(session: Session) -> dict[str, ParamShard]:
     """Weights and optimizer state of this rank, by name."""
-    trainer, t, rank = session.trainer, session.trainer.tp_group.size(), session.trainer.tp_group.rank()
-    state = {
-        f"model.{name}": TensorShard(param, layout, rank)
-        for name, param, layout in named_param_layouts(trainer.model, t)
-    }
-    for name, (tensor, layout) in optimizer_state(trainer.model, trainer.optimizer, t).items():
-        state[f"optimizer.{name}"] = TensorShard(tensor, layout, rank)
+    trainer, group = session.trainer, session.trainer.tp_group
+    state = sharded_state_dict(trainer.model, "model.", group=group)
+    for name, (tensor, layout) in optimizer_state(trainer.model, trainer.optimizer, group.size()).items():
+        key = f"optimizer.{name}"
+        state[key] = ParamShard(key, tensor, layout, group.rank())
     return state
 
 
@@ -100,9 +98,10 @@ def _check_belongs(session: Session, folder: Path) -> int:
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{folder} was not written by a training run: {error!r} is missing") from error
     ours = session.settings.to_json()
+    fixed = (*_FIXED_TRAINING, "rng") if session.settings.model.dropout > 0 else _FIXED_TRAINING
     differences = [
         f"{section}.{name} was {saved[section].get(name)!r} and is {value!r}"
-        for section, names in (("model", tuple(ours["model"])), ("training", _FIXED_TRAINING))
+        for section, names in (("model", tuple(ours["model"])), ("training", fixed))
         for name in names
         if saved[section].get(name) != (value := ours[section][name])
     ]

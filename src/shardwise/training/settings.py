@@ -142,6 +142,10 @@ class TrainingSettings:
         keep_checkpoints: newest checkpoints to keep.
         dtype: of parameters and computation.
         tensorboard: also write the metrics for TensorBoard, into ``out/tensorboard``.
+        loss: "linear_fused" computes output layer and loss in one, without the logits of all ranks; "plain" one
+            after the other.
+        rng: whose numbers dropout draws: "global" draws the same masks at every tp, so that the run does not depend on
+            it; "per_rank" lets each rank draw its own, which takes less time and memory.
     """
 
     steps: int = 500
@@ -153,6 +157,8 @@ class TrainingSettings:
     keep_checkpoints: int = 2
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     tensorboard: bool = False
+    loss: Literal["plain", "linear_fused"] = "linear_fused"
+    rng: Literal["per_rank", "global"] = "global"
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "keep_checkpoints"):
@@ -220,11 +226,6 @@ class Settings:
             groups >= self.parallel.tp,
             f"parallel.tp {self.parallel.tp} is more than the {groups} key-value heads; lower it or raise "
             "model.num-query-groups",
-        )
-        _require(
-            not self.parallel.sequence_parallel or self.model.sequence_length % self.parallel.tp == 0,
-            f"sequence parallelism needs model.sequence-length {self.model.sequence_length} to be a multiple of "
-            f"parallel.tp {self.parallel.tp}",
         )
 
     def check_world(self, world_size: int) -> None:

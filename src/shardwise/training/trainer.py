@@ -71,7 +71,8 @@ class Trainer:
         settings = self.settings
         # Dropout's numbers are a function of the step, so that a resumed run draws what it would have drawn. Ranks of
         # one tensor-parallel group share the data-parallel stream; data-parallel ranks must not.
-        seed_streams(_stream_seed(settings.training.seed, step, self.dp_group.rank()), self.tp_group.rank())
+        stream_seed = _stream_seed(settings.training.seed, step, self.dp_group.rank())
+        seed_streams(stream_seed, self.tp_group.rank(), rng=settings.training.rng)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         num_tokens = settings.training.global_batch_size * settings.model.sequence_length
