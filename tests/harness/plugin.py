@@ -5,7 +5,7 @@
     @pytest.mark.ranks(4)                # once, on four ranks
     @pytest.mark.ranks(1, 2, 4)          # once for each size; ids start with tp1, tp2, tp4
     @pytest.mark.ranks(4, timeout=120)   # with a time limit of its own, in seconds
-    @pytest.mark.ranks(1, 2, 4, slow=(4,))  # some of its sizes have the mark `slow` too
+    @pytest.mark.ranks(1, 2, 4, slow=(1, 4))  # some of its sizes have the mark `slow` too; without it those over 3
 
 The body runs in the ranks, everything around it in pytest's process: collection, fixtures, set-up methods.
 The values of fixtures and parameters are pickled and sent, the same to every rank (so ``tmp_path`` is one folder).
@@ -27,6 +27,9 @@ from harness.pool import TEST_TIMEOUT, Pools, RankError
 
 _POOLS = pytest.StashKey[Pools]()
 _SIZE = "_num_ranks"
+# Seen once in several runs of all tests: gloo does not get the sockets of a new group connected, though no rank has done
+# anything wrong. A second time in a row it is the test's fault.
+_NOT_CONNECTED = "Gloo connectFullMesh failed"
 
 
 class GroupOfRanks:
@@ -59,7 +62,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None and len(sizes := _sizes(mark)) > 1:
         metafunc.fixturenames.append(_SIZE)
-        slow = mark.kwargs.get("slow", ())
+        # More ranks than cores take turns; two and three find nearly all that four would.
+        slow = mark.kwargs.get("slow", [size for size in sizes if size > 3 and min(sizes) <= 3])
         params = [
             pytest.param(size, id=f"tp{size}", marks=[pytest.mark.slow] if size in slow else []) for size in sizes
         ]
@@ -79,8 +83,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Literal[True] | None:
     if size is None:
         (size,) = _sizes(mark)
     pools = pyfuncitem.config.stash.setdefault(_POOLS, Pools())
+    command, timeout = _command(pyfuncitem, arguments), mark.kwargs.get("timeout", TEST_TIMEOUT)
     try:
-        reply = pools.run(size, _command(pyfuncitem, arguments), mark.kwargs.get("timeout", TEST_TIMEOUT))
+        try:
+            reply = pools.run(size, command, timeout)
+        except RankError as error:
+            if _NOT_CONNECTED not in str(error):
+                raise
+            pyfuncitem.add_report_section("call", "ranks", f"run again on new ranks, for the first time {error}")
+            reply = pools.run(size, command, timeout)
     except RankError as error:
         failure = str(error)
     else:

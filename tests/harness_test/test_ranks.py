@@ -140,3 +140,11 @@ def test_ranks_draw_the_same_examples(group, n):
 
 def test_the_pool_has_no_part_in_other_tests():
     assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_gloo_did_not_connect_run_again(group, tmp_path):
+    seen = tmp_path / f"rank{group.rank()}"
+    if not seen.exists():
+        seen.touch()
+        raise RuntimeError("Gloo connectFullMesh failed, says this test")
