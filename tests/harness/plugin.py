@@ -27,8 +27,8 @@ from harness.pool import TEST_TIMEOUT, Pools, RankError
 
 _POOLS = pytest.StashKey[Pools]()
 _SIZE = "_num_ranks"
-# Seen once in several runs of all tests: gloo does not get the sockets of a new group connected, though no rank has done
-# anything wrong. A second time in a row it is the test's fault.
+# Seen once in several runs of all tests: gloo does not get the sockets of a new group connected, though no rank has
+# done anything wrong. A second time in a row it is the test's fault.
 _NOT_CONNECTED = "Gloo connectFullMesh failed"
 
 
