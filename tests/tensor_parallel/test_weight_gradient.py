@@ -9,9 +9,9 @@ from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError, ShardingError, TopologyError
 from shardwise.initialization import Normal
+from shardwise.kernels import main_grad
 from shardwise.recompute import recomputed
 from shardwise.sharding import balanced_range
-from shardwise.tensor_parallel import weight_gradient
 from shardwise.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -92,8 +92,8 @@ def test_main_grad_is_the_sum_over_micro_batches(group, make, sequence_parallel,
 @pytest.mark.parametrize("tokens", [1 << 20, 5])
 def test_a_wider_main_grad_loses_nothing(group, monkeypatch, make, tokens):
     """The sum of bf16 products, in fp32 throughout: closer than any sum of gradients rounded to bf16."""
-    monkeypatch.setattr(weight_gradient, "_MIN_TOKENS", tokens)
-    monkeypatch.setattr(weight_gradient, "_TEMPORARY_ELEMENTS", 0)
+    monkeypatch.setattr(main_grad, "_MIN_ROWS", tokens)
+    monkeypatch.setattr(main_grad, "_TEMPORARY_ELEMENTS", 0)
     layer = make(group, config_of(group, dtype=torch.bfloat16))
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
     expected = torch.zeros(layer.weight.shape, dtype=torch.float64)

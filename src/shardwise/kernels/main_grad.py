@@ -35,7 +35,8 @@ def placeholder(weight: Any) -> Tensor | None:
     """What autograd is given for a gradient that went to ``main_grad``.
 
     None, unless the weight has the attribute ``grad_added_to_main_grad``: then that becomes True and autograd gets
-    zeros, so that hooks on the weight run; they take no memory until autograd keeps them.
+    zeros, so that hooks on the weight run, whether or not ``weight.zero_out_wgrad`` asks for that; they take no memory
+    until autograd keeps them.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives.primitives import Pending, all_gather_async
 from shardwise.config import ModelParallelConfig
-from shardwise.errors import ConfigError, ShardingError
+from shardwise.errors import ShardingError
+from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import uneven_sizes
-
-# Elements of the temporary through which a gradient passes on its way into a wider main_grad: 16 MiB of fp32.
-_TEMPORARY_ELEMENTS = 1 << 22
-# A product over fewer tokens than this spends its time on reading and writing main_grad.
-_MIN_TOKENS = 256
 
 
 class WeightGradient:
@@ -68,17 +62,8 @@ class WeightGradient:
         return True
 
     def placeholder(self) -> Tensor | None:
-        """What autograd is given in place of a gradient that it need not keep.
-
-        None, unless the weight has the attribute ``grad_added_to_main_grad``: then the attribute becomes True and
-        autograd gets zeros, so that hooks on the weight run. They are zeros whether or not ``weight.zero_out_wgrad``
-        asks for that, and take no memory until autograd keeps them.
-        """
-        weight: Any = self.weight
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        return self.weight.new_zeros(()).expand(self.weight.shape)
+        """What autograd is given in place of a gradient that it need not keep (``kernels.main_grad``)."""
+        return placeholder(self.weight)
 
 
 @torch.no_grad()
@@ -97,24 +82,7 @@ def accumulate_main_grad_(weight: Tensor, grad_output: Tensor, input_: Tensor) -
     Raises:
         ConfigError: ``weight`` has no ``main_grad``.
     """
-    main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        raise ConfigError(
-            f"gradient_accumulation_fusion adds to weight.main_grad, and the weight of shape {list(weight.shape)} has "
-            "none; set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) before the backward, or turn "
-            "gradient_accumulation_fusion off"
-        )
-    if main_grad.dtype == input_.dtype:
-        main_grad.addmm_(grad_output.t(), input_)
-        return
-    if main_grad.is_cuda and main_grad.dtype == torch.float32 and input_.dtype in (torch.float16, torch.bfloat16):
-        # Only CUDA has a product of narrow factors that is added to a wide sum.
-        torch.addmm(main_grad, grad_output.t(), input_, out_dtype=torch.float32, out=main_grad)
-        return
-    tokens = max(_MIN_TOKENS, _TEMPORARY_ELEMENTS // max(grad_output.size(1) + input_.size(1), 1))
-    for start in range(0, input_.size(0), tokens):
-        rows = slice(start, start + tokens)
-        main_grad.addmm_(grad_output[rows].to(main_grad.dtype).t(), input_[rows].to(main_grad.dtype))
+    add_product_(main_grad_of(weight), grad_output, input_)
 
 
 @torch.no_grad()
