@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -224,7 +225,7 @@ class Channel:
         return self._broken
 
 
-class Message(Pending):
+class Message(Pending, ABC):
     """One collective in flight. A subclass says what goes into a slot, and what is made of everybody's.
 
     Args:
@@ -238,7 +239,13 @@ class Message(Pending):
 
     result: Tensor
 
-    def __init__(self, channel: Channel, description: tuple[object, ...], call: int, num_chunks: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        description: tuple[str, torch.Size, torch.dtype, *tuple[str, ...]],
+        call: int,
+        num_chunks: int,
+    ) -> None:
         self._channel = channel
         self._description = description
         self.call = call
@@ -274,14 +281,14 @@ class Message(Pending):
         self._channel.post(slot, number, self.call)
         self._posted.append((slot, number))
 
+    @abstractmethod
     def _write(self, chunk: int, slot: int) -> None:
         """Put this rank's part of a chunk into its row of the slot."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self, chunk: int, slot: int) -> None:
         """Make this rank's result of everybody's rows of the slot."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         name, shape, dtype, *rest = self._description
-        return " ".join([f"{name} of {list(shape)} {str(dtype).removeprefix('torch.')}", *map(str, rest)])  # type: ignore[call-overload]
+        return " ".join([f"{name} of {list(shape)} {str(dtype).removeprefix('torch.')}", *rest])
