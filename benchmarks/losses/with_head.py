@@ -83,8 +83,8 @@ def _ours(hidden: Tensor, weight: Tensor, target: Tensor, group: ProcessGroup) -
             hidden, weight, target, group=group, reduction="sum", plan=plan, memory_budget=memory_budget
         )
 
-    # The first keeps this rank's logits, the second as little as it can.
-    budgets = {"local_logits": 1 << 40, "chunked": 1 << 20}
+    # The first keeps this rank's logits, the second one slice of them, half of what its goal leaves it.
+    budgets = {"local_logits": 1 << 40, "chunked": 8 << 20}
     return {
         "ours_" + plan.partition("_")[0]: Candidate(partial(_gradients, partial(loss, plan, budget), hidden, weight))
         for plan, budget in budgets.items()

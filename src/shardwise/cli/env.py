@@ -107,6 +107,7 @@ def versions() -> dict[str, str]:
 def fast_paths(devices: Iterable[torch.device]) -> list[FastPath]:
     """What ``shardwise train`` uses to be fast on ``devices``, each tried out."""
     from shardwise.collectives.shared_memory import why_not_here
+    from shardwise.kernels.products import why_not_onednn
 
     paths = []
     for device in devices:
@@ -114,9 +115,10 @@ def fast_paths(devices: Iterable[torch.device]) -> list[FastPath]:
         paths.append(FastPath(f"fused AdamW on {device.type}", refusal is None, refusal or "always"))
         paths.append(_fused_attention(device))
         paths.append(_loss_kernels(device))
-    refusal = why_not_here()
+    refusal, no_onednn = why_not_here(), why_not_onednn()
     return [
         *paths,
+        FastPath("oneDNN's fp32 products on cpu", no_onednn is None, no_onednn or "for large matrices"),
         FastPath("shared memory between CPU ranks", refusal is None, refusal or "ranks of one machine, 2 to 8 of them"),
         FastPath("CUDA graphs", False, "shardwise has none yet"),
     ]
@@ -132,7 +134,7 @@ def _loss_kernels(device: torch.device) -> FastPath:
     if device.type == "cpu":
         refusal = loss_cpu.why_not_compiled()
         return FastPath(
-            "compiled loss on cpu", refusal is None, refusal or "for fp32 and bf16 logits, 2^20 of them or more"
+            "compiled loss on cpu", refusal is None, refusal or "for fp32 and bf16 logits, 2^18 of them or more"
         )
     kernels = choose(device, torch.bfloat16)
     name = f"Triton loss on {device.type}"

@@ -24,9 +24,9 @@ from torch.nn import Parameter
 
 from shardwise.kernels import loss_reference
 
-# What is saved at this size, about a millisecond a step, is worth the compilation in a few hundred steps. The choice
-# depends on nothing but the call, so that a run that is resumed computes the same bits.
-MIN_ELEMENTS = 1 << 20
+# What is saved at this size, a quarter of a millisecond a step, is worth the compilation in a thousand steps. The
+# choice depends on nothing but the call, so that a run that is resumed computes the same bits.
+MIN_ELEMENTS = 1 << 18
 
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 # No exceptions for wrong or inexact results are read, which lets the compiler use vectors; no sum is reordered.

@@ -16,12 +16,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels import products
 from shardwise.kernels.choice import choose
+from shardwise.kernels.huge_pages import empty_in_huge_pages
 from shardwise.kernels.loss_reference import finite, wide
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.loss.linear_head import Head, finished_hidden_gradient, times_rows
@@ -134,7 +135,7 @@ def _weight_gradients(
     _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     head: Head = ctx.head
     fuses = head.main_grad_weight is not None
-    grad_weight = torch.empty_like(weight) if needs_weight and not fuses else None
+    grad_weight = empty_in_huge_pages(weight.shape, weight) if needs_weight and not fuses else None
     grad_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
     factor, at_target = grad_output * factor, grad_output * at_target
     rest = None if rest is None else grad_output * rest
@@ -182,7 +183,7 @@ def _slices(hidden: Tensor, num_columns: int, max_bytes: int) -> tuple[Interval,
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
-    return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
+    return products.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
 
 
 def _columns_between(target_local: Tensor, start: int, stop: int) -> Tensor:

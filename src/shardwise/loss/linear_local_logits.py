@@ -20,11 +20,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels import products
 from shardwise.kernels.choice import choose
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.loss.linear_head import Head, finished_hidden_gradient, sum_of_rows, times_rows
@@ -48,7 +48,7 @@ class LocalLogitsLoss(Function):
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden = head.gathered(hidden)
-        logits = F.linear(hidden, weight, bias)
+        logits = products.linear(hidden, weight, bias)
         # What is left are padded columns, which take no probability, and whose weights may hold anything.
         valid, valid_weight, options = logits[:, : head.num_valid], weight[: head.num_valid], head.options
         if head.num_valid < logits.size(1):
@@ -60,7 +60,7 @@ class LocalLogitsLoss(Function):
         statistics = kernels.exponentials_ if hides else kernels.row_statistics
         own = statistics(valid, target_local, want_sum=smooth, **head.kernel_options)
         gather = head.start_gather(own)
-        product = valid.mm(valid_weight) if hides and needs_hidden else None
+        product = products.input_gradient(valid, valid_weight) if hides and needs_hidden else None
         combined = head.combined(gather.wait(), ignored, hidden, weight, bias)
 
         factor = combined.weight * (own[:, 0] - combined.maximum).exp()
@@ -85,7 +85,7 @@ class LocalLogitsLoss(Function):
         else:
             kernels.gradient_(valid, valid, target_local, own[:, 0], factor, at_target, rest, **head.kernel_options)
             factor, rest = torch.ones_like(factor), None
-            product = valid.mm(valid_weight) if needs_hidden else None
+            product = products.input_gradient(valid, valid_weight) if needs_hidden else None
 
         keeps = needs_weight or needs_bias
         ctx.save_for_backward(hidden if needs_weight else None, logits if keeps else None, product, factor, rest)
@@ -116,7 +116,7 @@ class LocalLogitsLoss(Function):
                     main_grad[: head.num_valid].sub_(sums)
                 grad_weight = placeholder(head.main_grad_weight)
             elif sums is None:
-                grad_weight = logits.t().mm(scaled)
+                grad_weight = products.weight_gradient(logits, scaled)
             else:
                 grad_weight = torch.addmm(-sums.to(scaled.dtype), logits.t(), scaled)
                 grad_weight[head.num_valid :] = 0.0

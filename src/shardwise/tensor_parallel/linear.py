@@ -11,7 +11,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -28,6 +27,7 @@ from shardwise.collectives.primitives import (
 )
 from shardwise.collectives.regions import _ReduceFromModelParallelRegion, _ReduceScatterToSequenceParallelRegion
 from shardwise.errors import ShardingError
+from shardwise.kernels import products
 from shardwise.parallel_state.memory import communication_buffers
 from shardwise.recompute import is_checkpointing, is_recomputing
 from shardwise.sharding import uneven_sizes
@@ -107,6 +107,8 @@ class TensorParallelLinear(Function):
         weight_gradient: WeightGradient | None = ctx.weight_gradient
         grad_input = grad_weight = grad_bias = None
 
+        if parallelism is LinearParallelism.ROW_SEQUENCE:
+            grad_output = all_gather(grad_output, group=group, dim=0, sizes=sizes)
         if needs_weight_grad and weight_gradient is not None and weight_gradient.defer(input_, grad_output):
             needs_weight_grad = False
             grad_weight = weight_gradient.placeholder()
@@ -114,12 +116,10 @@ class TensorParallelLinear(Function):
         if ctx.gathers_again and needs_weight_grad:
             # In flight during the product for the input gradient.
             gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=communication_buffers())
-        elif parallelism is LinearParallelism.ROW_SEQUENCE:
-            grad_output = all_gather(grad_output, group=group, dim=0, sizes=sizes)
 
         pending: Pending | None = None
         if needs_input_grad:
-            grad_input = grad_output.matmul(weight)
+            grad_input = products.input_gradient(grad_output, weight)
             if parallelism is LinearParallelism.COLUMN:
                 pending = all_reduce_async(grad_input, group=group, may_overwrite=True)
             elif parallelism is LinearParallelism.COLUMN_SEQUENCE:
@@ -133,7 +133,7 @@ class TensorParallelLinear(Function):
                 accumulate_main_grad_(weight_gradient.weight, _flat(grad_output), _flat(input_))
                 grad_weight = weight_gradient.placeholder()
             else:
-                grad_weight = _flat(grad_output).t().mm(_flat(input_))
+                grad_weight = products.weight_gradient(_flat(grad_output), _flat(input_))
         if needs_bias_grad:
             grad_bias = _flat(grad_output).sum(dim=0)
         if pending is not None:
@@ -229,7 +229,7 @@ def _multiply_and_reduce(
     input_: Tensor, weight: Tensor, bias: Tensor | None, parallelism: LinearParallelism, group: ProcessGroup | None
 ) -> Tensor:
     """The product of whole rows, and what the row forms do with it."""
-    output = F.linear(input_, weight, bias)
+    output = products.linear(input_, weight, bias)
     if group is not None:
         if parallelism is LinearParallelism.ROW:
             return all_reduce(output, group=group, may_overwrite=True)
