@@ -1,12 +1,14 @@
-"""What benchmarks share: alternating rounds, ratios with their spread, facts about the machine, and JSON."""
+"""What benchmarks share: the command line, alternating rounds, ratios with their spread, the machine, and JSON."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+
+from shardwise.errors import LaunchError, ParityError
 
 
 @dataclass(frozen=True)
@@ -152,3 +156,63 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
+
+
+def add_common_flags(parser: argparse.ArgumentParser, *, default_rounds: int) -> None:
+    """``--rounds`` and ``--json``."""
+    parser.add_argument(
+        "--rounds", type=positive_int, default=default_rounds, help=f"rounds that count; default: {default_rounds}"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+
+
+def add_sizes(parser: argparse.ArgumentParser, sizes: type[Any], title: str) -> None:
+    """A flag for each field of the dataclass ``sizes``, None where it is not given."""
+    group = parser.add_argument_group("sizes", title)
+    for field in dataclasses.fields(sizes):
+        flag = "--" + field.name.replace("_", "-")
+        if field.type in (bool, "bool"):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction)
+        else:
+            group.add_argument(flag, type=positive_int, metavar="N")
+
+
+def given_sizes(arguments: argparse.Namespace, sizes: type[Any]) -> dict[str, Any]:
+    """The fields of ``sizes`` whose flags were given."""
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(sizes)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, and leave with a message if the JSON could not be written where it is wanted."""
+    arguments = parser.parse_args(argv)
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        parser.error(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+    return arguments
+
+
+def run_benchmark(name: str, arguments: argparse.Namespace, measure: Callable[[], Mapping[str, Any]]) -> int:
+    """Measure, say where that was, and write the JSON that was asked for.
+
+    Args:
+        name: of the benchmark.
+        arguments: with the flags of ``add_common_flags``.
+        measure: prints its results, and returns what the JSON is to have of them.
+
+    Returns:
+        The exit code.
+    """
+    machine = machine_facts()
+    try:
+        results = measure()
+    except (LaunchError, ParityError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; all processes were ended", file=sys.stderr)
+        return 130
+    cores, version = machine["usable_cores"], machine["torch"]
+    print(f"{arguments.rounds} rounds on {machine['processor']}, {cores} cores, torch {version}")
+    if arguments.json is not None:
+        write_json(arguments.json, {"benchmark": name, "machine": machine, "num_rounds": arguments.rounds, **results})
+    return 0

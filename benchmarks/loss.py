@@ -20,19 +20,20 @@ from typing import Any
 
 from common import (
     Spread,
+    add_common_flags,
     format_table,
-    machine_facts,
     measure_in_rounds,
+    parse_arguments,
     positive_int,
     ratios_of,
-    write_json,
+    run_benchmark,
 )
 from losses.problem import DTYPES, LossSizes
 from losses.runner import Runner
 from ranks import NUM_RANKS
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import ConfigError, LaunchError, ParityError
+from shardwise.errors import ConfigError, ParityError
 
 # A batch of 2,048 tokens of a model with Llama 3's vocabulary.
 SIZES = LossSizes(num_tokens=2048, vocab_size=128_256, hidden_size=1024)
@@ -212,9 +213,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--contest", choices=(*CONTESTS, "all"), default="all", help="default: all")
     parser.add_argument("--dtype", choices=(*DTYPES, "both"), default="both", help="default: both")
-    parser.add_argument("--rounds", type=positive_int, default=7, help="rounds that count; default: 7")
+    add_common_flags(parser, default_rounds=7)
     parser.add_argument("--steps", type=positive_int, default=1, help="timed steps in a round; default: 1")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     for field in dataclasses.fields(LossSizes):
         default = getattr(SIZES, field.name)
         flag = "--" + field.name.replace("_", "-")
@@ -225,19 +225,17 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit code."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parse_arguments(parser, argv)
     sizes = LossSizes(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(LossSizes)})
     try:
         sizes.check_split(NUM_RANKS)
     except ConfigError as error:
         parser.error(str(error))
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        parser.error(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     contests = list(CONTESTS) if arguments.contest == "all" else [arguments.contest]
     dtypes = list(DTYPES) if arguments.dtype == "both" else [arguments.dtype]
-    machine = machine_facts()
-    results = []
-    try:
+
+    def measure() -> dict[str, Any]:
+        results = []
         with tempfile.TemporaryDirectory() as folder, start_workers(Path(folder)) as workers:
             for contest in contests:
                 for dtype in dtypes:
@@ -246,18 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     )
                     print(describe(result), end="\n\n", flush=True)
                     results.append(result)
-    except (LaunchError, ParityError) as error:
-        print(f"loss: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("loss: interrupted; all processes were ended", file=sys.stderr)
-        return 130
-    where = f"{machine['processor']}, {machine['usable_cores']} cores, torch {machine['torch']}"
-    print(f"{arguments.rounds} rounds on {where}")
-    if arguments.json is not None:
-        report = {"benchmark": "loss", "machine": machine, "num_rounds": arguments.rounds, "contests": results}
-        write_json(arguments.json, report)
-    return 0
+        return {"contests": results}
+
+    return run_benchmark("loss", arguments, measure)
 
 
 def start_workers(folder: Path) -> Workers:

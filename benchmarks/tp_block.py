@@ -22,17 +22,20 @@ from blocks.problem import BLOCKS, BlockSizes
 from blocks.runner import CANDIDATES, LINEARS, Runner
 from common import (
     Spread,
+    add_common_flags,
+    add_sizes,
     format_table,
-    machine_facts,
+    given_sizes,
     measure_in_rounds,
+    parse_arguments,
     positive_int,
     ratios_of,
-    write_json,
+    run_benchmark,
 )
 from ranks import NUM_RANKS
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import ConfigError, LaunchError, ParityError
+from shardwise.errors import ConfigError, ParityError
 
 # A few roundings of fp32, whose sums over as many as 8192 terms are taken in another order.
 RTOL_OF_NORM = 1e-5
@@ -206,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", choices=(*SIZES, "both"), default="both", help="default: both")
     parser.add_argument("--block", choices=(*BLOCKS, "both"), default="both", help="default: both")
-    parser.add_argument("--rounds", type=positive_int, default=9, help="rounds that count; default: 9")
+    add_common_flags(parser, default_rounds=9)
     parser.add_argument(
         "--steps",
         type=positive_int,
@@ -217,14 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         "--linear-calls", type=positive_int, default=20_000, help="timed linear forwards in a round; default: 20000"
     )
     parser.add_argument("--sequence-parallel", action="store_true", help="for all candidates")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    sizes = parser.add_argument_group("sizes", "in place of those of the one size chosen with --size")
-    for field in dataclasses.fields(BlockSizes):
-        flag = "--" + field.name.replace("_", "-")
-        if field.name == "bias":
-            sizes.add_argument(flag, action=argparse.BooleanOptionalAction)
-        else:
-            sizes.add_argument(flag, type=positive_int, metavar="N")
+    add_sizes(parser, BlockSizes, "in place of those of the one size chosen with --size")
     return parser
 
 
@@ -235,8 +231,7 @@ def _chosen_sizes(arguments: argparse.Namespace) -> dict[str, BlockSizes]:
         ConfigError: sizes that cannot be, or numbers given for two sizes at once.
     """
     chosen = SIZES if arguments.size == "both" else {arguments.size: SIZES[arguments.size]}
-    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(BlockSizes)}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = given_sizes(arguments, BlockSizes)
     numbers = [name for name in given if name != "bias"]
     if numbers and len(chosen) > 1:
         raise ConfigError(f"{', '.join(numbers)} would apply to both sizes; choose one with --size")
@@ -249,17 +244,15 @@ def _chosen_sizes(arguments: argparse.Namespace) -> dict[str, BlockSizes]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit code."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parse_arguments(parser, argv)
     try:
         chosen = _chosen_sizes(arguments)
     except ConfigError as error:
         parser.error(str(error))
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        parser.error(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     blocks = BLOCKS if arguments.block == "both" else (arguments.block,)
-    machine = machine_facts()
-    results = []
-    try:
+
+    def measure() -> dict[str, Any]:
+        results = []
         with tempfile.TemporaryDirectory() as folder, start_workers(Path(folder)) as workers:
             for name, sizes in chosen.items():
                 for block in blocks:
@@ -276,18 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     results.append(result)
             linear = benchmark_linear(workers, num_rounds=arguments.rounds, num_calls=arguments.linear_calls)
             print(describe_linear(linear), end="\n\n", flush=True)
-    except (LaunchError, ParityError) as error:
-        print(f"tp_block: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("tp_block: interrupted; all processes were ended", file=sys.stderr)
-        return 130
-    where = f"{machine['processor']}, {machine['usable_cores']} cores, torch {machine['torch']}"
-    print(f"{arguments.rounds} rounds on {where}")
-    if arguments.json is not None:
-        report = {"benchmark": "tp_block", "machine": machine, "num_rounds": arguments.rounds}
-        write_json(arguments.json, report | {"blocks": results, "linear": linear})
-    return 0
+        return {"blocks": results, "linear": linear}
+
+    return run_benchmark("tp_block", arguments, measure)
 
 
 def start_workers(folder: Path) -> Workers:

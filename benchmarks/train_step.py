@@ -19,19 +19,22 @@ from typing import Any
 
 from common import (
     Spread,
+    add_common_flags,
+    add_sizes,
     format_table,
-    machine_facts,
+    given_sizes,
     measure_in_rounds,
+    parse_arguments,
     positive_int,
     ratios_of,
-    write_json,
+    run_benchmark,
 )
 from ranks import NUM_RANKS
 from steps.problem import LlamaSizes
 from steps.runner import RANK_VARIANTS, SINGLE_VARIANTS, Runner
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import ConfigError, LaunchError, ParityError
+from shardwise.errors import ConfigError, ParityError
 
 # Steps that are compared before anything is timed: the later ones also compare clipping and the optimizer.
 NUM_PARITY_STEPS = 3
@@ -204,7 +207,7 @@ def describe(result: dict[str, Any]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=(*MODELS, "both"), default="both", help="default: both")
-    parser.add_argument("--rounds", type=positive_int, default=9, help="rounds that count; default: 9")
+    add_common_flags(parser, default_rounds=9)
     parser.add_argument(
         "--steps",
         type=positive_int,
@@ -219,14 +222,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="VARIANT",
         help=f"of {', '.join((*RANK_VARIANTS, *SINGLE_VARIANTS))}; default: {' '.join(DEFAULT_VARIANTS)}",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    sizes = parser.add_argument_group("sizes", "in place of those of the one model chosen with --model")
-    for field in dataclasses.fields(LlamaSizes):
-        flag = "--" + field.name.replace("_", "-")
-        if field.name == "tie_embeddings":
-            sizes.add_argument(flag, action=argparse.BooleanOptionalAction)
-        else:
-            sizes.add_argument(flag, type=positive_int, metavar="N")
+    add_sizes(parser, LlamaSizes, "in place of those of the one model chosen with --model")
     return parser
 
 
@@ -237,8 +233,7 @@ def _chosen_models(arguments: argparse.Namespace) -> dict[str, LlamaSizes]:
         ConfigError: sizes that cannot be, or given for two models at once.
     """
     models = MODELS if arguments.model == "both" else {arguments.model: MODELS[arguments.model]}
-    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(LlamaSizes)}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = given_sizes(arguments, LlamaSizes)
     if given and len(models) > 1:
         raise ConfigError(f"{', '.join(given)} would apply to both models; choose one with --model")
     models = {name: dataclasses.replace(sizes, **given) for name, sizes in models.items()}
@@ -250,35 +245,24 @@ def _chosen_models(arguments: argparse.Namespace) -> dict[str, LlamaSizes]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit code."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parse_arguments(parser, argv)
     try:
         models = _chosen_models(arguments)
     except ConfigError as error:
         parser.error(str(error))
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        parser.error(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     variants = list(dict.fromkeys(arguments.variants))
-    machine = machine_facts()
-    results = []
-    try:
+
+    def measure() -> dict[str, Any]:
+        results = []
         with tempfile.TemporaryDirectory() as folder, start_workers(variants, Path(folder)) as workers:
             for name, sizes in models.items():
                 num_steps = arguments.steps or DEFAULT_STEPS[name]
                 result = benchmark(name, sizes, variants, workers, num_rounds=arguments.rounds, num_steps=num_steps)
                 print(describe(result), end="\n\n", flush=True)
                 results.append(result)
-    except (LaunchError, ParityError) as error:
-        print(f"train_step: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("train_step: interrupted; all processes were ended", file=sys.stderr)
-        return 130
-    where = f"{machine['processor']}, {machine['usable_cores']} cores, torch {machine['torch']}"
-    print(f"{arguments.rounds} rounds on {where}")
-    if arguments.json is not None:
-        report = {"benchmark": "train_step", "machine": machine, "num_rounds": arguments.rounds, "models": results}
-        write_json(arguments.json, report)
-    return 0
+        return {"models": results}
+
+    return run_benchmark("train_step", arguments, measure)
 
 
 if __name__ == "__main__":
