@@ -1,6 +1,7 @@
 """Settings are complete and consistent once a config is made, or it is not made."""
 
 import dataclasses
+import enum
 import inspect
 import math
 import warnings
@@ -76,6 +77,19 @@ def test_heads_that_divide_nothing_need_their_width():
         ("ffn_hidden_size", 0, "ffn_hidden_size 0 and kv_channels 6 must be at least 1"),
         ("kv_channels", 0, "kv_channels 0 must be at least 1"),
         ("tensor_model_parallel_size", 0, "tensor_model_parallel_size is 0; it must be at least 1"),
+        (
+            "activation_func",
+            "gelu",
+            r"activation_func is 'gelu'; it must be a function \(by name they are in shardwise",
+        ),
+        ("norm_position", "between", "norm_position is 'between'; it must be 'pre' or 'post'"),
+        ("attention_backend", "flash3", "attention_backend is 'flash3'; it must be one of auto, flash, fused, unfused"),
+        ("softmax_scale", 0.0, "softmax_scale is 0.0; it must be over 0, or None for 1/sqrt"),
+        ("softmax_scale", math.nan, "softmax_scale is nan"),
+        ("window_size", 4, "window_size is 4; it must be a pair of numbers of positions before and after"),
+        ("window_size", (4,), r"window_size is \(4,\)"),
+        ("window_size", (4, -2), r"window_size is \(4, -2\)"),
+        ("window_size", (4, 0.5), r"window_size is \(4, 0.5\)"),
     ],
 )
 def test_values_that_cannot_be(name, value, message):
@@ -83,6 +97,19 @@ def test_values_that_cannot_be(name, value, message):
         TransformerConfig(**(SMALL | {name: value}))
     # Callers who do not know Shardwise catch what they expect.
     assert isinstance(info.value, ValueError)
+
+
+def test_a_residual_after_a_norm_that_is_not_there():
+    with pytest.raises(
+        ConfigError, match="apply_residual_connection_post_layernorm is about the norm before attention"
+    ):
+        TransformerConfig(**SMALL, norm_position="post", apply_residual_connection_post_layernorm=True)
+
+
+def test_what_programs_write_otherwise():
+    backends = enum.Enum("AttnBackend", ["flash", "fused", "unfused", "local", "auto"])
+    assert TransformerConfig(**SMALL, attention_backend=backends.unfused).attention_backend == "unfused"
+    assert TransformerConfig(**SMALL, window_size=[4, -1]).window_size == (4, -1)
 
 
 def test_the_parallel_part_alone():

@@ -14,6 +14,9 @@ from shardwise import parallel_state, tensor_parallel, utils
 from shardwise.config import ModelParallelConfig, TransformerConfig
 from shardwise.errors import ConfigError
 from shardwise.models import language_module
+from shardwise.models.bert import BertModel
+from shardwise.models.embedding import LanguageModelEmbedding
+from shardwise.models.gpt import GPTModel
 
 
 @pytest.fixture
@@ -30,7 +33,10 @@ def test_imports_of_every_kind_find_the_same_objects():
     import megatron.core.tensor_parallel.layers
     from megatron.core import ModelParallelConfig as TheirConfig
     from megatron.core import mpu
+    from megatron.core.models.bert.bert_model import BertModel as TheirBert
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding as TheirEmbedding
     from megatron.core.models.common.language_module import language_module as theirs
+    from megatron.core.models.gpt.gpt_model import GPTModel as TheirGPT
     from megatron.core.tensor_parallel.mappings import _CopyToModelParallelRegion
     from megatron.core.transformer.transformer_config import TransformerConfig as TheirTransformerConfig
 
@@ -42,6 +48,7 @@ def test_imports_of_every_kind_find_the_same_objects():
     assert TheirConfig is ModelParallelConfig
     assert TheirTransformerConfig is TransformerConfig
     assert theirs is language_module
+    assert (TheirGPT, TheirBert, TheirEmbedding) == (GPTModel, BertModel, LanguageModelEmbedding)
     assert _CopyToModelParallelRegion is tensor_parallel.mappings._CopyToModelParallelRegion
 
 

@@ -59,6 +59,7 @@ FIRST_RANKS = {
 }
 NEEDS_NOTHING = {
     "RankGenerator",
+    "create_group",
     "default_embedding_ranks",
     "default_position_embedding_ranks",
     "destroy_global_memory_buffer",
@@ -273,7 +274,6 @@ def test_initialised_twice_and_anew(group):
         ({"order": None}, ConfigError, "order None must name each of"),
         ({"hierarchical_context_parallel_sizes": 4}, ConfigError, r"levels \[4\] .* must multiply to cp 1"),
         ({"distributed_timeout_minutes": "3"}, ConfigError, "distributed_timeout_minutes is '3'"),
-        ({"hybrid_context_parallel": True}, ConfigError, "hybrid_context_parallel=True: samples are not spread"),
         ({"order": "tp-dp-xp"}, ConfigError, "order 'tp-dp-xp' must name each of"),
         ({"order": "dp", "tensor_model_parallel_size": 2}, ConfigError, "but the order 'dp' leaves it out"),
         ({"hierarchical_context_parallel_sizes": [2]}, ConfigError, r"levels \[2\] .* must multiply to cp 1"),
@@ -365,7 +365,7 @@ def test_options_reach_the_topology(group):
     )
     assert ps.is_rank_in_embedding_group() == (group.rank() == 1)
     assert ps.is_rank_in_position_embedding_group() == (group.rank() == 1)
-    assert not ps.has_separate_all_gather_group()
+    assert ps.has_separate_all_gather_group()
     backend = ps.get_pipeline_model_parallel_group()._get_backend(torch.device("cpu"))
     assert backend.options._timeout.total_seconds() == 180
     assert ps.get_topology().sizes.order == "pp-tp-cp-ep-dp"

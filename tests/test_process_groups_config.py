@@ -35,6 +35,17 @@ def test_groups_that_were_not_given_are_not_there():
         ProcessGroupCollection(px=tp)
 
 
+def test_a_collection_says_what_it_has():
+    class OfTwo:
+        def size(self):
+            return 2
+
+    collection = ProcessGroupCollection()
+    assert repr(collection) == "ProcessGroupCollection(empty)"
+    collection.hcp, collection.cp, collection.tp = [OfTwo(), OfTwo()], None, OfTwo()
+    assert repr(collection) == "ProcessGroupCollection(tp(2), cp(None), hcp([2, 2]))"
+
+
 def test_the_ambient_groups_come_from_the_getters_that_tests_replace(monkeypatch):
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_group", lambda **_: "tp of a test")
     monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda **_: "cp of a test")

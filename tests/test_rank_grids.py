@@ -195,6 +195,7 @@ assert len(dist.distributed_c10d._world.pg_map) == 1
 """
 
 
+@pytest.mark.slow
 def test_groups_and_mesh_of_one_of_a_thousand_ranks():
     done = subprocess.run([sys.executable, "-c", ONE_OF_A_THOUSAND], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ from steps.problem import (
 )
 
 _NAMES = {
-    "word_embeddings.weight": "tok_embeddings.weight",
+    "embedding.word_embeddings.weight": "tok_embeddings.weight",
     "input_layernorm.weight": "attention_norm.weight",
     "self_attention.linear_proj.weight": "attention.wo.weight",
     "pre_mlp_layernorm.weight": "ffn_norm.weight",

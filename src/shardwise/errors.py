@@ -4,19 +4,28 @@
 
     ShardwiseError
     ├── ConfigError      (ValueError)    a setting that cannot be, or two that contradict each other
+    │   ├── AssertedConfigError   (AssertionError)  an argument that is missing, or contradicts an earlier call
+    │   └── ContradictionError    (RuntimeError)    settings that exclude each other
     ├── ShardingError    (ValueError)    a size, shape or split that does not fit the ranks
-    │   └── IndivisibleError (AssertionError)     a quotient that is not whole
+    │   ├── IndivisibleError      (AssertionError)  a quotient that is not whole
+    │   ├── AssertedShardingError (AssertionError)  a view in place of a tensor, lists that are not as long
+    │   └── WeightError           (RuntimeError)    a layer called without its weight, or with one of another shape
     ├── VocabularyError  (ValueError)    a token id outside the vocabulary
     ├── DataError        (ValueError)    a corpus, file or line that cannot be read as what it should be
+    │   └── AssertedDataError     (AssertionError)  tensors that are not what they were announced to be
     ├── CheckpointError  (RuntimeError)  a checkpoint that is damaged, incomplete or of another model
     ├── TopologyError    (RuntimeError)  groups used before initialisation, twice, or not to be had
-    │   └── NotInitializedError (AssertionError)  groups used before initialisation
+    │   ├── NotInitializedError   (AssertionError)  groups used before initialisation
+    │   └── AssertedTopologyError (AssertionError)  initialised already, or a group that this rank is not in
     ├── DesyncError      (RuntimeError)  ranks that disagree on what they are about to do
     ├── DivergenceError  (RuntimeError)  a loss that is no longer a number
     ├── ParityError      (RuntimeError)  a parallel result that does not equal the dense one
     └── LaunchError      (RuntimeError)  a rank that died, or could not be started
 
-Each is also the builtin in brackets, so that callers who do not know Shardwise catch what they expect.
+Each is also the builtin in brackets, so that callers who do not know Shardwise catch what they expect. The second level
+is for programs written for the reference, which has no errors of its own: where it has an ``assert``, or raises a
+RuntimeError for what is a ValueError here, the error is that as well.
+
 A message carries the values that broke the rule and says what to do.
 """
 
@@ -29,12 +38,28 @@ class ConfigError(ShardwiseError, ValueError):
     """A setting that cannot be, or two settings that contradict each other."""
 
 
+class AssertedConfigError(ConfigError, AssertionError):
+    """An argument that the call needs and lacks, or that contradicts an earlier one; the reference asserts it."""
+
+
+class ContradictionError(ConfigError, RuntimeError):
+    """Settings that exclude each other, which the reference says by a RuntimeError."""
+
+
 class ShardingError(ShardwiseError, ValueError):
     """A size, shape or split that does not fit the ranks."""
 
 
 class IndivisibleError(ShardingError, AssertionError):
-    """A quotient that is not whole; an AssertionError too, which code for the reference catches."""
+    """A quotient that is not whole, which the reference asserts."""
+
+
+class AssertedShardingError(ShardingError, AssertionError):
+    """A view where a tensor of its own is needed, or lists of different lengths; the reference asserts it."""
+
+
+class WeightError(ShardingError, RuntimeError):
+    """A layer called without its weight, or with one of another shape; a RuntimeError in the reference."""
 
 
 class VocabularyError(ShardwiseError, ValueError):
@@ -43,6 +68,10 @@ class VocabularyError(ShardwiseError, ValueError):
 
 class DataError(ShardwiseError, ValueError):
     """A corpus, file or line that cannot be read as what it should be."""
+
+
+class AssertedDataError(DataError, AssertionError):
+    """Tensors that are not what they were announced to be, which the reference asserts."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
@@ -54,7 +83,11 @@ class TopologyError(ShardwiseError, RuntimeError):
 
 
 class NotInitializedError(TopologyError, AssertionError):
-    """Process groups used before initialisation; an AssertionError too, which code for the reference catches."""
+    """Process groups used before initialisation, which the reference asserts."""
+
+
+class AssertedTopologyError(TopologyError, AssertionError):
+    """Initialised already, or a group that this rank is not in; the reference asserts it."""
 
 
 class DesyncError(ShardwiseError, RuntimeError):

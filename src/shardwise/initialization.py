@@ -17,9 +17,11 @@ What depends on the parameter's shape (the fans of Xavier and Kaiming) is taken 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,3 +205,28 @@ def _fill_columns(shard: Tensor, layout: ParamLayout, rank: int, blocks: Iterato
     for start, stop, block in blocks:
         parts = [block.narrow(layout.dim, first, last - first) for first, last in layout.intervals[rank]]
         shard[start:stop].copy_(torch.cat(parts, layout.dim))
+
+
+def draw_seed(device: torch.device) -> int:
+    """A seed from ``device``'s default generator, for ``part_seeded``: one number, however large the model."""
+    return int(torch.empty((), dtype=torch.int64, device=device).random_())
+
+
+@contextmanager
+def part_seeded(seed: int | None, *part: object) -> Iterator[None]:
+    """Seed the default generators by ``seed`` and the name of a part of the model; give them back their states after.
+
+    So a part starts from the same values whichever other parts this rank has, as on a pipeline stage. Nothing happens
+    if ``seed`` is None.
+    """
+    if seed is None:
+        yield
+        return
+    own_seed = int.from_bytes(hashlib.sha256(repr((seed, *part)).encode()).digest()[:8], "big") >> 1
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        # Not torch.manual_seed, which would leave its seed to a CUDA that is initialised later.
+        torch.default_generator.manual_seed(own_seed)
+        if devices:
+            torch.cuda.manual_seed(own_seed)
+        yield

@@ -23,7 +23,9 @@ _PACKAGES = (
     "megatron",
     "megatron.core",
     "megatron.core.models",
+    "megatron.core.models.bert",
     "megatron.core.models.common",
+    "megatron.core.models.common.embeddings",
     "megatron.core.models.common.language_module",
     "megatron.core.models.gpt",
     "megatron.core.transformer",
@@ -31,6 +33,8 @@ _PACKAGES = (
 
 _ALIASES = {
     "megatron.core.model_parallel_config": "shardwise.config",
+    "megatron.core.models.bert.bert_model": "shardwise.models.bert",
+    "megatron.core.models.common.embeddings.language_model_embedding": "shardwise.models.embedding",
     "megatron.core.models.common.language_module.language_module": "shardwise.models.language_module",
     "megatron.core.models.gpt.gpt_model": "shardwise.models.gpt",
     "megatron.core.parallel_state": "shardwise.parallel_state",
@@ -53,6 +57,7 @@ _NAMES: dict[str, dict[str, tuple[str, str | None]]] = {
         # The reference's own second name.
         "mpu": ("shardwise.parallel_state", None),
     },
+    "megatron.core.models.bert": {"BertModel": ("shardwise.models.bert", "BertModel")},
     "megatron.core.models.gpt": {"GPTModel": ("shardwise.models.gpt", "GPTModel")},
     "megatron.core.transformer": {"TransformerConfig": ("shardwise.config", "TransformerConfig")},
 }

@@ -79,7 +79,9 @@ class ProcessGroupCollection:
         return vars(self) == vars(other) if isinstance(other, ProcessGroupCollection) else NotImplemented
 
     def __repr__(self) -> str:
-        return f"ProcessGroupCollection({', '.join(f'{name}({_sizes(group)})' for name, group in vars(self).items())})"
+        given = vars(self)
+        groups = ", ".join(f"{name}({_sizes(given[name])})" for name in _GETTERS if name in given)
+        return f"ProcessGroupCollection({groups or 'empty'})"
 
     @classmethod
     def from_topology(cls, topology: Topology, *, required_pgs: Iterable[str] | None = None) -> ProcessGroupCollection:

@@ -40,18 +40,37 @@ def sharded_state_dict(
         ShardingError: ``sharded_offsets`` do not fit together.
     """
     group = resolve_tensor_model_parallel_group(group)
-    entries: dict[str, ParamShard] = {}
     own: Any = getattr(module, "sharded_state_dict", None)
-    if own is not None:
-        entries.update(own(prefix, tuple(sharded_offsets), metadata))
-    else:
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            # A dot stands before what belongs to a child.
-            if "." not in name and isinstance(tensor, Tensor):
-                layout = ParamLayout.replicated(tensor.shape, group.size())
-                entries[prefix + name] = ParamShard(prefix + name, tensor, layout, group.rank(), tuple(sharded_offsets))
-        for name, child in module.named_children():
-            entries |= sharded_state_dict(child, f"{prefix}{name}.", sharded_offsets, metadata, group=group)
-    # The first of those that share a tensor stays.
+    if own is None:
+        return state_of_parts(module, prefix, sharded_offsets, metadata, group=group)
+    entries: dict[str, ParamShard] = own(prefix, tuple(sharded_offsets), metadata)
+    return _each_tensor_once(entries)
+
+
+def state_of_parts(
+    module: nn.Module,
+    prefix: str = "",
+    sharded_offsets: Sequence[ShardedOffset] = (),
+    metadata: dict[str, Any] | None = None,
+    *,
+    group: ProcessGroup,
+) -> dict[str, ParamShard]:
+    """As ``sharded_state_dict``, without asking ``module`` itself: what it holds directly, and its children's answers.
+
+    For a module whose ``sharded_state_dict`` changes something of that.
+    """
+    entries: dict[str, ParamShard] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        # A dot stands before what belongs to a child.
+        if "." not in name and isinstance(tensor, Tensor):
+            layout = ParamLayout.replicated(tensor.shape, group.size())
+            entries[prefix + name] = ParamShard(prefix + name, tensor, layout, group.rank(), tuple(sharded_offsets))
+    for name, child in module.named_children():
+        entries |= sharded_state_dict(child, f"{prefix}{name}.", sharded_offsets, metadata, group=group)
+    return _each_tensor_once(entries)
+
+
+def _each_tensor_once(entries: dict[str, ParamShard]) -> dict[str, ParamShard]:
+    """Without those that share a tensor with one before them."""
     first = {id(shard.data): name for name, shard in reversed(entries.items())}
     return {name: shard for name, shard in entries.items() if first[id(shard.data)] == name}

@@ -16,21 +16,27 @@ from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
 from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.errors import ShardingError
+from shardwise.errors import AssertedShardingError, ShardingError
 from shardwise.initialization import init_method_normal, scaled_init_method_normal
+from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, divide, ensure_divisibility
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
 
 __all__ = [
     "GlobalMemoryBuffer",
+    "GlobalSymmetricMemoryBuffer",
+    "MakeViewlessTensor",
     "assert_viewless_tensor",
     "divide",
     "drain_embedding_wgrad_compute",
     "ensure_divisibility",
     "get_pg_rank",
     "get_pg_size",
+    "get_pg_src_rank",
     "get_tensor_model_parallel_group_if_none",
     "init_method_normal",
+    "is_te_min_version",
+    "is_torch_min_version",
     "make_sharded_tensor_for_checkpoint",
     "make_tp_sharded_tensor_for_checkpoint",
     "make_viewless_tensor",
@@ -49,6 +55,21 @@ def get_pg_size(group: ProcessGroup | None = None) -> int:
 def get_pg_rank(group: ProcessGroup | None = None) -> int:
     """This rank in ``group``; 0 for None or where ``torch.distributed`` is not initialised."""
     return 0 if group is None or not dist.is_initialized() else group.rank()
+
+
+def get_pg_src_rank(group: ProcessGroup | None = None) -> int:
+    """Global rank of the first rank of ``group``; 0 for None or where ``torch.distributed`` is not initialised."""
+    return 0 if group is None or not dist.is_initialized() else dist.get_process_group_ranks(group)[0]
+
+
+def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
+    """Whether this PyTorch is of ``version`` or a later one; a later one only, without ``check_equality``."""
+    return torch.__version__ >= version if check_equality else torch.__version__ > version
+
+
+def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+    """False: Transformer Engine is not used here, whatever is installed."""
+    return False
 
 
 def get_tensor_model_parallel_group_if_none(
@@ -130,8 +151,8 @@ def make_sharded_tensor_for_checkpoint(
     return ParamShard(key, tensor, layout, group.rank(), tuple(prepend_offsets), allow_shape_mismatch)
 
 
-class _Viewless(Function):
-    """The same memory and gradient, but no view."""
+class MakeViewlessTensor(Function):
+    """The function behind ``make_viewless_tensor``: the same memory and gradient, but no view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -159,7 +180,7 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     if inp._base is None:
         return inp
     if keep_graph:
-        viewless: Tensor = _Viewless.apply(inp, requires_grad)
+        viewless: Tensor = MakeViewlessTensor.apply(inp, requires_grad)
         return viewless
     return _same_memory(inp, requires_grad)
 
@@ -168,13 +189,13 @@ def assert_viewless_tensor(tensor: _T, extra_msg: str | None = None) -> _T:
     """Return ``tensor`` after checking that it is no view; the items of a list are checked, what is no tensor passes.
 
     Raises:
-        ShardingError: it is a view, whose memory would be kept by its base.
+        AssertedShardingError: it is a view, whose memory would be kept by its base.
     """
     if isinstance(tensor, list):
         for item in tensor:
             assert_viewless_tensor(item, extra_msg)
     elif isinstance(tensor, Tensor) and tensor._base is not None:
-        raise ShardingError(
+        raise AssertedShardingError(
             f"a tensor of shape {list(tensor.shape)} is a view of one of shape {list(tensor._base.shape)}, which keeps "
             f"its memory; use make_viewless_tensor{'' if extra_msg is None else f'. {extra_msg}'}"
         )
@@ -185,7 +206,7 @@ def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> 
     """Set ``tensor.data``, in place, after checking that this frees the memory it has now.
 
     Raises:
-        ShardingError: ``tensor`` is a view.
+        AssertedShardingError: ``tensor`` is a view.
     """
     assert_viewless_tensor(tensor, f"its data was to be replaced by shape {list(new_data_tensor.shape)}")
     tensor.data = new_data_tensor

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +18,10 @@ from blocks.bare import make_bare
 from blocks.candidates import make_dtensor, make_ours
 from blocks.problem import BLOCKS, BlockSizes, Problem
 from blocks.runner import CANDIDATES, LINEARS, differences
+from shared_workers import SharedWorkers, run_script
 from torch.distributed.device_mesh import DeviceMesh
 from tp_block import check_agreement, main
+from workers import WorkerSpec
 
 from shardwise.errors import ParityError
 
@@ -30,24 +30,32 @@ SIZES = {"hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "sequence_len
 TINY = [str(word) for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedWorkers]:
+    """The two ranks."""
+    specs: list[WorkerSpec] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tp_block, "Workers", specs.extend)
+        tp_block.start_workers(tmp_path_factory.mktemp("ranks"))
+    shared = SharedWorkers(specs, tmp_path_factory.mktemp("workers") / "log")
+    with shared.workers:
+        yield shared
+    # Until their very end.
+    assert "unwaited" not in shared.log.read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-def test_all_candidates_are_timed_and_the_json_is_whole(tmp_path, sequence_parallel):
+def test_all_candidates_are_timed_and_the_json_is_whole(tmp_path, monkeypatch, capsys, shared, sequence_parallel):
     file = tmp_path / "result.json"
     options = ("--sequence-parallel", "--no-bias") if sequence_parallel else ()
-    command = [sys.executable, "-W", "error", str(SCRIPT), "--size", "small", *TINY, "--rounds", "2", "--steps", "1"]
+    arguments = ["--size", "small", *TINY, "--rounds", "2", "--steps", "1", "--linear-calls", "20"]
 
-    done = subprocess.run(
-        [*command, "--linear-calls", "20", "--json", str(file), *options],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=os.environ | {"OMP_WAIT_POLICY": "passive"},
-    )
+    code = run_script(SCRIPT, [*arguments, "--json", str(file), *options], shared, monkeypatch)
 
-    assert done.returncode == 0, done.stderr
-    assert "unwaited" not in done.stderr
+    printed = capsys.readouterr()
+    assert code == 0, printed.err + shared.log.read_text()
+    assert "unwaited" not in printed.err + shared.log.read_text()
     report = json.loads(file.read_text())
     assert report["benchmark"] == "tp_block"
     assert report["machine"]["usable_cores"] >= 1
@@ -73,8 +81,8 @@ def test_all_candidates_are_timed_and_the_json_is_whole(tmp_path, sequence_paral
     assert overhead["per_round"] == pytest.approx([a - b for a, b in zip(ours, theirs, strict=True)])
     assert overhead["min"] <= overhead["median"] <= overhead["max"]
     assert overhead["goal"] == 10.0
-    for printed in ("ours / dtensor", "ours / bare", "0.45", "1.02", "ColumnParallelLinear", "10.00"):
-        assert printed in done.stdout
+    for words in ("ours / dtensor", "ours / bare", "0.45", "1.02", "ColumnParallelLinear", "10.00"):
+        assert words in printed.out
 
 
 def candidates(group, block, sequence_parallel, bias=True):

@@ -10,12 +10,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import train_step
+from shared_workers import SharedWorkers, run_script
 from steps.runner import RANK_VARIANTS, SINGLE_VARIANTS
 from train_step import check_parity, main
+from workers import WorkerSpec
 
 from shardwise.errors import ParityError
 
@@ -32,11 +35,16 @@ SIZES = {
 TINY = [str(word) for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(SCRIPT), *arguments]
-    # Threads that spin for each other take seconds per step where other tests want the cores.
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedWorkers]:
+    """The workers of all variants."""
+    specs: list[WorkerSpec] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(train_step, "Workers", specs.extend)
+        train_step.start_workers((*RANK_VARIANTS, *SINGLE_VARIANTS), tmp_path_factory.mktemp("ranks"))
+    shared = SharedWorkers(specs, tmp_path_factory.mktemp("workers") / "log")
+    with shared.workers:
+        yield shared
 
 
 @pytest.mark.slow
@@ -48,15 +56,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["untied", "tied"],
 )
-def test_all_variants_train_alike_and_the_json_is_whole(tmp_path, tied, variants):
+def test_all_variants_train_alike_and_the_json_is_whole(tmp_path, monkeypatch, capsys, shared, tied, variants):
     file = tmp_path / "result.json"
+    arguments = ["--model", "llama", *TINY, "--tie-embeddings" if tied else "--no-tie-embeddings"]
+    arguments += ["--rounds", "2", "--steps", "1", "--json", str(file), "--variants", *variants]
 
-    done = run(
-        *("--model", "llama", *TINY, "--tie-embeddings" if tied else "--no-tie-embeddings"),
-        *("--rounds", "2", "--steps", "1", "--json", str(file), "--variants", *variants),
-    )
+    code = run_script(SCRIPT, arguments, shared, monkeypatch)
 
-    assert done.returncode == 0, done.stderr
+    printed = capsys.readouterr()
+    assert code == 0, printed.err + shared.log.read_text()
     report = json.loads(file.read_text())
     assert report["benchmark"] == "train_step"
     assert report["machine"]["usable_cores"] >= 1
@@ -89,7 +97,7 @@ def test_all_variants_train_alike_and_the_json_is_whole(tmp_path, tied, variants
         assert ratio["min"] == min(ratio["per_round"])
         assert ratio["median"] == statistics.median(ratio["per_round"])
         assert ratio["max"] == max(ratio["per_round"])
-        assert f"{ratio['numerator']} / {ratio['denominator']}" in done.stdout
+        assert f"{ratio['numerator']} / {ratio['denominator']}" in printed.out
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from checkpoint_states import assert_states_equal, empty_state, full_state, layouts, stored_tensors, whole_tensors
 from torch.distributed import ProcessGroup
 
-from shardwise.checkpoint import ParamShard, latest, load, read_meta, save, storage, verify
+from shardwise.checkpoint import ParamShard, latest, load, read_meta, save, verify
 from shardwise.sharding import ParamLayout
 
 META = {"model": {"hidden_size": 6}, "loss": 0.1, "note": "naïve", "none": None}
@@ -70,7 +69,7 @@ def test_files_can_be_read_without_shardwise(group: ProcessGroup, tmp_path: Path
     for name, tensor in whole.items():
         assert torch.equal(rebuilt[name], tensor), name
     meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-    assert (meta["step"], meta["version"], meta["meta"]) == (1, 1, META)
+    assert (meta["step"], meta["version"], meta["meta"]) == (1, 2, META)
     assert meta["tensors"]["embedding.weight"]["shape"] == [101, 6]
     assert meta["tensors"]["mlp.gate_up.weight"]["dtype"] == "bfloat16"
     assert ParamLayout.from_json(meta["tensors"]["kv.weight"]["layout"]) == layouts(3)["kv.weight"][0]
@@ -85,25 +84,57 @@ def test_one_rank_stores_each_tensor_under_its_own_name(group: ProcessGroup, tmp
     assert all(torch.equal(stored[name], whole[name]) for name in whole)
 
 
+def counted_by_the_kernel(name: str, what: str) -> int:
+    """A number of ``/proc/self``: bytes read, or kilobytes of memory."""
+    lines = Path("/proc/self", name).read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1])
+
+
 @pytest.mark.ranks(4)
-def test_a_rank_reads_no_more_than_it_needs(group: ProcessGroup, tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not tell")
+def test_a_rank_reads_and_holds_no_more_than_it_needs(group: ProcessGroup, tmp_path: Path) -> None:
+    """Four ranks load what one saved: runs of rows, of columns, of sections, and a replica, 24 MB in all."""
     rank = dist.get_rank(group)
-    alone = dist.new_group([0])
+    shape = (512, 2048)
+
+    def state(tp: int, tp_rank: int) -> dict[str, ParamShard]:
+        layouts = {
+            "rows": ParamLayout.split(shape, 0, tp),
+            "columns": ParamLayout.split(shape, 1, tp, sizes=[2048] if tp == 1 else [511, 513, 512, 512]),
+            "more columns": ParamLayout.split(shape, 1, tp),
+            "sections": ParamLayout.split(shape, 0, tp, stride=2),
+            "more rows": ParamLayout.split((511, 2048), 0, tp),
+            "more sections": ParamLayout.split(shape, 0, tp, stride=4),
+            "norm": ParamLayout.replicated((2048,), tp),
+        }
+        whole = {
+            name: torch.arange(math.prod(layout.global_shape), dtype=torch.float32).view(layout.global_shape)
+            for name, layout in layouts.items()
+        }
+        return {
+            name: ParamShard(name, layout.take(whole[name], tp_rank).clone(), layout, tp_rank)
+            for name, layout in layouts.items()
+        }
+
     path = tmp_path / "step-00000001"
+    alone = dist.new_group([0])
     if rank == 0:
-        save(tmp_path, 1, full_state(1, 0), {}, group=alone)
+        save(tmp_path, 1, state(1, 0), {}, group=alone)
     dist.barrier(group)
-    loaded = empty_state(4, rank)
-    read = []
-    read_box = storage._read_box
-
-    def counting(*args):
-        read.append(read_box(*args))
-        return read[-1]
-
-    with mock.patch.object(storage, "_read_box", counting):
-        load(path, loaded, group=group)
-    assert sum(tensor.numel() for tensor in read) == sum(shard.data.numel() for shard in loaded.values())
+    loaded = state(4, rank)
+    for part in loaded.values():
+        part.data.fill_(-1)
+    shard, largest = sum(part.data.nbytes for part in loaded.values()), math.prod(shape) * 4
+    read_before = counted_by_the_kernel("io", "rchar")
+    # Sets the high-water mark to what is held now.
+    Path("/proc/self/clear_refs").write_text("5")
+    held_before = counted_by_the_kernel("status", "VmRSS")
+    load(path, loaded, group=group)
+    grown = 1024 * (counted_by_the_kernel("status", "VmHWM") - held_before)
+    read = counted_by_the_kernel("io", "rchar") - read_before
+    assert_states_equal(loaded, state(4, rank))
+    assert shard <= read < 1.1 * shard
+    assert shard + grown < 1.3 * (shard + largest)
 
 
 @pytest.mark.ranks(2)

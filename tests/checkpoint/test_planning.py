@@ -7,35 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from checkpoint_states import assert_states_equal, empty_state, full_state
+from checkpoint_states import assert_states_equal
 from torch.distributed import ProcessGroup
 
 from shardwise.checkpoint import ParamShard, load, save
-from shardwise.checkpoint.planning import ShardLoadPlanner, ShardSavePlanner, pieces_of
+from shardwise.checkpoint.planning import tensors_of
 from shardwise.errors import CheckpointError
 from shardwise.sharding import ParamLayout
-
-
-@pytest.mark.ranks(1, 3)
-def test_pytorchs_own_storage_accepts_shards(group: ProcessGroup, tmp_path: Path) -> None:
-    """``dcp.save`` and ``dcp.load`` with their own storage, not ours."""
-    tp, rank = dist.get_world_size(group), dist.get_rank(group)
-    dcp.save(full_state(tp, rank), checkpoint_id=tmp_path, planner=ShardSavePlanner(), process_group=group)
-    loaded = empty_state(tp, rank)
-    dcp.load(loaded, checkpoint_id=tmp_path, planner=ShardLoadPlanner(), process_group=group)
-    assert_states_equal(loaded, full_state(tp, rank))
 
 
 def test_entries_that_share_key_and_memory_are_one() -> None:
     layout = ParamLayout.split((6, 2), 0, 2, stride=3)
     weight = torch.zeros(3, 2)
     tied = {name: ParamShard("w", weight, layout, 1) for name in ("embedding", "output")}
-    assert len(pieces_of(tied)) == 3
+    assert len(tensors_of(tied)["w"].pieces()) == 3
     for other in (weight.clone(), weight.as_strided((3, 2), (1, 3))):
         tied["output"] = ParamShard("w", other, layout, 1)
         with pytest.raises(CheckpointError, match=r"entry 'output' and one before it are both .* 'w' at \[1, 0\]"):
-            pieces_of(tied)
+            tensors_of(tied)
 
 
 @pytest.mark.ranks(2)

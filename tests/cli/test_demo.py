@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -9,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from training.tiny import tiny_settings
 
 from shardwise import checkpoint
+from shardwise.cli import demo
 from shardwise.cli.demo import DemoArguments, demo_settings, main
 from shardwise.errors import ConfigError
 
@@ -19,27 +22,45 @@ FILES = ("loss.png", "metrics.jsonl", "sample.txt", "settings.json", "tokenizer.
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_demo_end_to_end(tmp_path):
+def test_demo_end_to_end(tmp_path, monkeypatch):
     out = tmp_path / "demo"
-    for _ in range(2):  # A second demo replaces the first.
-        done = subprocess.run(
-            [sys.executable, "-m", "shardwise", "demo", "--out", str(out), "--steps", "4"],
-            env={**os.environ, "SHARDWISE_CACHE": str(tmp_path / "cache")},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert "tp=2 equals tp=1 over 3 steps" in done.stdout
-        measured = re.search(r"held out ([\d.]+) bits per byte on ([\d,]+) bytes", done.stdout)
-        assert measured is not None
-        # Enough held-out text to mean something, and a model that has learned nothing yet.
-        assert int(measured[2].replace(",", "")) >= 200_000
-        assert 2.0 < float(measured[1]) < 4.0
-        assert re.search(r"zlib -9 [12]\.\d+, lzma [12]\.\d+", done.stdout)
-        assert re.search(r"\d+ collectives and [\d.]+ MB per rank and step", done.stdout)
-        assert all((out / name).stat().st_size > 0 for name in FILES)
-        checkpoint.verify(out / "checkpoints" / "step-00000004")
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "demo", "--out", str(out), "--steps", "4"],
+        env={**os.environ, "SHARDWISE_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "tp=2 equals tp=1 over 3 steps" in done.stdout
+    measured = re.search(r"held out ([\d.]+) bits per byte on ([\d,]+) bytes", done.stdout)
+    assert measured is not None
+    # Enough held-out text to mean something, and a model that has learned nothing yet.
+    assert int(measured[2].replace(",", "")) >= 200_000
+    assert 2.0 < float(measured[1]) < 4.0
+    assert re.search(r"zlib -9 [12]\.\d+, lzma [12]\.\d+", done.stdout)
+    assert re.search(r"\d+ collectives and [\d.]+ MB per rank and step", done.stdout)
+    assert all((out / name).stat().st_size > 0 for name in FILES)
+    checkpoint.verify(out / "checkpoints" / "step-00000004")
+
+    # A second demo replaces the first: started the same way, and here on a text and a model that take moments.
+    monkeypatch.setattr(demo, "launch_ranks", lambda *arguments, **options: 0)
+    assert main(["--out", str(out)]) == 0
+    tiny = tiny_settings(tmp_path)
+    monkeypatch.setattr(
+        demo,
+        "demo_settings",
+        lambda arguments: dataclasses.replace(
+            demo_settings(arguments), data=tiny.data, model=tiny.model, corpus=tiny.corpus
+        ),
+    )
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    for name in FILES:
+        (out / name).unlink()
+    assert main(["--out", str(out), "--tp", "1", "--steps", "3"]) == 0
+    assert all((out / name).stat().st_size > 0 for name in FILES)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000003"]
+    checkpoint.verify(out / "checkpoints" / "step-00000003")
 
 
 def test_demo_does_not_replace_somebodys_run(tmp_path):

@@ -135,7 +135,7 @@ def test_a_long_prompt_is_read_from_its_end(run, capsys):
         (["--max-new-tokens", "-1"], "--max-new-tokens is -1"),
         (["--seed", "-1"], "--seed is -1"),
         (["--nproc", "0"], "--nproc is 0"),
-        (["--nproc", "3"], "2 key-value heads cannot be split over 3 ranks; use --nproc 2 or less"),
+        (["--nproc", "3"], "2 attention heads cannot be split over 3 ranks; use --nproc 2 or less"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "many"], "--top-k is 'many'"),
@@ -198,6 +198,7 @@ def test_help_explains_each_flag(capsys):
         assert words in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads as Linux does")
 def test_leaves_no_thread_of_a_process_group(run):
     # In a process of its own, where nothing is imported or made before.

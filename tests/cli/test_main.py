@@ -38,7 +38,7 @@ def test_help_lists_the_commands(capsys):
     text, error = capsys.readouterr()
     assert error == ""
     for name, command in COMMANDS.items():
-        assert f"  {name:<8}  {command.summary}\n" in text
+        assert f"  {name:<{max(map(len, COMMANDS))}}  {command.summary}\n" in text
     assert main([]) == 2
     assert capsys.readouterr() == ("", text)
 
@@ -52,7 +52,7 @@ def test_version(capsys):
     ("word", "message"),
     [
         ("trian", "unknown command 'trian'; did you mean train?"),
-        ("xyz", "unknown command 'xyz'; one of demo, train, generate, env"),
+        ("xyz", "unknown command 'xyz'; one of demo, train, finetune, generate, import-hf, export-hf, env"),
         ("--verson", "unknown option '--verson'; did you mean --version?"),
     ],
 )

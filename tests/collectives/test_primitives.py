@@ -95,7 +95,7 @@ def test_every_collective_on_any_shape(group, case, dtype, memory, from_the_end)
         assert torch.equal(result, right), name
 
 
-@pytest.mark.ranks(2, 3, 4, slow=(2, 4))
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_are_new_and_contiguous(group, dtype):
     t, me = group.size(), group.rank()

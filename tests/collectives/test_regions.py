@@ -81,7 +81,7 @@ def inner(values, gradients, held):
     return products[0] if held is Held.SAME else sum(products)
 
 
-@pytest.mark.ranks(1, 2, 3, 4, slow=(4,))
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", MOVES)
 @settings(max_examples=15)
 @given(

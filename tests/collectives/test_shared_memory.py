@@ -242,6 +242,7 @@ except LaunchError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_at_once(tmp_path):
     program = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     ranks = [

@@ -5,7 +5,10 @@
     @pytest.mark.ranks(4)                # once, on four ranks
     @pytest.mark.ranks(1, 2, 4)          # once for each size; ids start with tp1, tp2, tp4
     @pytest.mark.ranks(4, timeout=120)   # with a time limit of its own, in seconds
-    @pytest.mark.ranks(1, 2, 4, slow=(1, 4))  # some of its sizes have the mark `slow` too; without it those over 3
+    @pytest.mark.ranks(1, 2, 4, slow=(1, 4))  # some of its sizes have the mark `slow` too (see below)
+
+Without ``slow`` in the mark, sizes above the first of several ranks are slow: of 1, 2, 3 and 4 those are 3 and 4. A size of
+4 or more is, too, where a smaller one is there.
 
 The body runs in the ranks, everything around it in pytest's process: collection, fixtures, set-up methods.
 The values of fixtures and parameters are pickled and sent, the same to every rank (so ``tmp_path`` is one folder).
@@ -14,6 +17,7 @@ Two arguments are each rank's own: ``group``, its default process group, and ``m
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -21,6 +25,7 @@ import warnings
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from harness.messages import Outcome, RunTest
 from harness.pool import TEST_TIMEOUT, Pools, RankError
@@ -30,6 +35,11 @@ _SIZE = "_num_ranks"
 # Seen once in several runs of all tests: gloo does not get the sockets of a new group connected, though no rank has
 # done anything wrong. A second time in a row it is the test's fault.
 _NOT_CONNECTED = "Gloo connectFullMesh failed"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compute on one thread here, as in the ranks: threads that wait for each other spin, and the ranks need the cores."""
+    torch.set_num_threads(1)
 
 
 class GroupOfRanks:
@@ -62,8 +72,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None and len(sizes := _sizes(mark)) > 1:
         metafunc.fixturenames.append(_SIZE)
-        # More ranks than cores take turns; two and three find nearly all that four would.
-        slow = mark.kwargs.get("slow", [size for size in sizes if size > 3 and min(sizes) <= 3])
+        # More ranks than cores take turns; two, or three, find nearly all that more would.
+        several = min((size for size in sizes if 1 < size < 4), default=3)
+        slow = mark.kwargs.get("slow", [size for size in sizes if size > max(several, min(sizes))])
         params = [
             pytest.param(size, id=f"tp{size}", marks=[pytest.mark.slow] if size in slow else []) for size in sizes
         ]
@@ -102,6 +113,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Literal[True] | None:
             pytest.xfail(reply.summary)
         return True
     pytest.fail(failure, pytrace=False)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported out of the garbage collector's way, as in the ranks."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

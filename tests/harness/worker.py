@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -49,6 +50,9 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 def main(rank: int, size: int, folder: Path, connection: Connection) -> None:
     """Join the pool's default group, then obey commands until told to leave or until the parent is gone."""
+    # What the fork server imported stays. Left to the collector, each full collection would look through all of it, a
+    # tenth of a second, and by that copy the memory that the ranks share.
+    gc.freeze()
     # Ctrl-C reaches every process of the terminal; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(log_file(folder, rank))

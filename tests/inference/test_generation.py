@@ -47,7 +47,7 @@ def dense_generate(shape: Shape, weights, prompt, max_new_tokens, sampling, seed
     return result
 
 
-@pytest.mark.ranks(1, 2, 3, 4, slow=(2, 4))
+@pytest.mark.ranks(1, 2, 3, 4)
 @both_shapes
 @pytest.mark.parametrize("chunks", [(1,) * 13, (5, 3, 1, 4), (13,)], ids=str)
 def test_cached_passes_equal_one_pass_over_the_sequence(group, shape, chunks):
@@ -66,7 +66,7 @@ def test_cached_passes_equal_one_pass_over_the_sequence(group, shape, chunks):
     assert_close_to(actual, expected, rtol_of_norm=1e-13, name="log-probabilities")
 
 
-@pytest.mark.ranks(1, 2, 3, 4, slow=(2, 4))
+@pytest.mark.ranks(1, 2, 3, 4)
 @both_shapes
 def test_sequence_log_probs_equal_the_oracles(group, shape):
     model = make_model(shape, group)
@@ -78,7 +78,7 @@ def test_sequence_log_probs_equal_the_oracles(group, shape):
     assert model.training
 
 
-@pytest.mark.ranks(1, 2, 3, 4, slow=(2, 4))
+@pytest.mark.ranks(1, 2, 3, 4)
 @both_shapes
 @pytest.mark.parametrize("prompt_length", [3, WINDOW + 7])
 def test_greedy_tokens_are_the_oracles_also_when_the_context_slides(group, shape, prompt_length):
@@ -89,7 +89,7 @@ def test_greedy_tokens_are_the_oracles_also_when_the_context_slides(group, shape
     assert len(set(tokens)) > 5
 
 
-@pytest.mark.ranks(1, 2, 3, 4, slow=(2, 4))
+@pytest.mark.ranks(1, 2, 3, 4)
 @both_shapes
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=20, top_p=0.8)], ids=str)
 def test_sampled_tokens_are_the_oracles(group, shape, sampling):

@@ -24,6 +24,7 @@ def run_program(name, **variables):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_equal_the_reference():
     outcomes = run_program("interpreted_loss.py", TRITON_INTERPRET="1")
     failures = [f"{case}:\n{failure}" for case, failure in outcomes.items() if failure is not None]

@@ -36,9 +36,8 @@ def tensors(group, dtype=torch.float64, sequence_parallel=False, tokens=TOKENS, 
 
 
 def run(group, hidden, weight, target, **options):
-    return vocab_parallel_linear_cross_entropy(
-        hidden, weight, target, group=group, vocab_size=VOCABULARY, memory_budget=1, **options
-    )
+    options = {"vocab_size": VOCABULARY, "memory_budget": 1} | options
+    return vocab_parallel_linear_cross_entropy(hidden, weight, target, group=group, **options)
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -272,7 +271,7 @@ class Peak(LiveBytes):
 def test_memory(group, monkeypatch, dtype, smoothing):
     # Temporaries of the reference kernels, which have no bearing on the plan, are made small.
     monkeypatch.setattr(loss_reference, "BLOCK_ELEMENTS", 1 << 13)
-    tokens, width, columns = 256, 32, 16384
+    tokens, width, columns = 256, 32, 8192
     word = dtype.itemsize
     slice_of_logits = 1024 * tokens * word
     monkeypatch.setitem(linear_chunked._SLICE_BYTES, "cpu", slice_of_logits)
@@ -320,11 +319,13 @@ def test_without_a_weight_gradient_nothing_is_kept_but_the_hidden_gradient(group
 # Dynamo itself does what this warning of PyTorch's warns of.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.ranks(2, timeout=100)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("plan", ["local_logits", pytest.param("chunked", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tp", "sp"])
 def test_one_graph(group, plan, sequence_parallel):
-    hidden, weight, target = tensors(group, sequence_parallel=sequence_parallel)
+    # Two slices on each rank: the compiler takes its time over each.
+    hidden, weight, target = tensors(group, sequence_parallel=sequence_parallel, vocabulary=770)
     options = {"plan": plan, "sequence_parallel": sequence_parallel, "label_smoothing": 0.1, "softcap": None}
+    options["vocab_size"] = 770
 
     def results(function):
         loss = function(hidden, weight)

@@ -17,6 +17,7 @@ from shardwise.optimizer.adamw import (
     set_learning_rate_,
     set_step_,
 )
+from shardwise.sharded_state import sharded_state_dict
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, named_param_layouts
 
 OPTIONS = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8}
@@ -47,6 +48,10 @@ class TwoLayers(nn.Module):
         return self.norm(x + self.down(torch.tanh(self.up(x)[0]))[0])
 
 
+def state_of(model, optimizer):
+    return optimizer_state(sharded_state_dict(model, group=model.group), optimizer)
+
+
 def train(model, optimizer, steps):
     for step in steps:
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
@@ -64,18 +69,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one(group, dtype):
     optimizer = make_adamw(straight, **OPTIONS)
     train(straight, optimizer, range(3))
     weights = {name: value.clone() for name, value in straight.state_dict().items()}
-    state = {name: tensor.clone() for name, (tensor, _) in optimizer_state(straight, optimizer, group.size()).items()}
+    state = {name: moment.data.clone() for name, moment in state_of(straight, optimizer).items()}
     train(straight, optimizer, range(3, 6))
 
     torch.manual_seed(4)
     resumed = TwoLayers(group, dtype)
     resumed.load_state_dict(weights)
     optimizer = make_adamw(resumed, **OPTIONS)
-    empty = optimizer_state(resumed, optimizer, group.size())
+    empty = state_of(resumed, optimizer)
     assert set(empty) == set(state)
-    for name, (tensor, _) in empty.items():
-        assert not tensor.any()
-        tensor.copy_(state[name])
+    for name, moment in empty.items():
+        assert not moment.data.any()
+        moment.data.copy_(state[name])
     set_step_(resumed, optimizer, 3)
     train(resumed, optimizer, range(3, 6))
     for name, value in straight.state_dict().items():
@@ -113,29 +118,29 @@ def test_shards_are_updated_as_the_whole(group):
         expected = dense[name.replace(".", "_")]
         if param.requires_grad:
             assert_close_to(gather_shards(param, layout, group), expected, rtol_of_norm=1e-13, name=name)
-    for name, (tensor, layout) in optimizer_state(model, sharded, group.size()).items():
+    for name, moment in state_of(model, sharded).items():
         kind, _, of = name.partition(".")
         expected = whole.state[dense[of.replace(".", "_")]][kind]
-        assert_close_to(gather_shards(tensor, layout, group), expected, rtol_of_norm=1e-13, name=name)
+        assert_close_to(gather_shards(moment.data, moment.layout, group), expected, rtol_of_norm=1e-13, name=name)
 
 
 @pytest.mark.ranks(2)
 def test_state_is_named_and_laid_out_like_the_parameters(group):
     model = TwoLayers(group)
     optimizer = make_adamw(model, **OPTIONS)
-    state = optimizer_state(model, optimizer, 2)
+    state = state_of(model, optimizer)
     trained = {name: layout for name, param, layout in named_param_layouts(model, 2) if param.requires_grad}
     assert "frozen" not in trained
     assert set(state) == {f"{kind}.{name}" for kind in STATE_NAMES for name in trained}
-    for name, (tensor, layout) in state.items():
+    for name, moment in state.items():
         of = name.partition(".")[2]
-        assert layout == trained[of]
-        assert tensor.shape == model.get_parameter(of).shape
+        assert moment.layout == trained[of]
+        assert moment.data.shape == model.get_parameter(of).shape
         # The optimizer's own memory: loading fills it in place.
-        assert tensor is optimizer.state[model.get_parameter(of)][name.partition(".")[0]]
+        assert moment.data is optimizer.state[model.get_parameter(of)][name.partition(".")[0]]
     # Asking twice makes nothing anew.
-    again = optimizer_state(model, optimizer, 2)
-    assert all(again[name][0] is tensor for name, (tensor, _) in state.items())
+    again = state_of(model, optimizer)
+    assert all(again[name].data is moment.data for name, moment in state.items())
     set_step_(model, optimizer, 7)
     steps = {float(optimizer.state[param]["step"]) for param in model.parameters() if param.requires_grad}
     assert steps == {7.0}

@@ -89,7 +89,7 @@ def assert_same(function, x, params, backend="graphs"):
 
 
 @pytest.mark.ranks(2, timeout=200)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tp", "sp"])
 @pytest.mark.parametrize("backend", ["graphs", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])])
 def test_a_block_is_one_graph(group, sequence_parallel, backend):
     block = Block(group, sequence_parallel)
@@ -121,6 +121,7 @@ def test_moves_are_one_graph(group):
     assert_same(chain, torch.randn(HIDDEN, 6, dtype=torch.float64), [])
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, timeout=100)
 def test_embedding_and_loss_are_one_graph(group):
     vocabulary = 11

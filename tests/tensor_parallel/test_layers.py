@@ -465,6 +465,7 @@ def test_descriptions_tell_the_truth(group):
         f"ColumnParallelLinear(in_features=4, out_features=9, bias=True, local={5 - rank}, tp={rank}/2)"
     )
     assert "bias=False" in repr(column(group, 4, 9, bias=False))
+    assert "bias=True" in repr(row(group, 9, 4))
     assert repr(row(group, 9, 4, bias=False)) == (
         f"RowParallelLinear(in_features=9, out_features=4, bias=False, local={5 - rank}, tp={rank}/2)"
     )

@@ -1,14 +1,15 @@
-"""One outcome on every rank: a result, or the same one-line error."""
+"""Errors of a checkpoint: one line, one class, on every rank alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shardwise.collectives import agreement
 from shardwise.errors import CheckpointError, ShardwiseError
 
 T = TypeVar("T")
@@ -21,59 +22,36 @@ def describe(error: BaseException) -> str:
     return text if isinstance(error, ShardwiseError | OSError) else f"{type(error).__name__}: {text}"
 
 
-def decide(group: ProcessGroup, local: Callable[[], T], judge: Callable[[list[T]], R]) -> R:
-    """Run ``local`` on every rank and ``judge`` on rank 0; every rank gets the judgement or the same error.
+def decide(local: Callable[[], T], judge: Callable[[list[T]], R], *, group: ProcessGroup) -> R:
+    """``collectives.agreement.decide``, with whatever error there is as the same CheckpointError on every rank."""
 
-    Collective: one gather to rank 0 and one broadcast, of pickled objects between the ranks.
+    def checked_local() -> T:
+        with checkpoint_errors():
+            return local()
 
-    Args:
-        group: the ranks that take part; all of them call.
-        local: this rank's contribution.
-        judge: makes the result from all contributions, in rank order.
+    def checked_judge(contributions: list[T]) -> R:
+        with checkpoint_errors():
+            return judge(contributions)
 
-    Raises:
-        CheckpointError: ``local`` failed on some rank, or ``judge`` on rank 0; on every rank with one message.
+    return agreement.decide(checked_local, checked_judge, group=group)
+
+
+@contextmanager
+def checkpoint_errors() -> Iterator[None]:
+    """Turn an error into a CheckpointError.
+
+    torch.distributed.checkpoint's carries those of all ranks, and every rank has heard of it alike: the lowest rank's
+    is taken. What is no ``Exception`` (KeyboardInterrupt) is not the checkpoint's failure, and stays.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    cause: Exception | None = None
-    contribution: tuple[Any, str | None]
     try:
-        contribution = (local(), None)
+        yield
+    except CheckpointException as failure:
+        errors = [error for _, (error, _) in sorted(failure.failures.items())]
+        for error in errors:
+            if not isinstance(error, Exception):
+                raise error from failure
+        raise CheckpointError(describe(errors[0])) from failure
+    except CheckpointError:
+        raise
     except Exception as error:
-        cause, contribution = error, (None, describe(error))
-    gathered: list[Any] | None = [None] * world_size if rank == 0 else None
-    dist.gather_object(contribution, gathered, group=group, group_dst=0)
-    outcome: list[Any] = [None]
-    if gathered is not None:
-        message = _first_message([message for _, message in gathered])
-        result = None
-        if message is None:
-            try:
-                result = judge([value for value, _ in gathered])
-            except Exception as error:
-                cause, message = error, describe(error)
-        outcome = [(result, message)]
-    dist.broadcast_object_list(outcome, group=group, group_src=0)
-    result, message = outcome[0]
-    if message is not None:
-        raise CheckpointError(message) from cause
-    return cast(R, result)
-
-
-def as_checkpoint_error(failure: CheckpointException) -> CheckpointError:
-    """The one message of a torch.distributed.checkpoint failure, which every rank of the group has heard of alike.
-
-    Raises:
-        KeyboardInterrupt: or whatever else that is no ``Exception`` ended a rank: that is not the checkpoint's failure.
-    """
-    errors = {rank: error for rank, (error, _) in sorted(failure.failures.items())}
-    for error in errors.values():
-        if not isinstance(error, Exception):
-            raise error
-    message = _first_message([describe(error) for error in errors.values()])
-    return CheckpointError(message or "unknown failure")
-
-
-def _first_message(messages: list[str | None]) -> str | None:
-    """The lowest rank's message, None if no rank has one."""
-    return next((message for message in messages if message is not None), None)
+        raise CheckpointError(describe(error)) from error

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-from shardwise.checkpoint.agreement import as_checkpoint_error, decide
+from shardwise.checkpoint.agreement import checkpoint_errors, decide
 from shardwise.checkpoint.folder import fsync, next_serial, prepare, prune, publish, step_path
 from shardwise.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, TensorRecord, json_copy
-from shardwise.checkpoint.planning import ShardLoadPlanner, ShardSavePlanner
-from shardwise.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from shardwise.checkpoint.planning import tensors_of
+from shardwise.checkpoint.reading import SafetensorsReader
+from shardwise.checkpoint.storage import SafetensorsWriter
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.sharding import ParamLayout, ParamShard
+from shardwise.sharding import ParamLayout, ParamShard, TensorPieces
 
 Description = tuple[torch.dtype, tuple[int, ...], ParamLayout]
 """What is the same of a tensor on every rank: dtype, global shape (leading axes included), and layout."""
@@ -71,7 +72,13 @@ def save(
     target = step_path(root, step)
     meta = {} if meta is None else meta
     tensors: dict[str, Description] = {}
+    mine: dict[str, TensorPieces] = {}
     partial: Path | None = None
+
+    def describe_mine() -> tuple[int, dict[str, Description]]:
+        described = describe_state(state)
+        mine.update(tensors_of(state))
+        return step, described
 
     def begin(ranks: list[tuple[int, dict[str, Description]]]) -> Path:
         if any(other != step for other, _ in ranks):
@@ -100,17 +107,18 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
 
     try:
-        partial = decide(group, lambda: (step, describe_state(state)), begin)
+        partial = decide(describe_mine, begin, group=group)
         try:
-            state_dict_saver.save(
-                dict(state),
-                storage_writer=SafetensorsWriter(partial, rank, finish),
-                planner=ShardSavePlanner(),
-                process_group=group,
-            )
-        except CheckpointException as failure:
-            decide(group, clear, lambda _: None)
-            raise as_checkpoint_error(failure) from failure
+            with checkpoint_errors():
+                state_dict_saver.save(
+                    dict(mine),
+                    storage_writer=SafetensorsWriter(partial, rank, finish),
+                    planner=DefaultSavePlanner(flatten_state_dict=False),
+                    process_group=group,
+                )
+        except CheckpointError:
+            decide(clear, lambda _: None, group=group)
+            raise
     except CheckpointError as error:
         raise CheckpointError(f"cannot save a checkpoint in {root}: {error}; earlier ones are untouched") from error
     return target
@@ -121,8 +129,9 @@ def load(
 ) -> dict[str, Any]:
     """Fill the tensors of ``state`` in place from the checkpoint at ``path``, whatever layout it was saved from.
 
-    Collective over ``group``. Every file's checksum is compared before any tensor is written, the files shared out over
-    the ranks; then each rank reads only its own slices.
+    Collective over ``group``. Each rank reads only its own slices; that there is a checkpoint, of this model and with
+    files of the right sizes, is known before any tensor is written. The contents are compared with what was saved while
+    they are read: after an error about them, the tensors of ``state`` hold what was found.
 
     Args:
         path: a checkpoint's folder, such as ``latest`` gives.
@@ -138,38 +147,40 @@ def load(
         CheckpointError: no checkpoint, a damaged one, or one of another model (a tensor that is missing, not asked for,
             or of another shape or dtype); the same message on every rank.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     manifest: Manifest | None = None
+    mine: dict[str, TensorPieces] = {}
 
-    def examine() -> tuple[int, int, set[str]]:
+    def examine() -> tuple[int, int, dict[str, Description]]:
         nonlocal manifest
         manifest = Manifest.read(path)
         manifest.check_sizes(path)
+        described = describe_state(state)
         check_state_fits(path, manifest, state)
-        manifest.check_contents(path, manifest.tensor_files[rank::world_size])
-        return manifest.step, manifest.serial, {shard.key for shard in state.values()}
+        mine.update(tensors_of(state, {key: tensor.shape for key, tensor in manifest.tensors.items()}))
+        return manifest.step, manifest.serial, described
 
-    def compare(ranks: list[tuple[int, int, set[str]]]) -> None:
+    def compare(ranks: list[tuple[int, int, dict[str, Description]]]) -> None:
         assert manifest is not None
         if len({(step, serial) for step, serial, _ in ranks}) > 1:
             raise CheckpointError(f"the ranks load different steps: {[step for step, _, _ in ranks]}")
-        extra = sorted(manifest.tensors.keys() - set().union(*(names for _, _, names in ranks)))
+        asked_for = merge_descriptions((f"rank {rank}", part) for rank, (_, _, part) in enumerate(ranks))
+        extra = sorted(manifest.tensors.keys() - asked_for.keys())
         if extra and not allow_extra:
             raise CheckpointError(
                 f"checkpoint {path} holds {_some(extra)} for which there is no place here: it is of another model"
             )
 
-    decide(group, examine, compare)
+    decide(examine, compare, group=group)
     assert manifest is not None
-    try:
+    reader = SafetensorsReader(path, manifest)
+    with checkpoint_errors():
         state_dict_loader.load(
-            dict(state),
-            storage_reader=SafetensorsReader(path, manifest),
-            planner=ShardLoadPlanner(),
+            dict(mine),
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
             process_group=group,
         )
-    except CheckpointException as failure:
-        raise as_checkpoint_error(failure) from failure
+    decide(lambda: reader.sums, reader.check_sums, group=group)
     return manifest.meta
 
 
@@ -219,6 +230,8 @@ def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> d
 def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamShard]) -> None:
     """Raise CheckpointError unless the checkpoint has every tensor of ``state``, of a shape and dtype that fit."""
     for shard in state.values():
+        if shard.data.is_meta:
+            raise CheckpointError(f"tensor {shard.key!r} is on the meta device; allocate the model first (to_empty)")
         saved = manifest.tensors.get(shard.key)
         if saved is None:
             continue

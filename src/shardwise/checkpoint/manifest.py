@@ -17,7 +17,7 @@ from shardwise.sharding import ParamLayout
 
 MANIFEST_NAME = "meta.json"
 FORMAT = "shardwise checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _READ_SIZE = 1 << 22
 
@@ -49,12 +49,30 @@ class ChunkRecord:
         sizes: number of indices in each dimension.
         file: name of a safetensors file of the checkpoint.
         key: name of the box in that file.
+        checksum: of the box (see ``checksum.slice_checksum``).
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
     key: str
+    checksum: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; the inverse of ``from_json``."""
+        return {
+            "offsets": list(self.offsets),
+            "sizes": list(self.sizes),
+            "file": self.file,
+            "key": self.key,
+            "checksum": f"{self.checksum:016x}",
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ChunkRecord:
+        """From ``to_json``'s values."""
+        box = tuple(value["offsets"]), tuple(value["sizes"])
+        return cls(*box, value["file"], value["key"], int(value["checksum"], 16))
 
 
 @dataclass(frozen=True)
@@ -72,10 +90,7 @@ class TensorRecord:
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
             "layout": self.layout.to_json(),
-            "chunks": [
-                {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": chunk.file, "key": chunk.key}
-                for chunk in self.chunks
-            ],
+            "chunks": [chunk.to_json() for chunk in self.chunks],
         }
 
     @classmethod
@@ -84,10 +99,7 @@ class TensorRecord:
         dtype = getattr(torch, value["dtype"], None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{value['dtype']!r} is no dtype of this PyTorch")
-        chunks = tuple(
-            ChunkRecord(tuple(chunk["offsets"]), tuple(chunk["sizes"]), chunk["file"], chunk["key"])
-            for chunk in value["chunks"]
-        )
+        chunks = tuple(ChunkRecord.from_json(chunk) for chunk in value["chunks"])
         return cls(tuple(value["shape"]), dtype, ParamLayout.from_json(value["layout"]), chunks)
 
 
@@ -153,10 +165,11 @@ class Manifest:
             value = json.loads(text)
             if not isinstance(value, dict) or value.get("format") != FORMAT:
                 raise CheckpointError(f"it is JSON, but not of the format {FORMAT!r}")
-            if value["version"] > FORMAT_VERSION:
+            if value["version"] != FORMAT_VERSION:
+                remedy = "upgrade shardwise" if value["version"] > FORMAT_VERSION else "use the one that wrote it"
                 raise CheckpointError(
-                    f"it was written by a newer Shardwise (format version {value['version']}, this one reads up to "
-                    f"{FORMAT_VERSION}); upgrade shardwise"
+                    f"it was written by another Shardwise (format version {value['version']}, this one reads "
+                    f"{FORMAT_VERSION}); {remedy}"
                 )
             body = {key: value[key] for key in ("step", "serial", "meta", "files", "tensors")}
             if value["crc32"] != _checksum(body):

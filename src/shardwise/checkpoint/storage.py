@@ -1,4 +1,4 @@
-"""Where torch.distributed.checkpoint's chunks are stored: one safetensors file per writing rank.
+"""Where torch.distributed.checkpoint's chunks are written: one safetensors file per rank.
 
 PyTorch's own ``HuggingFaceStorageWriter`` stores one chunk of a tensor per file (a second run of indices of one rank
 would take the first one's name), has no checksums, and reads every file to know what there is; its other writers keep
@@ -13,22 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint.agreement import describe
+from shardwise.checkpoint.checksum import slice_checksum
 from shardwise.checkpoint.folder import fsync
-from shardwise.checkpoint.manifest import ChunkRecord, FileRecord, Manifest
+from shardwise.checkpoint.manifest import ChunkRecord, FileRecord
 from shardwise.errors import CheckpointError
 
 
@@ -39,6 +33,7 @@ class WrittenChunk:
     file: str
     record: FileRecord
     key: str
+    checksum: int
 
 
 class SafetensorsWriter(StorageWriter):
@@ -103,8 +98,9 @@ class SafetensorsWriter(StorageWriter):
         except Exception as error:
             # safetensors' errors cannot be pickled, and torch.distributed.checkpoint sends them to the other ranks.
             raise CheckpointError(f"cannot write {path}: {describe(error)}") from None
+        checksums = {key: slice_checksum(part, [0] * part.dim(), part.shape) for key, part in tensors.items()}
         return [
-            WriteResult(item.index, tensors[key].nbytes, WrittenChunk(self.file, record, key))
+            WriteResult(item.index, tensors[key].nbytes, WrittenChunk(self.file, record, key, checksums[key]))
             for key, item in zip(keys, items, strict=True)
         ]
 
@@ -117,81 +113,10 @@ class SafetensorsWriter(StorageWriter):
             assert isinstance(tensor, TensorStorageMetadata)
             for chunk in tensor.chunks:
                 stored = place[MetadataIndex(name, chunk.offsets)]
-                record = ChunkRecord(tuple(chunk.offsets), tuple(chunk.sizes), stored.file, stored.key)
+                box = tuple(chunk.offsets), tuple(chunk.sizes)
+                record = ChunkRecord(*box, stored.file, stored.key, stored.checksum)
                 chunks.setdefault(name, []).append(record)
         self._finish(chunks, {stored.file: stored.record for stored in place.values()})
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders only; no URLs."""
-        return "://" not in str(checkpoint_id)
-
-
-class SafetensorsReader(StorageReader):
-    """Reads the slices that this rank needs, and no more, from the checkpoint at ``folder``."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder = folder
-        self._manifest = manifest
-        self._place = {
-            MetadataIndex(name, chunk.offsets): chunk
-            for name, tensor in manifest.tensors.items()
-            for chunk in tensor.chunks
-        }
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between two loads."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest in torch.distributed.checkpoint's terms."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    properties=TensorProperties(dtype=tensor.dtype),
-                    size=torch.Size(tensor.shape),
-                    chunks=[
-                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-                        for chunk in tensor.chunks
-                    ],
-                )
-                for name, tensor in self._manifest.tensors.items()
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy each wanted slice into the state's own tensors.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
-        from safetensors import safe_open
-
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._place[item.storage_index].file, []).append(item)
-        for name, items in by_file.items():
-            try:
-                with safe_open(self.folder / name, framework="pt") as file:
-                    for item in items:
-                        target = planner.resolve_tensor(item)
-                        target.copy_(_read_box(file, self._place[item.storage_index], item))
-                        planner.commit_tensor(item, target)
-            except Exception as error:
-                raise CheckpointError(f"cannot read {self.folder / name}: {describe(error)}") from None
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -226,11 +151,3 @@ def without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             neighbours.append((start, stop))
         result[key] = plain
     return result
-
-
-def _read_box(file: Any, chunk: ChunkRecord, item: ReadItem) -> Tensor:
-    """The wanted part of a stored chunk."""
-    if tuple(item.lengths) == chunk.sizes:
-        return cast(Tensor, file.get_tensor(chunk.key))
-    box = zip(item.storage_offsets, item.lengths, strict=True)
-    return cast(Tensor, file.get_slice(chunk.key)[tuple(slice(start, start + size) for start, size in box)])

@@ -18,9 +18,11 @@ import tyro
 from shardwise.cli.reporting import nearest
 from shardwise.cli.toml_file import read_toml, settings_defaults
 from shardwise.errors import ConfigError
-from shardwise.training.settings import Settings
+from shardwise.training.finetune_settings import FinetuneSettings
+from shardwise.training.settings import RunSettings, Settings
 
 _T = TypeVar("_T")
+_Run = TypeVar("_Run", "TrainArguments", "FinetuneArguments")
 
 # Two spaces keep tyro from joining the lines.
 _TRAIN_DESCRIPTION = textwrap.indent(
@@ -32,6 +34,18 @@ from flags. On this machine:
 On many hosts, where torchrun starts the ranks (leave --nproc out there, which
 torchrun takes for a flag of its own unless "--" stands before it):
   torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise train --data FOLDER
+""",
+    "  ",
+)
+
+_FINETUNE_DESCRIPTION = textwrap.indent(
+    """\
+Fine-tune a Hugging Face model on your text: all of its weights, or low-rank
+adapters (LoRA) beside them. OUT becomes a Hugging Face folder, or an adapter
+folder of the peft library. Settings come from their defaults, then from the
+TOML file of --config, then from flags:
+  shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2
+  shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2 --lora-rank 8
 """,
     "  ",
 )
@@ -55,7 +69,7 @@ class TrainArguments:
     Attributes:
         settings: the training run.
         config: TOML file with settings, which flags override.
-        nproc: ranks to start on this machine; as many as parallel.tp if not given.
+        nproc: ranks to start on this machine; as many as parallel.tp x parallel.pp if not given.
         debug: show stack traces, and the launcher's log.
     """
 
@@ -65,8 +79,37 @@ class TrainArguments:
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
+@dataclass(frozen=True)
+class FinetuneArguments:
+    """What ``shardwise finetune`` is told.
+
+    Attributes:
+        settings: the fine-tuning run.
+        config: TOML file with settings, which flags override.
+        nproc: ranks to start on this machine; as many as tp x pp if not given.
+        debug: show stack traces, and the launcher's log.
+    """
+
+    settings: Annotated[FinetuneSettings, tyro.conf.arg(name="")]
+    config: str | None = None
+    nproc: int | None = None
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
 def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
-    """Parse the arguments of ``shardwise train``: defaults, then the TOML file of ``--config``, then flags.
+    """Parse the arguments of ``shardwise train``: see ``_parse_run_arguments``."""
+    return _parse_run_arguments(TrainArguments, Settings, argv, "shardwise train", _TRAIN_DESCRIPTION)
+
+
+def parse_finetune_arguments(argv: Sequence[str]) -> FinetuneArguments:
+    """Parse the arguments of ``shardwise finetune``: see ``_parse_run_arguments``."""
+    return _parse_run_arguments(FinetuneArguments, FinetuneSettings, argv, "shardwise finetune", _FINETUNE_DESCRIPTION)
+
+
+def _parse_run_arguments(
+    cls: type[_Run], settings_class: type[RunSettings], argv: Sequence[str], prog: str, description: str
+) -> _Run:
+    """Parse the arguments of a run: defaults, then the TOML file of ``--config``, then flags.
 
     Raises:
         ConfigError: an unknown flag or setting, a value that is missing or of the wrong kind, settings that contradict
@@ -77,8 +120,8 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
     config = None if _asks_for_help(argv) else _value_of("--config", argv)
     values = {} if config is None else read_toml(Path(config))
     # Validated when tyro makes them anew: what contradicts itself in the file may be mended by a flag.
-    defaults = TrainArguments(settings_defaults(Settings, values, config))
-    arguments = parse_command(TrainArguments, argv, "shardwise train", description=_TRAIN_DESCRIPTION, default=defaults)
+    defaults = cls(settings_defaults(settings_class, values, config))  # type: ignore[arg-type]
+    arguments = parse_command(cls, argv, prog, description=description, default=defaults)
     if arguments.nproc is not None and arguments.nproc < 1:
         raise ConfigError(f"--nproc is {arguments.nproc}; it must be at least 1")
     return arguments

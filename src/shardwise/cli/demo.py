@@ -124,7 +124,7 @@ def report(session: Session, parity: Parity, outcome: Outcome) -> str:
     from shardwise.training.run import banner
 
     held_out, settings = session.texts.held_out, session.settings
-    tokens = settings.training.steps * settings.training.global_batch_size * settings.model.sequence_length
+    tokens = settings.training.steps * settings.training.global_batch_size * settings.sequence_length
     compared = ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())
     under = ", ".join(
         f"{1 - outcome.held_out_bits_per_byte / value:.0%} under {name}"

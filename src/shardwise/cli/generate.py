@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import sys
 from dataclasses import dataclass
@@ -13,22 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from shardwise.cli.arguments import parse_command
+from shardwise.cli.checkpoint_model import OpenCheckpoint, open_checkpoint
 from shardwise.cli.launch import launch_ranks, shardwise_command
-from shardwise.cli.rank import RankEnvironment
+from shardwise.cli.rank import checked_world_size
 from shardwise.cli.reporting import print_line
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from shardwise.inference import Sampling
-    from shardwise.models.gpt import GPTModel
     from shardwise.tokenizer import Tokenizer
     from shardwise.training.ranks import Ranks
-    from shardwise.training.settings import Settings
 
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Continue a text with a model that ``shardwise train`` or ``shardwise demo`` trained.
+    """Continue a text with a model that ``shardwise train`` or ``shardwise demo`` trained, or ``import-hf`` imported.
 
     The same seed gives the same text at every --nproc.
 
@@ -57,21 +55,6 @@ class GenerateArguments:
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
-@dataclass(frozen=True)
-class OpenCheckpoint:
-    """A training run's checkpoint without its tensors.
-
-    Attributes:
-        folder: of the checkpoint.
-        settings: of the run.
-        tokenizer: of the run.
-    """
-
-    folder: Path
-    settings: Settings
-    tokenizer: Tokenizer
-
-
 def main(argv: list[str]) -> int:
     """Generate, here if this process is a rank or the only one, else in ranks that this process starts.
 
@@ -86,19 +69,11 @@ def main(argv: list[str]) -> int:
         CheckpointError: no checkpoint there, or a damaged one.
     """
     arguments = parse_command(GenerateArguments, argv, "shardwise generate")
-    environment = RankEnvironment.read()
-    world_size = arguments.nproc or 1
-    if environment is not None:
-        if arguments.nproc not in (None, environment.world_size):
-            raise ConfigError(
-                f"--nproc asks for {arguments.nproc} ranks, but the launcher started {environment.world_size}; leave "
-                "--nproc out"
-            )
-        world_size = environment.world_size
+    world_size, here = checked_world_size(arguments.nproc)
     sampling = _checked_sampling(arguments)
-    if environment is None and world_size > 1:
+    if not here:
         # A mistake costs less to find before the ranks are started.
-        check_fits(open_checkpoint(Path(arguments.checkpoint)), world_size)
+        _open(arguments, world_size)
         program = shardwise_command("generate", *argv)
         return launch_ranks(world_size, program, command="shardwise generate", debug=arguments.debug)
     _run_rank(arguments, sampling)
@@ -109,8 +84,6 @@ def _checked_sampling(arguments: GenerateArguments) -> Sampling:
     # Late, here and below, because PyTorch takes seconds to import, and `--help` or a wrong flag should not.
     from shardwise.inference import Sampling
 
-    if arguments.nproc is not None and arguments.nproc < 1:
-        raise ConfigError(f"--nproc is {arguments.nproc}; it must be at least 1")
     if arguments.max_new_tokens < 0:
         raise ConfigError(f"--max-new-tokens is {arguments.max_new_tokens}; it must not be negative")
     if not 0 <= arguments.seed < 2**63:
@@ -118,87 +91,19 @@ def _checked_sampling(arguments: GenerateArguments) -> Sampling:
     return Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` stands for: itself, or the newest of a run or of its folder of checkpoints.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    from shardwise.checkpoint import latest
-
-    if not path.is_dir():
-        raise CheckpointError(f"there is no folder {path}; give the --out of a training run or one of its checkpoints")
-    if path.name.startswith("step-"):
-        return path
-    newest = latest(path / "checkpoints") or latest(path)
-    if newest is None:
-        raise CheckpointError(
-            f"{path} holds no checkpoint; give the --out of a training run or one of its checkpoints/step-*"
-        )
-    return newest
-
-
-def open_checkpoint(path: Path) -> OpenCheckpoint:
-    """Find a training run's checkpoint, and read all of it but its tensors.
-
-    Args:
-        path: see ``find_checkpoint``.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it was not written by a training run.
-        DataError: its tokenizer cannot be read.
-    """
-    from shardwise.checkpoint import read_meta
-    from shardwise.tokenizer import Tokenizer
+def _open(arguments: GenerateArguments, world_size: int) -> tuple[OpenCheckpoint, Tokenizer]:
+    """The checkpoint of a model that continues texts, and its tokenizer."""
     from shardwise.training.settings import Settings
 
-    folder = find_checkpoint(path)
-    meta = read_meta(folder)
-    missing = [name for name in ("settings", "tokenizer_sha256") if name not in meta]
-    if missing:
-        raise CheckpointError(f"{folder} was not written by shardwise train: {', '.join(missing)} is missing in it")
-    tokenizer = Tokenizer.load(folder)
-    if tokenizer.sha256 != meta["tokenizer_sha256"]:
-        raise CheckpointError(f"{folder / 'tokenizer.json'} is not the tokenizer that the model was trained with")
-    return OpenCheckpoint(folder, Settings.from_json(meta["settings"]), tokenizer)
-
-
-def check_fits(opened: OpenCheckpoint, world_size: int) -> None:
-    """Raise ConfigError unless the model can be split over ``world_size`` ranks."""
-    model = opened.settings.model
-    heads = model.num_query_groups or model.num_heads
-    if world_size > heads:
+    opened = open_checkpoint(Path(arguments.checkpoint))
+    opened.check_fits(world_size)
+    if not isinstance(opened.origin, Settings) and opened.origin.description.kind != "gpt":
         raise ConfigError(
-            f"the model's {heads} key-value heads cannot be split over {world_size} ranks; use --nproc {heads} or less"
+            f"{opened.folder} holds a {opened.origin.architecture.model_type} model, which adds no tokens"
         )
-
-
-def load_model(opened: OpenCheckpoint, ranks: Ranks) -> GPTModel:
-    """The checkpoint's model, split over all ranks; every rank calls.
-
-    Raises:
-        CheckpointError: the tensors are damaged or of another model.
-    """
-    import torch.distributed as dist
-
-    from shardwise import checkpoint
-    from shardwise.process_groups_config import ProcessGroupCollection
-    from shardwise.sharded_state import sharded_state_dict
-    from shardwise.training.build import build_model
-    from shardwise.training.settings import ParallelSettings
-
-    world = dist.group.WORLD
-    assert world is not None
-    model = build_model(
-        # The run's own split says nothing about this one, and splitting the sequence saves nothing on one token.
-        dataclasses.replace(opened.settings, parallel=ParallelSettings(tp=ranks.world_size)),
-        opened.tokenizer.vocab_size,
-        pg_collection=ProcessGroupCollection(tp=world),
-        device=ranks.device,
-    )
-    state = sharded_state_dict(model, "model.", group=world)
-    checkpoint.load(opened.folder, state, group=world, allow_extra=True)
-    return model
+    if opened.tokenizer is None:
+        raise DataError(f"{opened.folder} was imported without a tokenizer.json that says which token ends a text")
+    return opened, opened.tokenizer
 
 
 def _run_rank(arguments: GenerateArguments, sampling: Sampling) -> None:
@@ -213,17 +118,18 @@ def _generate(arguments: GenerateArguments, sampling: Sampling, ranks: Ranks) ->
 
     from shardwise.collectives.agreement import agree
     from shardwise.inference import TextStream, generate
+    from shardwise.models.gpt import GPTModel
 
-    def prepare() -> tuple[OpenCheckpoint, list[int]]:
-        opened = open_checkpoint(Path(arguments.checkpoint))
-        check_fits(opened, ranks.world_size)
-        return opened, opened.tokenizer.encode(arguments.prompt)
+    def prepare() -> tuple[OpenCheckpoint, Tokenizer, list[int]]:
+        opened, tokenizer = _open(arguments, ranks.world_size)
+        return opened, tokenizer, tokenizer.encode(arguments.prompt)
 
     world = dist.group.WORLD
     assert world is not None
-    opened, prompt_ids = agree(prepare, group=world)
-    model = load_model(opened, ranks)
-    text = TextStream(opened.tokenizer, prompt_ids)
+    opened, tokenizer, prompt_ids = agree(prepare, group=world)
+    model = opened.load_model(ranks)
+    assert isinstance(model, GPTModel)
+    text = TextStream(tokenizer, prompt_ids)
     if ranks.is_first:
         if len(prompt_ids) > model.max_sequence_length:
             print_line(
@@ -239,7 +145,7 @@ def _generate(arguments: GenerateArguments, sampling: Sampling, ranks: Ranks) ->
             max_new_tokens=arguments.max_new_tokens,
             sampling=sampling,
             seed=arguments.seed,
-            eos_id=opened.tokenizer.eos_id,
+            eos_id=tokenizer.eos_id,
             on_token=(lambda token: _show(text.push(token))) if ranks.is_first else None,
         )
     finally:

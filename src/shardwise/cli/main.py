@@ -29,10 +29,13 @@ class Command:
 COMMANDS = {
     "demo": Command("train a small GPT on two local ranks, in about a minute"),
     "train": Command("train a GPT on your text, on any number of ranks", resumable=True),
+    "finetune": Command("fine-tune a Hugging Face model, all weights or LoRA adapters", resumable=True),
     "generate": Command("continue a text with a trained checkpoint"),
+    "import-hf": Command("make a checkpoint of a Hugging Face folder"),
+    "export-hf": Command("write a checkpoint as a Hugging Face folder"),
     "env": Command("show versions, devices, backends and fast paths"),
 }
-"""Each is the module ``shardwise.cli.NAME``, which has ``main(argv: list[str]) -> int``."""
+"""Each is the module ``shardwise.cli.NAME`` (with ``_`` for ``-``), which has ``main(argv: list[str]) -> int``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = arguments[2:] if arguments[1:2] == ["--"] else arguments[1:]
 
     def body() -> int:
-        module = importlib.import_module(f"shardwise.cli.{name}")
+        module = importlib.import_module(f"shardwise.cli.{name.replace('-', '_')}")
         code: int = module.main(own)
         return code
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.cli.arguments import parse_train_arguments
+from collections.abc import Callable
+
+from shardwise.cli.arguments import FinetuneArguments, TrainArguments, parse_train_arguments
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import RankEnvironment
 from shardwise.errors import ConfigError
@@ -21,10 +23,38 @@ def main(argv: list[str]) -> int:
         ConfigError: a setting that cannot be, or that does not fit the number of ranks.
     """
     arguments = parse_train_arguments(argv)
+
+    def body() -> None:
+        # Late, because PyTorch takes seconds to import, and a wrong setting should not.
+        from shardwise.training.run import run
+
+        run(arguments.settings)
+
+    return run_in_ranks("train", argv, arguments, body)
+
+
+def run_in_ranks(
+    command: str, argv: list[str], arguments: TrainArguments | FinetuneArguments, body: Callable[[], None]
+) -> int:
+    """Run ``body`` if this process is a rank or the only one, else start the ranks that will.
+
+    Args:
+        command: of ``shardwise``.
+        argv: the arguments after it.
+        arguments: the same, parsed.
+        body: what a rank does.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: settings that do not fit the number of ranks.
+    """
     settings = arguments.settings
     environment = RankEnvironment.read()
     if environment is None:
-        world_size = settings.parallel.tp if arguments.nproc is None else arguments.nproc
+        parallel = settings.parallel
+        world_size = parallel.tp * parallel.pp if arguments.nproc is None else arguments.nproc
     else:
         world_size = environment.world_size
         if arguments.nproc not in (None, world_size):
@@ -33,10 +63,7 @@ def main(argv: list[str]) -> int:
             )
     settings.check_world(world_size)
     if environment is None and world_size > 1:
-        program = shardwise_command("train", *argv)
-        return launch_ranks(world_size, program, command="shardwise train", debug=arguments.debug, resumable=True)
-    # Late, because PyTorch takes seconds to import, and a wrong setting should not.
-    from shardwise.training.run import run
-
-    run(settings)
+        program = shardwise_command(command, *argv)
+        return launch_ranks(world_size, program, command=f"shardwise {command}", debug=arguments.debug, resumable=True)
+    body()
     return 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -11,12 +12,58 @@ from torch.distributed import ProcessGroup
 from shardwise.errors import DesyncError, ShardwiseError
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+def decide(local: Callable[[], T], judge: Callable[[list[T]], R], *, group: ProcessGroup) -> R:
+    """Run ``local`` on every rank and ``judge`` on rank 0; every rank gets the judgement, or the same error.
+
+    Collective, for set-up and input and output: one gather to rank 0 and one broadcast, of Python objects.
+
+    Args:
+        local: this rank's contribution; without collectives of its own.
+        judge: makes the result from all contributions, in rank order.
+        group: the ranks that take part.
+
+    Raises:
+        ShardwiseError: the first failing rank's error, of its class and with its message; ``judge``'s if no rank failed
+            before. An error of another kind stays itself on the rank that had it; the others get a DesyncError that
+            names it.
+        DesyncError: a rank is gone, or does not come within the group's time limit.
+    """
+    rank = group.rank()
+    own: Exception | None = None
+    value: T | None = None
+    try:
+        value = local()
+    except Exception as error:
+        own = error
+    gathered: list[Any] | None = [None] * group.size() if rank == 0 else None
+    verdict: list[Any] = [None]
+    with _desync_error("what each contributes to a decision", group):
+        dist.gather_object((value, _failure(own, rank)), gathered, group=group, group_dst=0)
+    if gathered is not None:
+        result, failure = None, next((failure for _, failure in gathered if failure is not None), None)
+        if failure is None:
+            try:
+                result = judge([contribution for contribution, _ in gathered])
+            except Exception as error:
+                own, failure = error, _failure(error, rank)
+        verdict = [(result, failure)]
+    with _desync_error("a decision", group):
+        dist.broadcast_object_list(verdict, group=group, group_src=0)
+    result, failure = verdict[0]
+    if failure is None:
+        return cast(R, result)
+    if own is not None and not isinstance(own, ShardwiseError):
+        raise own
+    raise failure from own
 
 
 def agree(function: Callable[[], T], *, group: ProcessGroup) -> T:
-    """Run ``function`` on every rank; if it raises on any, raise that error on all.
+    """Run ``function`` on every rank; if it raises on any, raise that error on all, as ``decide`` does.
 
-    Collective, for set-up and input and output: it exchanges Python objects.
+    Collective, for set-up and input and output.
 
     Args:
         function: this rank's work; without collectives of its own.
@@ -24,27 +71,10 @@ def agree(function: Callable[[], T], *, group: ProcessGroup) -> T:
 
     Returns:
         What ``function`` returned on this rank.
-
-    Raises:
-        ShardwiseError: the first failing rank's error, of its class and with its message. An error of another kind
-            stays itself on the rank that had it; the others get a DesyncError that names it.
     """
-    result: T | None = None
-    own: Exception | None = None
-    try:
-        result = function()
-    except Exception as error:
-        own = error
-    described = None if own is None else (own if isinstance(own, ShardwiseError) else repr(own))
-    failures = tell_all(described, "the outcome of a step that all must take", group=group)
-    if own is not None and not isinstance(own, ShardwiseError):
-        raise own
-    for rank, failure in enumerate(failures):
-        if isinstance(failure, ShardwiseError):
-            raise failure from own
-        if failure is not None:
-            raise DesyncError(f"rank {rank} failed with {failure}")
-    return result  # type: ignore[return-value]
+    results: list[T] = []
+    decide(lambda: results.append(function()), lambda _: None, group=group)
+    return results[0]
 
 
 def tell_all(value: Any, what: str, *, group: ProcessGroup) -> list[Any]:
@@ -59,13 +89,8 @@ def tell_all(value: Any, what: str, *, group: ProcessGroup) -> list[Any]:
         DesyncError: a rank is gone, or does not come within the group's time limit.
     """
     values: list[Any] = [None] * group.size()
-    try:
+    with _desync_error(what, group):
         dist.all_gather_object(values, value, group=group)
-    except RuntimeError as error:
-        raise DesyncError(
-            f"rank {group.rank()} of {group.size()} could not exchange {what} with the others; another rank ended, or "
-            f"did not come: {error}"
-        ) from error
     return values
 
 
@@ -81,3 +106,22 @@ def check_same(value: object, what: str, *, group: ProcessGroup) -> None:
     for rank, other in enumerate(values):
         if other != values[0]:
             raise DesyncError(f"ranks disagree on {what}: rank 0 has {values[0]!r}, rank {rank} has {other!r}")
+
+
+def _failure(error: Exception | None, rank: int) -> ShardwiseError | None:
+    """``error`` as the other ranks hear of it: they might not know, or not be able to receive, another's class."""
+    if error is None or isinstance(error, ShardwiseError):
+        return error
+    return DesyncError(f"rank {rank} failed with {error!r}")
+
+
+@contextmanager
+def _desync_error(what: str, group: ProcessGroup) -> Iterator[None]:
+    """A failure to exchange ``what`` as a DesyncError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DesyncError(
+            f"rank {group.rank()} of {group.size()} could not exchange {what} with the others; another rank ended, or "
+            f"did not come: {error}"
+        ) from error

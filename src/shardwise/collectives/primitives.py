@@ -12,7 +12,7 @@ file, which chooses how it travels:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.collectives import accounting, eager, traced
-from shardwise.collectives.agreement import check_same
+from shardwise.collectives.agreement import agree, check_same, tell_all
 from shardwise.collectives.buffers import GlobalMemoryBuffer
 from shardwise.collectives.pending import Pending
 from shardwise.collectives.shared_memory import (
@@ -30,9 +30,11 @@ from shardwise.collectives.shared_memory import (
     SUMMABLE,
     AllGather,
     AllReduce,
+    AllToAll,
     Channel,
     ReduceScatter,
     channel_of,
+    check_exchange,
 )
 from shardwise.errors import ShardingError
 from shardwise.sharding import balanced_sizes, checked_dim, checked_sizes
@@ -46,6 +48,7 @@ __all__ = [
     "all_to_all",
     "broadcast_",
     "carrier",
+    "check_alike",
     "reduce_scatter",
     "reduce_scatter_async",
     "split_for_rank",
@@ -63,9 +66,26 @@ def validate_calls(group: ProcessGroup) -> None:
     """From now on compare every collective of ``group`` (operation, shape, dtype, sizes) between its ranks.
 
     A disagreement is a DesyncError on every rank that names what each is about to do. Costs an exchange per call; in
-    shared memory calls are always compared, at no cost.
+    shared memory calls are always compared, at no cost. Where neither is so, PyTorch's backends count bytes at best:
+    gloo sums a tensor of shape [4, 4] with one of [2, 8] without a word.
     """
     _validated.add(group)
+
+
+def check_alike(check: Callable[[], None], *, group: ProcessGroup) -> None:
+    """Run a check of this rank's values; under ``validate_calls`` what fails on one rank fails on all.
+
+    Without it a rank that fails alone is missed by the others in the next collective: an error once it has died, else
+    at the group's time limit.
+
+    Args:
+        check: raises if something is wrong; without collectives of its own.
+        group: the ranks that check the same.
+    """
+    if torch.compiler.is_compiling() or group not in _validated:
+        check()
+    else:
+        agree(check, group=group)
 
 
 def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object, but_dim: int | None = None) -> None:
@@ -276,21 +296,40 @@ def all_to_all(
 
     Returns:
         ``[sum(output_sizes), ...]``.
+
+    Raises:
+        ShardingError: the rows do not divide, sizes are not one per rank, or do not sum to the rows.
+        DesyncError: a rank does not send what another expects: found in shared memory, and under ``validate_calls``.
     """
     t = group.size()
     if t == 1:
         return tensor
+    checked_dim(0, tensor.shape)
+    rows = tensor.size(0)
     for name, sizes in (("output_sizes", output_sizes), ("input_sizes", input_sizes)):
-        if sizes is None and tensor.size(0) % t != 0:
-            raise ShardingError(f"all_to_all of {tensor.size(0)} rows over {t} ranks: they do not divide; pass {name}")
-    if input_sizes is not None:
-        input_sizes = list(checked_sizes(input_sizes, tensor.size(0), t, "all_to_all's rows"))
+        if sizes is None and rows % t != 0:
+            raise ShardingError(f"all_to_all of {rows} rows over {t} ranks: they do not divide; pass {name}")
+    equal = (rows // t,) * t
+    sent = equal if input_sizes is None else checked_sizes(input_sizes, rows, t, "all_to_all's rows")
     if torch.compiler.is_compiling():
-        equal = [tensor.size(0) // t] * t
-        return traced.all_to_all(tensor, group, output_sizes or equal, input_sizes or equal)
-    # Ranks exchange different numbers of rows, so only what they have in common is compared.
+        return traced.all_to_all(tensor, group, output_sizes or equal, sent)
+    received = equal if output_sizes is None else tuple(map(int, output_sizes))
+    if len(received) != t or min(received) < 0 or received[group.rank()] != sent[group.rank()]:
+        raise ShardingError(
+            f"all_to_all on rank {group.rank()} of {t}: output_sizes {list(received)} must be {t} counts, and what the "
+            f"rank keeps the same as in input_sizes {list(sent)}"
+        )
+    channel = _shared_memory(tensor, group, MOVABLE)
+    if channel is not None:
+        accounting.record("all_to_all", tensor)
+        return AllToAll(channel, tensor.detach(), received, sent).wait()
+    # The number of rows is compared by itself, since ranks may exchange different ones.
     _validate("all_to_all", tensor, group, but_dim=0)
-    return eager.all_to_all(tensor, group, None if output_sizes is None else list(output_sizes), input_sizes)
+    if group in _validated:
+        asked = tell_all((sent, received), "the sizes of an all_to_all", group=group)
+        check_exchange([sizes[0] for sizes in asked], [sizes[1] for sizes in asked])
+    given = input_sizes is not None or output_sizes is not None
+    return eager.all_to_all(tensor, group, list(received) if given else None, list(sent) if given else None)
 
 
 def broadcast_(tensor: Tensor, *, group: ProcessGroup, group_src: int = 0) -> Tensor:

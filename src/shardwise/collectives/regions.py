@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 from shardwise.collectives.buffers import GlobalMemoryBuffer
 from shardwise.collectives.primitives import all_gather, all_reduce, all_to_all, reduce_scatter, split_for_rank
 from shardwise.errors import ConfigError
-from shardwise.sharding import uneven_sizes
+from shardwise.sharding import checked_dim, uneven_sizes
 
 Sizes = Sequence[int] | None
 Buffer = GlobalMemoryBuffer | bool
@@ -86,7 +86,7 @@ class _ScatterToModelParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
         ctx.group = group
-        ctx.sizes = sizes or uneven_sizes(input_.size(-1), group.size())
+        ctx.sizes = sizes or _uneven(input_, -1, group)
         return split_for_rank(input_, group=group, dim=-1, sizes=ctx.sizes)
 
     @staticmethod
@@ -124,7 +124,7 @@ class _ScatterToSequenceParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
         ctx.group = group
-        ctx.sizes = sizes or uneven_sizes(input_.size(0), group.size())
+        ctx.sizes = sizes or _uneven(input_, 0, group)
         return split_for_rank(input_, group=group, dim=0, sizes=ctx.sizes)
 
     @staticmethod
@@ -195,7 +195,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
         use_global_buffer: Buffer = False,
     ) -> Tensor:
         ctx.group = group
-        ctx.input_split_sizes = input_split_sizes or uneven_sizes(input_.size(0), group.size())
+        ctx.input_split_sizes = input_split_sizes or _uneven(input_, 0, group)
         return _in_buffer(reduce_scatter(input_, group=group, dim=0, sizes=input_split_sizes), use_global_buffer)
 
     @staticmethod
@@ -234,7 +234,7 @@ class _ReduceScatterToTensorParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
         ctx.group = group
-        ctx.sizes = sizes or uneven_sizes(input_.size(-1), group.size())
+        ctx.sizes = sizes or _uneven(input_, -1, group)
         return reduce_scatter(input_, group=group, dim=-1, sizes=ctx.sizes)
 
     @staticmethod
@@ -275,6 +275,11 @@ class _AllToAll(Function):
             input_sizes=getattr(ctx, "output_split_sizes", None),
         )
         return None, grad_input, None, None
+
+
+def _uneven(input_: Tensor, dim: int, group: ProcessGroup) -> Sizes:
+    """Every rank's size where they differ; ShardingError for a scalar, which cannot be split."""
+    return uneven_sizes(input_.size(checked_dim(dim, input_.shape)), group.size())
 
 
 def _sizes(ctx: Any) -> Sizes:

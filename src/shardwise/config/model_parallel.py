@@ -14,10 +14,10 @@ import torch
 from shardwise.config.fields import check_fields, refused, say_once, unused
 from shardwise.errors import ConfigError
 
-_PIPELINE = "no schedule here exchanges activations between stages"
+_PIPELINE = "stages exchange hidden states of one shape, ahead of their use, and keep no output that was sent"
 _TP_OVERLAP = "collectives are overlapped with the weight gradient wherever they can be"
 _OFFLOADING = "activations and weights stay on their device"
-_HOOK = "it is the program's own schedule that calls it"
+_HOOK = "gradients and parameters are synchronised by the program, not during the backward"
 
 
 @dataclass
@@ -41,11 +41,15 @@ class ModelParallelConfig:
         fp16, bf16: the dtype that the program trains in; at most one. Layers go by ``params_dtype``.
         params_dtype: dtype of the parameters.
         autocast_dtype: ``params_dtype`` if None.
+        finalize_model_grads_func, grad_scale_func, no_sync_func: called by ``get_forward_backward_func``'s function, at
+            its end, on each loss, and around backward steps.
         deterministic_mode: choose operations whose result does not depend on the order of threads.
         gradient_accumulation_fusion: add weight gradients straight into ``weight.main_grad``.
         defer_embedding_wgrad_compute: keep the output layer's inputs and gradients, and compute its weight gradient
             when ``drain_embedding_wgrad_compute`` is called, with any number of stages.
         wgrad_deferral_limit: number of micro-batches that are kept for it; 0 is no limit.
+        delay_wgrad_compute: leave the weight gradients of linear layers out of the backward pass, until the layer's
+            ``backward_dw`` is called; a zero-bubble pipeline schedule needs it and calls it.
         cross_entropy_loss_fusion, cross_entropy_fusion_impl: with True and ``"linear"`` a model computes output
             layer and loss in one, without the logits of all ranks. The loss by itself has one implementation, fused.
         pipeline_dtype: dtype of what stages send to each other; ``params_dtype`` if None and there are stages.
@@ -78,10 +82,10 @@ class ModelParallelConfig:
     bf16: bool = False
     params_dtype: torch.dtype = torch.float32
     timers: Callable[..., Any] | None = unused(None, "nothing here is timed by it")
-    finalize_model_grads_func: Callable[..., Any] | None = unused(None, _HOOK)
-    grad_scale_func: Callable[..., Any] | None = unused(None, _HOOK)
-    mtp_grad_scale_func: Callable[..., Any] | None = unused(None, _HOOK)
-    no_sync_func: Callable[..., Any] | None = unused(None, _HOOK)
+    finalize_model_grads_func: Callable[..., Any] | None = None
+    grad_scale_func: Callable[..., Any] | None = None
+    mtp_grad_scale_func: Callable[..., Any] | None = unused(None, "each position predicts the next token only")
+    no_sync_func: Callable[..., Any] | None = None
     grad_sync_func: Callable[..., Any] | None = unused(None, _HOOK)
     param_sync_func: Callable[..., Any] | None = unused(None, _HOOK)
     deterministic_mode: bool = False
@@ -110,7 +114,7 @@ class ModelParallelConfig:
     tp_comm_overlap_disable_fc1: bool = unused(False, _TP_OVERLAP)
     tp_comm_bootstrap_backend: str = unused("nccl", _TP_OVERLAP)
     overlap_moe_expert_parallel_comm: bool = unused(False, "experts' collectives wait for their result")
-    delay_wgrad_compute: bool = unused(False, "weight gradients are computed in the backward pass")
+    delay_wgrad_compute: bool = False
     ep_overlap_early_attn_memory_release: bool = unused(False, "experts' collectives wait for their result")
 
     pipeline_dtype: torch.dtype | None = None

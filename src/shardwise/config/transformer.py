@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,10 +16,13 @@ from shardwise.config.fields import refused, unused
 from shardwise.config.model_parallel import ModelParallelConfig
 from shardwise.errors import ConfigError
 from shardwise.initialization import InitMethod, init_method_normal, scaled_init_method_normal
+from shardwise.sharding import stage_layers
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
+NormPosition = Literal["pre", "post"]
 
-_STAGES = "a model here is one stage"
+ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
+
 _ONE_ATTENTION = "attention is PyTorch's scaled_dot_product_attention"
 _ONE_NORM = "PyTorch's own norm kernel is used"
 _NO_FUSION = "operations are fused by torch.compile, not by a flag"
@@ -28,8 +32,7 @@ _NO_MAMBA = "every layer is attention and an MLP"
 _NO_VARIANTS = "every attention layer is softmax attention over all positions"
 _NO_LOW_PRECISION = "matrices are multiplied in params_dtype"
 _NO_GRAPHS = "capture a CUDA graph around the model instead"
-_PRE_NORM = "a layer is x + f(norm(x)), with norms from PyTorch"
-_PLAIN_ATTENTION = "every attention layer is causal or masked softmax attention scaled by 1/sqrt(kv_channels)"
+_PLAIN_ATTENTION = "every attention layer is softmax attention of one kind"
 _PLAIN_MLP = "the MLP is activation_func(x W1) W2, or activation_func(x W1) * (x W3) W2 if gated"
 
 
@@ -39,6 +42,10 @@ class TransformerConfig(ModelParallelConfig):
 
     Attributes:
         num_layers: number of transformer layers.
+        num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage: layers of that stage, over all its
+            chunks; dealt out like the others' if None.
+        account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: let the embedding, the output
+            layer with the loss, weigh as much as a layer when layers are dealt out to stages.
         hidden_size: width of the residual stream.
         num_attention_heads: number of query heads.
         num_query_groups: number of key-value heads; ``num_attention_heads`` if None (multi-head attention).
@@ -47,6 +54,20 @@ class TransformerConfig(ModelParallelConfig):
         hidden_dropout: dropout probability on the residual branches and the embedding.
         attention_dropout: dropout probability on the attention weights.
         layernorm_epsilon: added to the variance.
+        norm_position: ``"pre"``, a layer is ``x + f(norm(x))``, or ``"post"``, it is ``norm(x + f(x))`` (BERT).
+        apply_residual_connection_post_layernorm: with pre-norm, ``norm(x) + f(norm(x))`` in place of ``x + f(norm(x))``
+            (an option of BLOOM).
+        embedding_layernorm: a norm after the embedding (BLOOM, BERT).
+        final_layernorm: a norm after the last layer.
+        layernorm_zero_centered_gamma: norms keep ``weight - 1``, which starts at 0, so that weight decay pulls towards
+            1.
+        qk_layernorm: norms of width ``kv_channels`` on each head's query and key, before rotation (Qwen 3).
+        softmax_scale: factor of the attention scores; ``1 / sqrt(kv_channels)`` if None.
+        window_size: ``(before, after)``: positions that a token sees on each side of itself; -1 is no bound. Mistral's
+            window of ``w`` tokens is ``(w - 1, 0)``.
+        attention_backend: ``"auto"`` leaves the kernel to PyTorch; ``"flash"``, ``"fused"`` (memory-efficient or cuDNN)
+            and ``"unfused"`` ask for that one; ``"local"`` is attention written out. An enum with these names will do.
+        rotary_interleaved: rotary pairs are elements ``2i`` and ``2i + 1``, not ``i`` and ``i + d/2``.
         add_bias_linear: whether linear layers have biases.
         add_qkv_bias: give the query-key-value projection a bias even where other linear layers have none; true once
             the config is made if ``add_bias_linear`` is.
@@ -68,15 +89,15 @@ class TransformerConfig(ModelParallelConfig):
     num_layers: int = 0
     mtp_num_layers: int | None = refused(None, "each position predicts the next token only")
     mtp_loss_scaling_factor: float | None = unused(0.1, "each position predicts the next token only")
-    num_layers_in_first_pipeline_stage: int | None = unused(None, _STAGES)
-    num_layers_in_last_pipeline_stage: int | None = unused(None, _STAGES)
-    pipeline_model_parallel_layout: Any = unused(None, _STAGES)
-    account_for_embedding_in_pipeline_split: bool = unused(False, _STAGES)
-    account_for_loss_in_pipeline_split: bool = unused(False, _STAGES)
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    pipeline_model_parallel_layout: Any = refused(None, "layers are dealt out by the four fields beside it")
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
     hidden_size: int = 0
     num_attention_heads: int = 0
-    attention_backend: Any = unused("auto", _ONE_ATTENTION)
-    softmax_scale: float | None = refused(None, _PLAIN_ATTENTION)
+    attention_backend: Any = "auto"
+    softmax_scale: float | None = None
     softmax_type: str = refused("vanilla", _PLAIN_ATTENTION)
     num_query_groups: int | None = None
     ffn_hidden_size: int | None = None
@@ -84,9 +105,9 @@ class TransformerConfig(ModelParallelConfig):
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     fp32_residual_connection: bool = refused(False, "the residual stream is in params_dtype")
-    apply_residual_connection_post_layernorm: bool = refused(False, _PRE_NORM)
+    apply_residual_connection_post_layernorm: bool = False
     layernorm_epsilon: float = 1e-5
-    layernorm_zero_centered_gamma: bool = refused(False, _PRE_NORM)
+    layernorm_zero_centered_gamma: bool = False
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     gated_linear_unit: bool = False
@@ -95,11 +116,11 @@ class TransformerConfig(ModelParallelConfig):
     glu_linear_offset: float = refused(0.0, _PLAIN_MLP)
     activation_func_clamp_value: float | None = refused(None, _PLAIN_MLP)
     num_moe_experts: int | None = refused(None, _NO_EXPERTS)
-    rotary_interleaved: bool = refused(False, "rotary pairs are element i and i + d/2")
-    window_size: tuple[int, int] | None = refused(None, _PLAIN_ATTENTION)
+    rotary_interleaved: bool = False
+    window_size: tuple[int, int] | None = None
     window_attn_skip_freq: Any = refused(None, _PLAIN_ATTENTION)
     normalization: Normalization = "LayerNorm"
-    qk_layernorm: bool = refused(False, _PLAIN_ATTENTION)
+    qk_layernorm: bool = False
     qk_l2_norm: bool = refused(False, _PLAIN_ATTENTION)
     qk_clip: bool = refused(False, _PLAIN_ATTENTION)
     qk_clip_alpha: float = unused(0.5, _PLAIN_ATTENTION)
@@ -253,6 +274,11 @@ class TransformerConfig(ModelParallelConfig):
     heterogeneous_block_specs: bool = refused(False, "all layers are of one kind")
     transformer_impl: str = unused("transformer_engine", "there is one implementation, on PyTorch alone")
 
+    # Not the reference's, so after all of its fields.
+    norm_position: NormPosition = "pre"
+    embedding_layernorm: bool = False
+    final_layernorm: bool = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
@@ -263,12 +289,49 @@ class TransformerConfig(ModelParallelConfig):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and under 1")
         if self.normalization not in ("LayerNorm", "RMSNorm"):
             raise ConfigError(f"normalization is {self.normalization!r}; it must be 'LayerNorm' or 'RMSNorm'")
+        if not callable(self.activation_func):
+            raise ConfigError(
+                f"activation_func is {self.activation_func!r}; it must be a function (by name they are in "
+                "shardwise.transformer.activations.ACTIVATIONS)"
+            )
+        self._check_norm_position()
+        self._check_attention()
+        self.stage_layers()
         self._derive_sizes()
         self.add_qkv_bias = self.add_qkv_bias or self.add_bias_linear
         if self.init_method is None:
             self.init_method = init_method_normal(self.init_method_std)
         if self.output_layer_init_method is None:
             self.output_layer_init_method = scaled_init_method_normal(self.init_method_std, self.num_layers)
+
+    def _check_norm_position(self) -> None:
+        if self.norm_position not in ("pre", "post"):
+            raise ConfigError(f"norm_position is {self.norm_position!r}; it must be 'pre' or 'post'")
+        if self.norm_position == "post" and self.apply_residual_connection_post_layernorm:
+            raise ConfigError(
+                "apply_residual_connection_post_layernorm is about the norm before attention and MLP, and with "
+                "norm_position 'post' there is none; leave it at False"
+            )
+
+    def _check_attention(self) -> None:
+        # The reference's is an enum.
+        self.attention_backend = getattr(self.attention_backend, "name", self.attention_backend)
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            raise ConfigError(
+                f"attention_backend is {self.attention_backend!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}"
+            )
+        if self.softmax_scale is not None and not 0 < self.softmax_scale < math.inf:
+            raise ConfigError(
+                f"softmax_scale is {self.softmax_scale}; it must be over 0, or None for 1/sqrt(kv_channels)"
+            )
+        if self.window_size is not None:
+            window = tuple(self.window_size) if isinstance(self.window_size, Sequence) else ()
+            if len(window) != 2 or not all(isinstance(side, int) and side >= -1 for side in window):
+                raise ConfigError(
+                    f"window_size is {self.window_size!r}; it must be a pair of numbers of positions before and after "
+                    "a token, -1 for no bound"
+                )
+            self.window_size = (window[0], window[1])
 
     def _derive_sizes(self) -> None:
         if self.kv_channels is None:
@@ -291,6 +354,22 @@ class TransformerConfig(ModelParallelConfig):
             raise ConfigError(
                 f"ffn_hidden_size {self.ffn_hidden_size} and kv_channels {self.kv_channels} must be at least 1"
             )
+
+    def stage_layers(self) -> tuple[tuple[range, ...], ...]:
+        """``[stage][chunk]``, the layers of the model, counted from 0, that each chunk of each pipeline stage holds.
+
+        Raises:
+            ConfigError: the layers do not suffice, or the fields on stages contradict each other.
+        """
+        return stage_layers(
+            self.num_layers,
+            self.pipeline_model_parallel_size,
+            num_chunks=self.virtual_pipeline_model_parallel_size or 1,
+            first=self.num_layers_in_first_pipeline_stage,
+            last=self.num_layers_in_last_pipeline_stage,
+            count_embedding=self.account_for_embedding_in_pipeline_split,
+            count_loss=self.account_for_loss_in_pipeline_split,
+        )
 
     @property
     def heads(self) -> tuple[int, int, int]:

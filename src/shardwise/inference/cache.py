@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.models.gpt import GPTModel
-from shardwise.sharding import balanced_sizes
+from shardwise.transformer.heads import split_heads
 
 
 class PreallocatedCache:
@@ -66,11 +66,12 @@ class PreallocatedCache:
         Raises:
             ConfigError: a size under 1.
         """
-        _, num_groups, head_dim = model.config.heads
-        weight = model.word_embeddings.weight
+        num_heads, num_groups, head_dim = model.config.heads
+        start, stop = split_heads(num_heads, num_groups, model.tp_group.size()).groups[model.tp_group.rank()]
+        weight = model.embedding.word_embeddings.weight
         return cls(
             model.config.num_layers,
-            balanced_sizes(num_groups, model.tp_group.size())[model.tp_group.rank()],
+            stop - start,
             head_dim,
             batch_size=batch_size,
             capacity=capacity,

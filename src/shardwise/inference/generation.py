@@ -53,13 +53,16 @@ def generate(
         The new tokens, without the prompt and without ``eos_id``.
 
     Raises:
-        ConfigError: no prompt, a negative ``max_new_tokens``, or a seed out of range.
+        ConfigError: no prompt, a negative ``max_new_tokens``, a seed out of range, or a model that is one of several
+            pipeline stages.
         VocabularyError: a token of the prompt or ``eos_id`` outside the vocabulary.
         DesyncError: the ranks were given different arguments.
         DivergenceError: the logits are infinite or not numbers.
     """
     vocab_size = model.vocab_size
     assert vocab_size is not None
+    if not (model.pre_process and model.post_process):
+        raise ConfigError("generation needs the whole model on each rank, and this is one pipeline stage of it")
     # Before the other checks, so that a mistake on one rank leaves no rank waiting.
     prompt_sha256 = hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()
     asked = f"prompt SHA-256 {prompt_sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_id=}"
@@ -129,7 +132,7 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
 
 def _next_logits(model: GPTModel, unread: Sequence[int], cache: PreallocatedCache, vocab_size: int) -> Tensor:
     """``[1, v/t]``: read the tokens that follow those in the cache, and return the logits of the one after them."""
-    device = model.word_embeddings.weight.device
+    device = model.embedding.word_embeddings.weight.device
     positions = torch.arange(cache.length, cache.length + len(unread), device=device)
     logits: Tensor = model(torch.tensor([unread], device=device), positions, cache=cache)[-1]
     if not model.parallel_output:

@@ -33,6 +33,7 @@ fp32 (6e-8; 1e-16 for fp64 logits), of logits taken as they are given:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardwise.collectives.primitives import check_alike
 from shardwise.kernels.choice import choose
 from shardwise.loss.combine import combine, gather_statistics
 from shardwise.loss.finite import check_finite_logits
@@ -171,7 +173,8 @@ def vocab_parallel_cross_entropy(
     ranges = vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group)
     options.check_vocabulary(ranges[-1][1])
     if validate:
-        check_ids(target, ranges[-1][1], what="target", ignore_index=ignore_index)
+        check = partial(check_ids, target, ranges[-1][1], what="target", ignore_index=ignore_index)
+        check_alike(check, group=group)
     loss: Tensor = _VocabParallelCrossEntropy.apply(
         logits, target, ranges, options, ignore_index, inplace_, check_finite, group
     )

@@ -23,12 +23,14 @@ are both gradients; the hidden gradient three times. With bf16 that is 2^-9 rela
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.collectives.primitives import check_alike
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.loss.linear_chunked import ChunkedLoss
 from shardwise.loss.linear_head import Head
@@ -109,7 +111,8 @@ def vocab_parallel_linear_cross_entropy(
     ranges = vocab_ranges(weight.size(0), vocab_size, padded_vocab_size, group)
     options.check_vocabulary(ranges[-1][1])
     if validate:
-        check_ids(target, ranges[-1][1], what="target", ignore_index=ignore_index)
+        check = partial(check_ids, target, ranges[-1][1], what="target", ignore_index=ignore_index)
+        check_alike(check, group=group)
     head = Head(
         ranges,
         options,

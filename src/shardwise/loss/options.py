@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.errors import ConfigError
+from shardwise.errors import AssertedConfigError, ConfigError
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -32,7 +32,7 @@ class LossOptions:
     def __post_init__(self) -> None:
         # Each written so that NaN fails.
         if not 0.0 <= self.label_smoothing < 1.0:
-            raise ConfigError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and under 1")
+            raise AssertedConfigError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and under 1")
         if not 0.0 <= self.z_loss < math.inf:
             raise ConfigError(f"z_loss is {self.z_loss}; it must be at least 0 and finite")
         for name in ("softcap", "temperature"):

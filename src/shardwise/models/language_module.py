@@ -1,33 +1,82 @@
-"""What language models share: the loss over a split vocabulary, and the groups they run on."""
+"""What language models share: their groups, the loss over a split vocabulary, tied weights, and state by name."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives.primitives import all_reduce
 from shardwise.config import TransformerConfig
+from shardwise.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
 from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.sharded_state import state_of_parts
+from shardwise.sharding import ParamShard, ShardedOffset
+from shardwise.tensor_parallel.module import parameter_device
+from shardwise.transformer.backend import check_attention_backend
+
+__all__ = ["LanguageModule"]
 
 
 class LanguageModule(nn.Module):
-    """Base of GPT and its kin.
+    """Base of GPT, BERT and their kin.
+
+    A model on it sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has
+    ``output_layer``), ``share_embeddings_and_output_weights`` and, with interleaving, ``vp_stage``, and calls
+    ``setup_embeddings_and_output_layer`` at the end of its construction. With tied weights the output layer has a
+    weight of its own only on a stage without the embedding.
 
     Args:
         config: sizes of the model.
-        pg_collection: its process groups; the ambient topology's if None.
+        pg_collection: its process groups; the ambient topology's if None. Only ``tp`` is needed by a model of one
+            stage; one of several stages needs ``pp`` and, with tied weights, ``embd``.
+
+    Attributes:
+        tp_group: tensor parallel.
+        pp_group: pipeline parallel, or None.
+        embd_group: the stages that hold a tied weight, or None.
+        vp_stage: which of the stage's chunks this is; None without interleaving.
 
     Raises:
         TopologyError: no groups given and none initialised.
+        ConfigError: ``config.attention_backend`` does not work here.
     """
+
+    pre_process: bool
+    post_process: bool
+    # Of a model that sets nothing.
+    share_embeddings_and_output_weights: bool = False
+    vocab_size: int | None = None
+    vp_stage: int | None = None
+    # Whether attention has a mask or bias beside the causal one always, which some backends do not take.
+    _attention_is_masked = False
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__()
         self.config = config
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        self.tp_group = resolve_tensor_model_parallel_group(self.pg_collection.tp)
-        self.vocab_size: int | None = None
+        self.tp_group = resolve_tensor_model_parallel_group(getattr(self.pg_collection, "tp", None))
+        self.pp_group: ProcessGroup | None = getattr(self.pg_collection, "pp", None)
+        self.embd_group: ProcessGroup | None = getattr(self.pg_collection, "embd", None)
+        self._set_attention_backend()
+
+    def _set_attention_backend(self) -> None:
+        """Refuse a ``config.attention_backend`` that does not work on the device where parameters are made.
+
+        Each attention chooses its kernel by the config itself, so nothing is set for the whole process.
+
+        Raises:
+            ConfigError: with PyTorch's reasons.
+        """
+        device = parameter_device(self.config, self.tp_group)
+        check_attention_backend(self.config, device, masked=self._attention_is_masked)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy of each token.
@@ -45,32 +94,77 @@ class LanguageModule(nn.Module):
         return self._loss(labels, logits, inplace_=False)
 
     def compute_output_layer_and_language_model_loss(
-        self, hidden: Tensor, labels: Tensor, weight: Tensor, *, sequence_parallel: bool = False
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weight: Tensor | None = None,
+        sequence_parallel_enabled: bool = False,
+        column_parallel_linear: nn.Module | None = None,
+        col_linear_kwargs: dict[str, Any] | None = None,
+        reduction: str = "none",
+        ignore_index: int = -100,
+        *,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Output layer and cross entropy of each token in one, without the logits of all ranks.
+        """Output layer and cross entropy of each token.
+
+        In one, without the logits of all ranks, unless the config asks for separate ones (not
+        ``cross_entropy_loss_fusion`` with ``cross_entropy_fusion_impl="linear"``) and ``column_parallel_linear`` is
+        there to make them.
 
         Args:
             hidden: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism; not modified.
-            labels: ``[b, s]`` global ids; -100 costs nothing.
+            labels: ``[b, s]`` global ids.
             weight: ``[v/t, h]``, the output layer's, or the embedding's that is tied to it.
-            sequence_parallel: ``hidden`` is a shard of the sequence.
+            sequence_parallel_enabled: ``hidden`` is a shard of the sequence.
+            column_parallel_linear: the output layer.
+            col_linear_kwargs: given to it beside ``hidden``.
+            reduction: ``"none"``, ``"mean"`` or ``"sum"``; other than "none" only in one.
+            ignore_index: the label that costs nothing; other than -100 only in one.
+            bias: ``[v/t]`` or None, of the output layer in one.
 
         Returns:
-            ``[b, s]``, fp32 (fp64 for fp64 hidden states), the same on every rank.
+            ``[b, s]``, or a scalar if reduced; fp32 (fp64 for fp64 hidden states), the same on every rank.
 
         Raises:
             VocabularyError: a label outside the vocabulary.
+            ConfigError: there is no weight, or an option that separate layers do not have.
         """
+        if column_parallel_linear is not None and not self.fuses_output_layer_and_loss:
+            if reduction != "none" or ignore_index != -100:
+                raise ConfigError(
+                    f"reduction={reduction!r} and ignore_index={ignore_index} need output layer and loss in one; set "
+                    "cross_entropy_loss_fusion and cross_entropy_fusion_impl='linear', or leave them out"
+                )
+            logits, _ = column_parallel_linear(hidden, **(col_linear_kwargs or {}))
+            # Only the loss reads these logits, so their memory may become their gradient's.
+            return self._loss(labels, logits, inplace_=True)
+        if weight is None:
+            raise AssertedConfigError("output layer and loss in one need the output layer's weight; pass it")
         loss = vocab_parallel_linear_cross_entropy(
             hidden,
             weight,
             labels.t().contiguous(),
+            bias=bias,
             group=self.tp_group,
             vocab_size=self.vocab_size,
-            sequence_parallel=sequence_parallel,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            sequence_parallel=sequence_parallel_enabled,
             gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
         )
-        return loss.t().contiguous()
+        return loss.t().contiguous() if reduction == "none" else loss
+
+    @property
+    def fuses_output_layer_and_loss(self) -> bool:
+        """Whether the config asks for output layer and loss in one."""
+        config = self.config
+        # A deferred weight gradient is the output layer's own affair.
+        return (
+            config.cross_entropy_loss_fusion
+            and config.cross_entropy_fusion_impl == "linear"
+            and not config.defer_embedding_wgrad_compute
+        )
 
     def _loss(self, labels: Tensor, logits: Tensor, *, inplace_: bool) -> Tensor:
         loss = vocab_parallel_cross_entropy(
@@ -81,3 +175,152 @@ class LanguageModule(nn.Module):
             inplace_=inplace_,
         )
         return loss.t().contiguous()
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The tied weight that this stage holds: the word embedding's on the first, the output layer's on the last.
+
+        Returns:
+            ``[v/t, h]``, or None on a stage between, and if the weights are not tied.
+        """
+        if not self.share_embeddings_and_output_weights:
+            return None
+        model: Any = self
+        if self.pre_process:
+            weight: Tensor = model.embedding.word_embeddings.weight
+            return weight
+        return model.output_layer.weight if self.post_process else None
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark the weights of embedding and output layer, and make tied ones equal on the stages that hold them.
+
+        Both have ``is_embedding_or_output_parameter``. With tied weights over several stages both have
+        ``shared_embedding``; the last stage's copy has ``shared`` too, so that it is counted once in norms and written
+        once to checkpoints. Collective then: the copy is zero at first, and one all-reduce over the embedding group
+        makes it the first stage's weight. A meta tensor is marked only.
+
+        Raises:
+            TopologyError: tied weights over several stages, and no embedding group.
+            ConfigError: an embedding group of other ranks than the first and the last stage.
+        """
+        model: Any = self
+        if self.pre_process:
+            model.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and model.output_layer.weight is not None:
+            model.output_layer.weight.is_embedding_or_output_parameter = True
+        weight: Any = self.shared_embedding_or_output_weight()
+        num_stages = self.config.pipeline_model_parallel_size if self.pp_group is None else self.pp_group.size()
+        if weight is None or num_stages == 1 or (self.pre_process and self.post_process):
+            return
+        if self.embd_group is None:
+            raise TopologyError(
+                "embedding and output layer are tied over several pipeline stages, and there is no embedding group; "
+                "give pg_collection a group 'embd' of the first and the last stage"
+            )
+        self._check_embedding_group(self.embd_group)
+        weight.shared_embedding = True
+        if not self.pre_process:
+            weight.shared = True
+        if not weight.is_meta and self._is_in_embd_group():
+            with torch.no_grad():
+                if not self.pre_process:
+                    weight.zero_()
+                weight.copy_(all_reduce(weight.detach(), group=self.embd_group))
+
+    def _check_embedding_group(self, group: ProcessGroup) -> None:
+        """Raise, on all that hold a tied weight, if a rank that holds none would be waited for."""
+        if self.pp_group is None:
+            return
+        ranks, stages = dist.get_process_group_ranks(group), dist.get_process_group_ranks(self.pp_group)
+        if set(ranks) != {stages[0], stages[-1]}:
+            raise ConfigError(
+                f"the embedding group has ranks {ranks}, and of the stages {stages} the first and the last hold the "
+                "tied weight; leave get_embedding_ranks out"
+            )
+
+    def _is_in_embd_group(self) -> bool:
+        """Whether this part of the model is in the embedding group.
+
+        Of the group's first rank it is the chunk in which the model begins, of its last that in which it ends, and of
+        a rank between them (chosen by ``get_embedding_ranks``) every chunk.
+        """
+        if self.embd_group is None:
+            return False
+        ranks = dist.get_process_group_ranks(self.embd_group)
+        chunk, num_chunks = self.vp_stage or 0, self.config.virtual_pipeline_model_parallel_size or 1
+        if dist.get_rank() == ranks[0]:
+            return chunk == 0
+        if dist.get_rank() == ranks[-1]:
+            return chunk == num_chunks - 1
+        return dist.get_rank() in ranks
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[ShardedOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ParamShard]:
+        """This rank's part of every parameter, by its name in the whole model.
+
+        Layers are numbered over all stages. A tied output weight is stored once, under the embedding's name. A
+        vocabulary may be of another size on load (``allow_shape_mismatch``).
+
+        Args:
+            prefix: put before each name.
+            sharded_offsets: ``(axis, index, count)`` of leading axes that stack this model with others of one name.
+            metadata: handed on to modules that answer for themselves.
+
+        Raises:
+            ShardingError: ``sharded_offsets`` do not fit together.
+        """
+        entries = state_of_parts(self, prefix, sharded_offsets, metadata, group=self.tp_group)
+        output_weight, output_bias = f"{prefix}output_layer.weight", f"{prefix}output_layer.bias"
+        for name in (output_weight, output_bias):
+            if name in entries:
+                entries[name] = _of_vocabulary(entries[name], entries[name].key)
+        if self.share_embeddings_and_output_weights:
+            self.tie_embeddings_and_output_weights_state_dict(
+                entries, output_weight, f"{prefix}embedding.word_embeddings.weight", metadata
+            )
+        return entries
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: dict[str, ParamShard],
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Let the output layer's tied weight go by the embedding's name, in place.
+
+        The last stage's copy becomes an entry of that name: a replica of the first stage's, written once by whichever
+        of them and read by both. Where embedding and output layer are on one stage, the embedding's entry is both.
+
+        Args:
+            sharded_state_dict: entries of this stage; modified.
+            output_layer_weight_key: name of the output layer's weight; the entry, if there is one, is taken out.
+            first_stage_word_emb_key: name of the embedding's weight.
+            metadata: accepted for programs that pass it; nothing depends on it.
+
+        Raises:
+            ShardingError: a stage without output layer has an entry for its weight.
+        """
+        if not self.post_process:
+            if output_layer_weight_key in sharded_state_dict:
+                raise AssertedShardingError(
+                    f"{output_layer_weight_key!r} is in the state of a stage without output layer (post_process=False)"
+                )
+            return
+        copy = sharded_state_dict.pop(output_layer_weight_key, None)
+        if self.pre_process:
+            return
+        if copy is None:
+            raise ShardingError(
+                f"{output_layer_weight_key!r} is not in the state of the last stage; a tied weight over several stages "
+                "has a copy there"
+            )
+        sharded_state_dict[first_stage_word_emb_key] = _of_vocabulary(copy, first_stage_word_emb_key)
+
+
+def _of_vocabulary(shard: ParamShard, key: str) -> ParamShard:
+    """The same part under ``key``, of a vocabulary that may be padded otherwise."""
+    return ParamShard(key, shard.data, shard.layout, shard.rank, shard.sharded_offsets, allow_shape_mismatch=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shardwise.sharding import ParamLayout
+from shardwise.sharding import ParamShard, has_copies
 from shardwise.tensor_parallel.layers import named_param_layouts
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
@@ -38,8 +39,13 @@ def make_adamw(
         {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
         {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
     ]
+    # On a CPU the fused step rounds the last elements of a tensor otherwise than those before. Copies of a key-value
+    # head do not lie at the same place on all of their ranks, and must stay the same bit for bit.
+    fused = all(
+        param.device.type != "cpu" or not has_copies(layout) for _, param, layout in named_param_layouts(model, 1)
+    )
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=epsilon, fused=True
+        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=epsilon, fused=fused
     )
 
 
@@ -61,25 +67,27 @@ def set_learning_rate_(optimizer: torch.optim.Optimizer, learning_rate: float) -
         group["lr"] = learning_rate
 
 
-def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.AdamW, world_size: int
-) -> dict[str, tuple[Tensor, ParamLayout]]:
-    """The optimizer's tensors by name, each with its parameter's layout; made (as zeros) where there is none yet.
+def optimizer_state(weights: Mapping[str, ParamShard], optimizer: torch.optim.AdamW) -> dict[str, ParamShard]:
+    """The optimizer's tensors, each laid out as its parameter; made (as zeros) where there is none yet.
 
     The number of steps is not among them: it is the same for all parameters, and the caller's.
 
     Args:
-        model: whose parameters ``optimizer`` was made from.
+        weights: of the model whose parameters ``optimizer`` was made from, as ``sharded_state_dict`` returns them.
         optimizer: from ``make_adamw``.
-        world_size: size of the tensor-parallel group.
+
+    Returns:
+        Entries ``exp_avg.KEY`` and ``exp_avg_sq.KEY``, in the optimizer's own memory, for each parameter that it
+        trains.
     """
-    result: dict[str, tuple[Tensor, ParamLayout]] = {}
-    for name, param, layout in named_param_layouts(model, world_size):
-        if not param.requires_grad:
+    result: dict[str, ParamShard] = {}
+    for key, weight in weights.items():
+        if not isinstance(weight.data, Parameter) or not weight.data.requires_grad:
             continue
-        state = _state_of(optimizer, param)
+        state = _state_of(optimizer, weight.data)
         for kind in STATE_NAMES:
-            result[f"{kind}.{name}"] = (state[kind], layout)
+            name = f"{kind}.{key}"
+            result[name] = ParamShard(name, state[kind], weight.layout, weight.rank, weight.sharded_offsets)
     return result
 
 

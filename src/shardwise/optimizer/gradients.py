@@ -11,47 +11,74 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.collectives.primitives import all_reduce
+from shardwise.sharding import ParamLayout, has_copies, holders, segments
 from shardwise.tensor_parallel.layers import named_param_layouts
 
 # Gradients travel in runs of about this many elements: few enough collectives, and a bounded copy.
 _BUCKET_ELEMENTS = 1 << 24
 
 
-def finalize_gradients_(model: nn.Module, *, tp_group: ProcessGroup, dp_group: ProcessGroup) -> None:
+def finalize_gradients_(
+    model: nn.Module, *, tp_group: ProcessGroup, dp_group: ProcessGroup, embd_group: ProcessGroup | None = None
+) -> None:
     """Complete every gradient, in place: it becomes that of the loss summed over all ranks' samples.
 
-    Parameters that each tensor-parallel rank applied to its own part of the sequence (``param.sequence_parallel``) are
-    summed over ``tp_group``; all are summed over ``dp_group``. Divide the loss by the whole batch's number of tokens
-    for a mean.
+    Summed over ``tp_group`` are the gradients of parameters that each rank applied to its own part of the sequence or
+    to its own heads (``param.sequence_parallel``), and what several ranks hold of a split parameter, by its layout: the
+    copies of a key-value head. Copies are then the same on their ranks, bit for bit. All gradients are summed over
+    ``dp_group``. Divide the loss by the whole batch's number of tokens for a mean.
 
     Args:
         model: its parameters' ``grad`` are overwritten; a parameter without one is left out, on every rank alike.
         tp_group: the ranks that split each layer.
         dp_group: the ranks that see different samples.
+        embd_group: the stages that hold a tied weight, as in ``sum_tied_embedding_gradients_``; None if this rank is in
+            no such group.
     """
     params = [param for param in model.parameters() if param.grad is not None]
     if tp_group.size() > 1:
         partial = [param for param in params if getattr(param, "sequence_parallel", False)]
-        _sum_over_ranks_(_gradients(partial), group=tp_group)
+        copies = _Copies(model, tp_group)
+        _sum_over_ranks_([*_gradients(partial), *copies.buffers], group=tp_group)
+        copies.write_back_()
     _sum_over_ranks_(_gradients(params), group=dp_group)
+    if embd_group is not None:
+        sum_tied_embedding_gradients_(model, embd_group=embd_group)
 
 
-def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup) -> Tensor:
+def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup) -> None:
+    """Give the copies of a tied weight on the first and the last stage the sum of their gradients, in place.
+
+    Afterwards the gradients are the same bit for bit, so copies that started equal stay equal. Nothing happens where
+    the weights are not tied, or on one stage.
+
+    Args:
+        model: this rank's stage; the copy is its parameter with ``shared_embedding``.
+        embd_group: the ranks that hold a copy.
+    """
+    tied = [param for param in model.parameters() if getattr(param, "shared_embedding", False)]
+    _sum_over_ranks_(_gradients(tied), group=embd_group)
+
+
+def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup, pp_group: ProcessGroup | None = None) -> Tensor:
     """The 2-norm of the whole model's gradient, as if it were on one rank.
 
-    Every split gradient counts on its rank, every replicated one once.
+    Every split gradient counts on its rank, every replicated one and what several ranks hold of a split one once, and a
+    tied weight's on the first stage (the last stage's copy has ``shared``).
 
     Args:
         model: with complete gradients.
         tp_group: the ranks that split each layer.
+        pp_group: the stages that share out the layers; None if there is one.
 
     Returns:
         An fp64 scalar, the same on every rank.
     """
     counted = [
-        param.grad
+        part
         for _, param, layout in named_param_layouts(model, tp_group.size())
-        if param.grad is not None and (layout.dim is not None or tp_group.rank() == 0)
+        if param.grad is not None and not getattr(param, "shared", False)
+        for part in _counted_here(param.grad, layout, tp_group.rank())
     ]
     device = next(model.parameters()).device
     squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -60,26 +87,81 @@ def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup) -> Tensor:
         # In its own dtype a row's norm may overflow (fp16), or keep two digits (bf16).
         dtype = torch.float32 if gradient.dtype.itemsize < 4 else None
         squares += torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype).double().square().sum()
-    return all_reduce(squares, group=tp_group).sqrt()
+    total = all_reduce(squares, group=tp_group)
+    return (total if pp_group is None else all_reduce(total, group=pp_group)).sqrt()
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, *, tp_group: ProcessGroup) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, *, tp_group: ProcessGroup, pp_group: ProcessGroup | None = None
+) -> Tensor:
     """Scale all gradients down, in place, if their global norm is over ``max_norm``.
 
     Args:
         model: with complete gradients.
         max_norm: largest norm; 0 or infinity only measures.
         tp_group: the ranks that split each layer.
+        pp_group: the stages that share out the layers; None if there is one.
 
     Returns:
         The norm before, an fp64 scalar, the same on every rank.
     """
-    norm = global_grad_norm(model, tp_group=tp_group)
+    norm = global_grad_norm(model, tp_group=tp_group, pp_group=pp_group)
     if max_norm > 0 and not math.isinf(max_norm):
         factor = float(max_norm / (norm + 1e-6))
         if factor < 1.0:
             torch._foreach_mul_(_gradients(model.parameters()), factor)
     return norm
+
+
+def _counted_here(gradient: Tensor, layout: ParamLayout, rank: int) -> list[Tensor]:
+    """What of ``gradient`` no rank before this one holds."""
+    if layout.dim is None:
+        return [gradient] if rank == 0 else []
+    if not has_copies(layout):
+        return [gradient]
+    return [
+        gradient.narrow(layout.dim, local_start, length)
+        for start, length, local_start in segments(layout, rank)
+        if holders(layout)[start, start + length][0] == rank
+    ]
+
+
+class _Copies:
+    """The gradients of what several ranks hold of split parameters, side by side, to be summed over the ranks.
+
+    Args:
+        model: with gradients.
+        group: the ranks that split each layer.
+
+    Attributes:
+        buffers: for each such parameter, all runs of indices that several ranks hold: this rank's gradient, and zeros
+            where a run is others' only.
+    """
+
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        self.buffers: list[Tensor] = []
+        self._views: list[tuple[Tensor, Tensor]] = []
+        for _, param, layout in named_param_layouts(model, group.size()):
+            if param.grad is None or layout.dim is None or not has_copies(layout):
+                continue
+            shared = [run for run, ranks in holders(layout).items() if len(ranks) > 1]
+            shape = list(param.grad.shape)
+            shape[layout.dim] = sum(stop - start for start, stop in shared)
+            buffer = param.grad.new_zeros(shape)
+            here = {start: local_start for start, _, local_start in segments(layout, group.rank())}
+            offset = 0
+            for start, stop in shared:
+                if start in here:
+                    view = buffer.narrow(layout.dim, offset, stop - start)
+                    gradient = param.grad.narrow(layout.dim, here[start], stop - start)
+                    self._views.append((view.copy_(gradient), gradient))
+                offset += stop - start
+            self.buffers.append(buffer)
+
+    def write_back_(self) -> None:
+        """Give the gradients what the buffers hold."""
+        for view, gradient in self._views:
+            gradient.copy_(view)
 
 
 def _gradients(params: Iterable[Parameter]) -> list[Tensor]:

@@ -9,6 +9,8 @@ getters tell, without touching a group, for tools and tests that have no such ra
 too, and ``destroy_model_parallel`` forgets them.
 """
 
+from torch.distributed import new_group as create_group
+
 from shardwise.parallel_state.ambient import get_all_ranks, get_topology, resolve_tensor_model_parallel_group
 from shardwise.parallel_state.dense import (
     get_amax_reduction_group,
@@ -22,6 +24,7 @@ from shardwise.parallel_state.dense import (
     get_data_parallel_src_rank,
     get_data_parallel_world_size,
     get_hierarchical_context_parallel_groups,
+    get_hybrid_data_context_parallel_groups,
     get_inter_distributed_optimizer_instance_group,
     get_intra_distributed_optimizer_instance_group,
     get_model_parallel_group,
@@ -105,6 +108,7 @@ from shardwise.topology import (
 
 __all__ = [
     "RankGenerator",
+    "create_group",
     "default_embedding_ranks",
     "default_position_embedding_ranks",
     "destroy_global_memory_buffer",
@@ -142,6 +146,7 @@ __all__ = [
     "get_global_memory_buffer",
     "get_global_symmetric_memory_buffer",
     "get_hierarchical_context_parallel_groups",
+    "get_hybrid_data_context_parallel_groups",
     "get_inter_distributed_optimizer_instance_group",
     "get_intra_distributed_optimizer_instance_group",
     "get_model_parallel_group",

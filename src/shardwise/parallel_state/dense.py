@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError
+from shardwise.errors import AssertedConfigError
 from shardwise.parallel_state.ambient import (
     AMBIENT,
     carries_gloo,
@@ -16,6 +16,7 @@ from shardwise.parallel_state.ambient import (
     set_override,
     size_of,
 )
+from shardwise.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
@@ -73,29 +74,38 @@ def set_pipeline_model_parallel_rank(rank: int | None) -> None:
     set_override(AMBIENT.ranks, "pp", rank)
 
 
-def _data_parallel(with_context_parallel: bool, partial_data_parallel: bool) -> str:
+def _data_parallel(
+    with_context_parallel: bool, partial_data_parallel: bool, independent_all_gather: bool = False
+) -> str:
+    if independent_all_gather and with_context_parallel and not partial_data_parallel:
+        return SEPARATE_ALL_GATHER
     if not partial_data_parallel:
         return "dp_cp" if with_context_parallel else "dp"
     if not with_context_parallel:
-        raise ConfigError(
+        raise AssertedConfigError(
             "partial_data_parallel=True is the part of the data- and context-parallel ranks that holds one copy of the "
             "optimizer state; ask for it with with_context_parallel=True"
         )
     return "intra_dp_cp"
 
 
-def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> ProcessGroup:
+def get_data_parallel_group(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False, independent_all_gather: bool = False
+) -> ProcessGroup:
     """The data-parallel group of this rank.
 
     Args:
         with_context_parallel: context-parallel ranks included.
         partial_data_parallel: only the ranks that share one copy of the optimizer state with this one; needs
             ``with_context_parallel``.
+        independent_all_gather: the second group of all data- and context-parallel ranks, which
+            ``create_all_gather_group`` makes; without effect in the other cases, which have one group only.
 
     Raises:
-        ConfigError: ``partial_data_parallel`` without ``with_context_parallel``.
+        AssertedConfigError: ``partial_data_parallel`` without ``with_context_parallel``.
+        AssertedTopologyError: ``independent_all_gather``, and no such group was made.
     """
-    return group_of(_data_parallel(with_context_parallel, partial_data_parallel))
+    return group_of(_data_parallel(with_context_parallel, partial_data_parallel, independent_all_gather))
 
 
 def get_data_parallel_group_gloo(
@@ -104,15 +114,15 @@ def get_data_parallel_group_gloo(
     """The data-parallel group for tensors on the CPU: ``get_data_parallel_group`` itself, which carries gloo.
 
     Raises:
-        ConfigError: ``partial_data_parallel`` without ``with_context_parallel``.
+        AssertedConfigError: ``partial_data_parallel`` without ``with_context_parallel``.
         TopologyError: ``torch.distributed`` was initialised with a backend that lacks gloo.
     """
     return carries_gloo(get_data_parallel_group(with_context_parallel, partial_data_parallel))
 
 
 def has_separate_all_gather_group() -> bool:
-    """False: groups of the same ranks are one group here, and so are those of gathering and reduce-scattering."""
-    return False
+    """Whether ``create_all_gather_group`` was asked for; False before initialisation."""
+    return AMBIENT.topology is not None and SEPARATE_ALL_GATHER in AMBIENT.topology
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
@@ -162,6 +172,24 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
     levels = get_topology().sizes.hcp
     # Without levels there is no first one either, which is the error.
     return [group_of(f"hcp{level}") for level in range(len(levels or (1,)))]
+
+
+def get_hybrid_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> ProcessGroup | None:
+    """The ``group_size`` neighbours of this rank among the data- and context-parallel ranks.
+
+    Args:
+        check_initialized: raise if there is no such group; None is returned otherwise.
+        group_size: a power of 2, or the number of all data- and context-parallel ranks.
+
+    Raises:
+        NotInitializedError: ``initialize_model_parallel`` was not called.
+        AssertedTopologyError: ``hybrid_context_parallel`` was not asked for, or has no parts of that size.
+    """
+    if AMBIENT.topology is not None and group_size == AMBIENT.topology.size("dp_cp"):
+        return group_of("dp_cp")
+    return group_or_none(f"{HYBRID}{group_size}", check_initialized)
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:

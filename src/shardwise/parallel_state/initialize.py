@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.errors import ConfigError, TopologyError
+from shardwise.errors import AssertedTopologyError, ConfigError, TopologyError
 from shardwise.parallel_state.ambient import AMBIENT
 from shardwise.topology import (
     DEFAULT_ORDER,
@@ -73,8 +73,10 @@ def initialize_model_parallel(
             ``torch.distributed`` with the backend ``"cpu:gloo,cuda:nccl"``, and every group carries both.
         high_priority_stream_groups: only None or empty; set TORCH_NCCL_HIGH_PRIORITY=1 for all groups.
         sharp_enabled_group: only None, as ``use_sharp``.
-        hybrid_context_parallel: only False; samples are not spread over ranks by their length.
-        create_all_gather_group: changes nothing, as groups of the same ranks are one group.
+        hybrid_context_parallel: also make groups of 2, 4, 8, ... neighbours among the data- and context-parallel ranks,
+            for programs that split a sample by its length (``get_hybrid_data_context_parallel_groups``).
+        create_all_gather_group: also make a second group of the data- and context-parallel ranks, for gathering
+            parameters while gradients are reduced (``independent_all_gather=True`` in the getter).
         validate: have ranks check that they agree, here and before each collective; see ``Topology.create``.
 
     Raises:
@@ -85,7 +87,7 @@ def initialize_model_parallel(
         DesyncError: ranks ask for different sizes; found under ``validate``.
     """
     if AMBIENT.topology is not None:
-        raise TopologyError(
+        raise AssertedTopologyError(
             f"model parallelism is already initialised with {AMBIENT.topology.sizes}; "
             "call destroy_model_parallel() first"
         )
@@ -95,8 +97,6 @@ def initialize_model_parallel(
         nccl_communicator_config_path=nccl_communicator_config_path,
         high_priority_stream_groups=high_priority_stream_groups or None,
     )
-    if hybrid_context_parallel:
-        raise ConfigError("hybrid_context_parallel=True: samples are not spread over ranks by length; leave it out")
     _check_backend(pipeline_model_parallel_comm_backend)
     _check_interleaving(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
     levels = hierarchical_context_parallel_sizes
@@ -110,6 +110,8 @@ def initialize_model_parallel(
             order=order,
             hcp=None if levels is None else tuple(levels) if isinstance(levels, Sequence) else (levels,),
             num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+            hybrid_context_parallel=hybrid_context_parallel,
+            separate_all_gather=create_all_gather_group,
         ),
         timeout=_timeout(distributed_timeout_minutes),
         embedding_ranks=get_embedding_ranks or default_embedding_ranks,

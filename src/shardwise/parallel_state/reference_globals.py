@@ -5,8 +5,11 @@ Reading only: a program that assigns to one of these names hides what is told he
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from shardwise.parallel_state.ambient import AMBIENT, group_or_none
 from shardwise.parallel_state.dense import get_hierarchical_context_parallel_groups
+from shardwise.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
 
 _GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -14,6 +17,7 @@ _GROUPS = {
     "_MODEL_PARALLEL_GROUP": "mp",
     "_DATA_PARALLEL_GROUP": "dp",
     "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_AG": SEPARATE_ALL_GATHER,
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
     "_CONTEXT_PARALLEL_GROUP": "cp",
     "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
@@ -41,6 +45,14 @@ _RANKS = {
     "_POSITION_EMBEDDING_GLOBAL_RANKS": "pos_embd",
     "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
 }
+# Those of which the reference makes a second one for tensors on the CPU; see `get_data_parallel_group_gloo`.
+_WITH_GLOO = {
+    "_DATA_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP_WITH_CP",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+}
 _OVERRIDDEN = {
     "_MPU_TENSOR_MODEL_PARALLEL": "tp",
     "_MPU_PIPELINE_MODEL_PARALLEL": "pp",
@@ -61,14 +73,19 @@ def look_up(name: str) -> object:
     if name in _RANKS:
         topology, axis = AMBIENT.topology, _RANKS[name]
         return list(topology.ranks(axis)) if topology is not None and axis in topology else None
+    if name.removesuffix("_GLOO") in _WITH_GLOO and name.endswith("_GLOO"):
+        group = group_or_none(_GROUPS[name.removesuffix("_GLOO")], check_initialized=False)
+        return group if group is None or "gloo" in dist.get_backend_config(group) else None
+    if name == "_HYBRID_DP_CP_GROUPS":
+        topology = AMBIENT.topology
+        sizes = [] if topology is None else [2**n for n in range(1, 32) if f"{HYBRID}{2**n}" in topology]
+        return {size: group_or_none(f"{HYBRID}{size}", check_initialized=False) for size in sizes}
     if name == "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS":
         return get_hierarchical_context_parallel_groups(check_initialized=False)
     for suffix, overrides in (("_WORLD_SIZE", AMBIENT.sizes), ("_RANK", AMBIENT.ranks)):
         if name.removesuffix(suffix) in _OVERRIDDEN:
             return overrides.get(_OVERRIDDEN[name.removesuffix(suffix)])
     others = {
-        # There is none: see `has_separate_all_gather_group`.
-        "_DATA_PARALLEL_GROUP_WITH_CP_AG": None,
         "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": AMBIENT.virtual_size,
         "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": AMBIENT.virtual_rank,
         "_GLOBAL_MEMORY_BUFFER": AMBIENT.memory_buffer,

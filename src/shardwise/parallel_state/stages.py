@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError
+from shardwise.errors import AssertedConfigError, ConfigError
 from shardwise.parallel_state.ambient import AMBIENT, get_topology, group_or_none, rank_in, ranks_of
 from shardwise.parallel_state.dense import get_pipeline_model_parallel_rank, get_pipeline_model_parallel_world_size
 
@@ -73,7 +73,7 @@ def _is_virtual_stage(wanted: int, ignore_virtual: bool, vp_stage: int | None) -
     if ignore_virtual or count is None:
         return True
     if vp_stage is None or not 0 <= vp_stage < count:
-        raise ConfigError(
+        raise AssertedConfigError(
             f"vp_stage is {vp_stage}; with {count} parts on each stage and ignore_virtual=False it must be from 0 to "
             f"{count - 1}"
         )
@@ -88,7 +88,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
         vp_stage: the part; needed with interleaving unless ``ignore_virtual``.
 
     Raises:
-        ConfigError: ``vp_stage`` is needed and is not one of the parts.
+        AssertedConfigError: ``vp_stage`` is needed and is not one of the parts.
     """
     return _is_virtual_stage(0, ignore_virtual, vp_stage) and get_pipeline_model_parallel_rank() == 0
 
@@ -119,7 +119,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
             them (chosen by ``get_embedding_ranks``) in every part.
 
     Raises:
-        ConfigError: ``vp_stage`` is needed and is not one of the parts.
+        AssertedConfigError: ``vp_stage`` is needed and is not one of the parts.
     """
     if "embd" not in get_topology():
         return False

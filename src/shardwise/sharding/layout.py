@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -88,6 +89,36 @@ class ParamLayout:
             for start, stop in intervals_of_sizes(sizes)
         )
         return cls(shape, dim, per_rank, world_size, stride)
+
+    @classmethod
+    def of_intervals(
+        cls, global_shape: Sequence[int], dim: int, intervals: Sequence[Sequence[Interval]]
+    ) -> ParamLayout:
+        """Each rank holds the given runs of indices along ``dim``, in the given order.
+
+        Args:
+            global_shape: shape of the whole parameter.
+            dim: dimension to split; a negative one counts from the last.
+            intervals: for each rank its runs, which may be those of other ranks too. Runs that continue each other are
+                joined.
+
+        Raises:
+            ShardingError: there is no such dimension, a run does not lie in it, or some index is nobody's.
+        """
+        shape = tuple(global_shape)
+        dim = checked_dim(dim, shape)
+        joined = tuple(tuple(_merge_adjacent(runs)) for runs in intervals)
+        covered = 0
+        for start, stop in sorted(run for runs in joined for run in runs):
+            if start > covered or not 0 <= start <= stop <= shape[dim]:
+                raise ShardingError(
+                    f"dimension {dim} of shape {list(shape)}: the run ({start}, {stop}) does not lie in it or leaves "
+                    f"indices from {covered} on to nobody"
+                )
+            covered = max(covered, stop)
+        if covered != shape[dim]:
+            raise ShardingError(f"dimension {dim} of shape {list(shape)}: indices from {covered} on are nobody's")
+        return cls(shape, dim, joined, len(joined))
 
     def local_size(self, rank: int) -> int:
         """Number of indices of the split dimension that ``rank`` holds."""
@@ -199,7 +230,30 @@ def segments(layout: ParamLayout, rank: int) -> list[Segment]:
     return result
 
 
-def _merge_adjacent(runs: tuple[Interval, ...]) -> list[Interval]:
+@cache
+def holders(layout: ParamLayout) -> dict[Interval, tuple[int, ...]]:
+    """For each run of ``segments``, of all ranks, in ascending order: the ranks that hold it, in ascending order.
+
+    Args:
+        layout: layout with a split dimension.
+
+    Raises:
+        ShardingError: a rank holds an index twice.
+    """
+    ranks: dict[Interval, tuple[int, ...]] = {}
+    for rank in range(layout.world_size):
+        for start, length, _ in segments(layout, rank):
+            run = (start, start + length)
+            ranks[run] = (*ranks.get(run, ()), rank)
+    return dict(sorted(ranks.items()))
+
+
+def has_copies(layout: ParamLayout) -> bool:
+    """Whether several ranks hold the same part of a parameter that is split."""
+    return layout.dim is not None and any(len(ranks) > 1 for ranks in holders(layout).values())
+
+
+def _merge_adjacent(runs: Sequence[Interval]) -> list[Interval]:
     """Runs that continue each other, joined: a tensor that one rank holds is then one segment, whatever its stride."""
     merged: list[Interval] = []
     for start, stop in runs:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.errors import ShardingError
 from shardwise.sharding.layout import ParamLayout, segments
+from shardwise.sharding.pieces import Piece, TensorPieces, shape_only
+
+_aten = torch.ops.aten
 
 ShardedOffset = tuple[int, int, int]
 """``(axis, index, count)``: a tensor is number ``index`` of ``count`` along a new leading ``axis``."""
 
 
-@dataclass(frozen=True, eq=False)
-class ParamShard:
+class ParamShard(TensorPieces):
     """One rank's part of a named parameter: what a layer's ``sharded_state_dict`` returns and a checkpoint stores.
+
+    ``shardwise.checkpoint`` takes a dict of them, and so do ``torch.distributed.checkpoint.save`` and ``load``, to any
+    storage that keeps several pieces of a tensor. ``HuggingFaceStorageWriter`` does not: it keeps each rank's last one,
+    which is all that there is of most parameters, but not of a gated weight that is split.
 
     Attributes:
         key: name of the parameter in the checkpoint; parameters that ``sharded_offsets`` stack share it.
@@ -27,6 +34,7 @@ class ParamShard:
             count from 0.
         allow_shape_mismatch: on load the stored parameter may have another size along the split dimension, as a
             vocabulary does that is padded otherwise; what it lacks stays as it is, what it has too much is left out.
+            ``torch.distributed.checkpoint`` by itself wants the same shape always.
 
     Raises:
         ShardingError: the rank is not one of the layout's, ``data`` is not of the shape that the layout gives it, or
@@ -34,32 +42,56 @@ class ParamShard:
     """
 
     key: str
-    data: Tensor = field(repr=False)
-    layout: ParamLayout
     rank: int
-    sharded_offsets: tuple[ShardedOffset, ...] = ()
-    allow_shape_mismatch: bool = False
+    sharded_offsets: tuple[ShardedOffset, ...]
+    allow_shape_mismatch: bool
+    _data: Tensor
+    _layout: ParamLayout
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.layout.world_size:
-            raise ShardingError(f"{self.key}: rank {self.rank} is not one of the layout's {self.layout.world_size}")
-        expected = self.layout.local_shape(self.rank)
-        if tuple(self.data.shape) != expected:
+    def __new__(
+        cls,
+        key: str,
+        data: Tensor,
+        layout: ParamLayout,
+        rank: int,
+        sharded_offsets: tuple[ShardedOffset, ...] = (),
+        allow_shape_mismatch: bool = False,
+    ) -> ParamShard:
+        if not 0 <= rank < layout.world_size:
+            raise ShardingError(f"{key}: rank {rank} is not one of the layout's {layout.world_size}")
+        expected = layout.local_shape(rank)
+        if tuple(data.shape) != expected:
             raise ShardingError(
-                f"{self.key}: rank {self.rank} should hold shape {list(expected)} of {list(self.layout.global_shape)}, "
-                f"got {list(self.data.shape)}"
+                f"{key}: rank {rank} should hold shape {list(expected)} of {list(layout.global_shape)}, "
+                f"got {list(data.shape)}"
             )
-        for axis, (stated, index, count) in enumerate(self.sharded_offsets):
+        for axis, (stated, index, count) in enumerate(sharded_offsets):
             if stated != axis or not 0 <= index < count:
                 raise ShardingError(
-                    f"{self.key}: sharded_offsets {list(self.sharded_offsets)} must be (axis, index, count) with axes "
+                    f"{key}: sharded_offsets {list(sharded_offsets)} must be (axis, index, count) with axes "
                     "0, 1, ... and each index under its count"
                 )
+        shape = (*(count for _, _, count in sharded_offsets), *layout.global_shape)
+        self: ParamShard = shape_only(cls, shape, data.dtype, data.device)
+        self.key, self.rank = key, rank
+        self._data, self._layout = data, layout
+        self.sharded_offsets, self.allow_shape_mismatch = sharded_offsets, allow_shape_mismatch
+        return self
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """This rank's part."""
+        return self._data
+
+    @property
+    def layout(self) -> ParamLayout:  # type: ignore[override]
+        """Where each rank's part lies in the whole."""
+        return self._layout
 
     @property
     def global_shape(self) -> tuple[int, ...]:
         """Shape of the whole parameter, leading axes included."""
-        return (*(count for _, _, count in self.sharded_offsets), *self.layout.global_shape)
+        return tuple(self.shape)
 
     @property
     def is_replica(self) -> bool:
@@ -77,7 +109,7 @@ class ParamShard:
             del stored[resized : resized + 1], here[resized]
         return stored == here
 
-    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
+    def pieces(self) -> list[Piece]:
         """Each run of indices that this rank holds: its offset in the whole, and the view of ``data`` that holds it.
 
         Pieces of any two ranks are the same part of the whole or have nothing in common. Views have the leading axes
@@ -98,3 +130,37 @@ class ParamShard:
             )
             for start, length, local_start in segments(self.layout, self.rank)
         ]
+
+    def with_data(self, data: Tensor) -> ParamShard:
+        """The same part of the same parameter, held in ``data``, of the same shape."""
+        return ParamShard(self.key, data, self.layout, self.rank, self.sharded_offsets, self.allow_shape_mismatch)
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        # torch.distributed.checkpoint stores by the dict's names, so that layers under names of their own would each be
+        # a stack with one layer in it.
+        if self.sharded_offsets and f".{fqn}".removesuffix(f".{self.key}") == f".{fqn}":
+            raise ShardingError(
+                f"{fqn!r} is one of several tensors stacked under {self.key!r}; torch.distributed.checkpoint stores by "
+                f"name, so call it {self.key!r} (one per rank), or use shardwise.checkpoint.save"
+            )
+        return super().__create_write_items__(fqn, _)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # What torch.distributed.checkpoint copies a state with (`async_save`), and allocates what is on the meta device.
+        kwargs = kwargs or {}
+        if func in (_aten.detach.default, _aten.zeros_like.default, _aten.empty_like.default):
+            return args[0].with_data(func(args[0].data, **kwargs))
+        if func is _aten.copy_.default and isinstance(args[1], ParamShard):
+            args[0].data.copy_(args[1].data, **kwargs)
+            return args[0]
+        if func is _aten.new_empty.default:
+            # The caller then sets every attribute to a copy of ours.
+            return shape_only(cls, args[1], args[0].dtype, kwargs.get("device", args[0].device))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"ParamShard(key={self.key!r}, rank={self.rank}, layout={self.layout}, "
+            f"sharded_offsets={self.sharded_offsets}, dtype={self.dtype}, device={self.device})"
+        )

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError
+from shardwise.errors import AssertedConfigError
 from shardwise.sharding import ParamLayout
 
 _DEFAULTS: dict[str, Any] = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
@@ -26,12 +26,12 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
         stride: number of sections split by themselves.
 
     Raises:
-        ConfigError: the tensor is marked otherwise already; nothing is changed.
+        AssertedConfigError: the tensor is marked otherwise already; nothing is changed.
     """
     wanted = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
     for name, value in wanted.items():
         if getattr(tensor, name, value) != value:
-            raise ConfigError(
+            raise AssertedConfigError(
                 f"the tensor of shape {list(tensor.shape)} is already marked {name}={getattr(tensor, name)}, which "
                 f"cannot become {value}; delete the attribute first if it is wrong"
             )

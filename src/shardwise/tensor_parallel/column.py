@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from shardwise.collectives.regions import _GatherFromModelParallelRegion
 from shardwise.config import ModelParallelConfig
-from shardwise.errors import ConfigError, ShardingError
+from shardwise.errors import ConfigError, ShardingError, WeightError
 from shardwise.initialization import InitMethod
-from shardwise.sharding import ParamLayout
+from shardwise.sharding import Interval, ParamLayout
 from shardwise.tensor_parallel.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.tensor_parallel.module import StatelessExtra, TensorParallelModule
 from shardwise.tensor_parallel.weight_gradient import WeightGradient
@@ -42,6 +42,9 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
             parallelism).
         tp_group: tensor-parallel group; the ambient one if None.
         sizes: output features of each rank, within one section; balanced if None.
+        intervals: in place of ``sizes`` and ``stride``: for each rank the runs of output features that it holds, in the
+            order of its output. Runs may be held by several ranks, and their weight gradients are then partial sums;
+            such an output is not gathered.
 
     Attributes:
         weight: ``[o/t, i]``.
@@ -50,7 +53,8 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
     Raises:
         TopologyError: no group given and none initialised.
         ShardingError: ``sizes`` do not sum to a section.
-        ConfigError: ``gather_output`` with sequence parallelism; a deferred weight gradient without both buffers.
+        ConfigError: ``gather_output`` with sequence parallelism; a deferred weight gradient without both buffers;
+            ``intervals`` with what they exclude.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
@@ -75,6 +79,7 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
         disable_grad_reduce: bool = False,
         tp_group: ProcessGroup | None = None,
         sizes: Sequence[int] | None = None,
+        intervals: Sequence[Sequence[Interval]] | None = None,
     ) -> None:
         super().__init__(config, tp_group, is_expert=is_expert)
         self.input_size = input_size
@@ -104,8 +109,18 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
                 self._parallelism = LinearParallelism.COLUMN_SEQUENCE
             elif self.allreduce_dgrad:
                 self._parallelism = LinearParallelism.COLUMN
+        self._delay_weight_gradients(self.tp_group if self._parallelism is LinearParallelism.COLUMN_SEQUENCE else None)
 
-        layout = ParamLayout.split((output_size, input_size), 0, self.tp_size, stride=stride, sizes=sizes)
+        if intervals is not None and (gather_output or stride != 1 or sizes is not None):
+            raise ConfigError("intervals exclude gather_output, stride and sizes; leave those at their defaults")
+
+        def layout_of(shape: tuple[int, ...]) -> ParamLayout:
+            if intervals is not None:
+                return ParamLayout.of_intervals(shape, 0, intervals)
+            return ParamLayout.split(shape, 0, self.tp_size, stride=stride, sizes=sizes)
+
+        self._can_gather = intervals is None
+        layout = layout_of((output_size, input_size))
         self.weight_shape = torch.Size(layout.local_shape(self.tp_rank))
         self.output_size_per_partition = self.weight_shape[0]
         self._output_sizes = [layout.local_size(rank) for rank in range(self.tp_size)]
@@ -116,8 +131,7 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
         else:
             self._make_parameter("weight", layout, init_method)
         if bias:
-            bias_layout = ParamLayout.split((output_size,), 0, self.tp_size, stride=stride, sizes=sizes)
-            self._make_parameter("bias", bias_layout, torch.nn.init.zeros_)
+            self._make_parameter("bias", layout_of((output_size,)), torch.nn.init.zeros_)
         else:
             self.register_parameter("bias", None)
 
@@ -143,16 +157,16 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
             The output ``[s, b, o/t]`` (``[s, b, o]`` when gathered), and the bias with ``skip_bias_add``, else None.
 
         Raises:
-            ShardingError: the input is not of the layer's width; there is no weight, or a passed one is not of this
-                layer's shape.
+            ShardingError: the input is not of the layer's width.
+            WeightError: there is no weight, or a passed one is not of this layer's shape.
         """
         self._check_width(input_, self.input_size)
         if weight is None:
             weight = self.weight
             if weight is None:
-                raise ShardingError("the layer was made with skip_weight_param_allocation; pass a weight to forward")
+                raise WeightError("the layer was made with skip_weight_param_allocation; pass a weight to forward")
         elif weight.shape != self.weight_shape:
-            raise ShardingError(
+            raise WeightError(
                 f"the weight has shape {list(weight.shape)}; rank {self.tp_rank} needs {list(self.weight_shape)}"
             )
         output = tensor_parallel_linear(
@@ -172,7 +186,8 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
     def _weight_gradient(self, weight: Tensor) -> WeightGradient | None:
         config = self.config
         defers = config.defer_embedding_wgrad_compute and self.grad_output_buffer is not None
-        if not (self.gradient_accumulation_fusion or defers) or not weight.requires_grad:
+        delayed = self.delayed_weight_gradients
+        if not (self.gradient_accumulation_fusion or defers or delayed) or not weight.requires_grad:
             return None
         return WeightGradient(
             weight,
@@ -180,9 +195,12 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
             activation_buffer=self.embedding_activation_buffer if defers else None,
             grad_output_buffer=self.grad_output_buffer if defers else None,
             deferral_limit=config.wgrad_deferral_limit,
+            delayed=delayed,
         )
 
     def _gather(self, output: Tensor) -> Tensor:
+        if not self._can_gather:
+            raise ShardingError("the layer was made with intervals; its output cannot be gathered")
         gathered: Tensor = _GatherFromModelParallelRegion.apply(output, self.tp_group, self._output_sizes)
         if self.stride == 1:
             return gathered

@@ -90,6 +90,20 @@ class VocabParallelCrossEntropy:
         return gradient.view(grad_input.shape).mul_(grad_output.unsqueeze(-1))
 
 
+class _VocabParallelCrossEntropy:
+    """The reference's autograd function, for programs that call its ``apply``."""
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        label_smoothing: float = 0.0,
+        tp_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """As ``vocab_parallel_cross_entropy``."""
+        return vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)
+
+
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,

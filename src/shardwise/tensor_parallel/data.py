@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.collectives import primitives
 from shardwise.collectives.agreement import check_same
-from shardwise.errors import DataError
+from shardwise.errors import AssertedDataError, DataError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 __all__ = ["broadcast_data"]
@@ -41,7 +41,8 @@ def broadcast_data(
         CPU. They share one storage.
 
     Raises:
-        DataError: the first rank lacks a key, or has something else than a tensor of that dtype; on every rank alike.
+        AssertedDataError: the first rank lacks a key, or has something else than a tensor of that dtype; on every rank
+            alike.
         DesyncError: the ranks ask for different keys or dtypes; on every rank alike.
         TopologyError: no group given and none initialised.
     """
@@ -71,7 +72,7 @@ def broadcast_data(
         packed.copy_(torch.tensor(list(header), dtype=torch.uint8))
     header = bytes(primitives.broadcast_(packed, group=group).tolist())
     if failed[0]:
-        raise error if isinstance(error, DataError) else DataError(header.decode()) from error
+        raise error if isinstance(error, DataError) else AssertedDataError(header.decode()) from error
     shapes = json.loads(header)
     sizes = [math.prod(shape) for shape in shapes]
     if group.rank() != 0:
@@ -92,17 +93,23 @@ def _device_of(group: ProcessGroup) -> torch.device:
 
 def _checked(keys: Sequence[str], data: Any, datatype: torch.dtype) -> list[Tensor]:
     if not isinstance(data, Mapping):
-        raise DataError(
+        raise AssertedDataError(
             f"broadcast_data: the group's first rank has {type(data).__name__} in place of a dict of tensors"
         )
     tensors = []
     for key in keys:
         if key not in data:
-            raise DataError(f"broadcast_data: the group's first rank has no {key!r}, only {sorted(map(str, data))}")
+            raise AssertedDataError(
+                f"broadcast_data: the group's first rank has no {key!r}, only {sorted(map(str, data))}"
+            )
         tensor = data[key]
         if not isinstance(tensor, Tensor):
-            raise DataError(f"broadcast_data: {key!r} is of {type(tensor).__name__}; it must be a tensor of {datatype}")
+            raise AssertedDataError(
+                f"broadcast_data: {key!r} is of {type(tensor).__name__}; it must be a tensor of {datatype}"
+            )
         if tensor.dtype != datatype:
-            raise DataError(f"broadcast_data: {key!r} is of {tensor.dtype}; all of {keys} must be of {datatype}")
+            raise AssertedDataError(
+                f"broadcast_data: {key!r} is of {tensor.dtype}; all of {keys} must be of {datatype}"
+            )
         tensors.append(tensor)
     return tensors

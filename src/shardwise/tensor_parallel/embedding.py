@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.collectives.primitives import check_alike
 from shardwise.collectives.regions import _ReduceFromModelParallelRegion, _ReduceScatterToSequenceParallelRegion
 from shardwise.config import ModelParallelConfig
 from shardwise.initialization import InitMethod
@@ -72,7 +75,7 @@ class VocabParallelEmbedding(TensorParallelModule):
         Raises:
             VocabularyError: an id outside the vocabulary.
         """
-        check_ids(input_, self.num_embeddings, what="token id")
+        check_alike(partial(check_ids, input_, self.num_embeddings, what="token id"), group=self.tp_group)
         if self.tp_size == 1:
             output = self._look_up(input_)
             return output.transpose(0, 1).contiguous() if self.reduce_scatter_embeddings else output

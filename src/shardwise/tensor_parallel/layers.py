@@ -19,6 +19,11 @@ from shardwise.tensor_parallel.linear_functions import (
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
+from shardwise.tensor_parallel.private_names import (  # noqa: F401
+    _grad_accum_fusion_available,
+    _initialize_affine_weight_cpu,
+    _initialize_affine_weight_gpu,
+)
 from shardwise.tensor_parallel.row import RowParallelLinear
 from shardwise.tensor_parallel.weight_gradient import drain_embedding_wgrad_compute
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError
+from shardwise.errors import AssertedConfigError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.tensor_parallel.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.tensor_parallel.weight_gradient import WeightGradient
@@ -176,7 +176,7 @@ def _warn_deprecated(async_grad_allreduce: Any) -> None:
 
 def _parallelism(allreduce_dgrad: bool, sequence_parallel: bool) -> LinearParallelism:
     if allreduce_dgrad and sequence_parallel:
-        raise ConfigError(
+        raise AssertedConfigError(
             "allreduce_dgrad and sequence_parallel are both set; with sequence parallelism the input gradient is "
             "reduce-scattered, so set allreduce_dgrad=False"
         )

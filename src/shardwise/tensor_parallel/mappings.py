@@ -11,23 +11,30 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.buffers import GlobalMemoryBuffer
 from shardwise.collectives.regions import (
     _AllGatherFromTensorParallelRegion,
     _AllToAll,
     _CopyToModelParallelRegion,
     _GatherFromModelParallelRegion,
-    _GatherFromSequenceParallelRegion,
     _ReduceFromModelParallelRegion,
-    _ReduceScatterToSequenceParallelRegion,
     _ReduceScatterToTensorParallelRegion,
     _ScatterToModelParallelRegion,
     _ScatterToSequenceParallelRegion,
 )
 from shardwise.errors import ShardingError
-from shardwise.parallel_state import get_global_memory_buffer
 from shardwise.parallel_state import resolve_tensor_model_parallel_group as _resolve
 from shardwise.sharding import balanced_sizes, divide
+from shardwise.tensor_parallel.private_names import (  # noqa: F401
+    _gather_along_first_dim,
+    _gather_along_last_dim,
+    _GatherFromSequenceParallelRegion,
+    _reduce,
+    _reduce_scatter_along_first_dim,
+    _reduce_scatter_along_last_dim,
+    _ReduceScatterToSequenceParallelRegion,
+    _split_along_first_dim,
+    _split_along_last_dim,
+)
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",
@@ -43,10 +50,6 @@ __all__ = [
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
 ]
-
-
-def _buffer(use_global_buffer: bool) -> GlobalMemoryBuffer | bool:
-    return get_global_memory_buffer() if use_global_buffer else False
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -188,7 +191,7 @@ def gather_from_sequence_parallel_region(
         ShardingError: ``output_split_sizes`` do not have this rank's size.
     """
     result: Tensor = _GatherFromSequenceParallelRegion.apply(
-        input_, _resolve(group), tensor_parallel_output_grad, output_split_sizes, _buffer(use_global_buffer)
+        input_, _resolve(group), tensor_parallel_output_grad, output_split_sizes, use_global_buffer
     )
     return result
 
@@ -219,7 +222,7 @@ def reduce_scatter_to_sequence_parallel_region(
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g-bar.
     """
     result: Tensor = _ReduceScatterToSequenceParallelRegion.apply(
-        input_, _resolve(group), input_split_sizes, _buffer(use_global_buffer)
+        input_, _resolve(group), input_split_sizes, use_global_buffer
     )
     return result
 

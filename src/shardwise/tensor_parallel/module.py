@@ -18,6 +18,18 @@ from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod, initialize_shard_
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
 from shardwise.tensor_parallel.attributes import set_tensor_model_parallel_attributes
+from shardwise.tensor_parallel.weight_gradient import DelayedWeightGradients
+
+
+def parameter_device(config: ModelParallelConfig, tp_group: ProcessGroup) -> torch.device:
+    """Where the parameters of a layer are made: PyTorch's default device, or the GPU if the ranks talk by NCCL."""
+    default = torch.get_default_device()
+    if config.use_cpu_initialization or default.type != "cpu":
+        return default
+    if dist.get_backend(tp_group) == "nccl":
+        # These groups cannot talk about anything that lies on the CPU.
+        return torch.device("cuda", torch.cuda.current_device())
+    return default
 
 
 class TensorParallelModule(nn.Module):
@@ -30,6 +42,7 @@ class TensorParallelModule(nn.Module):
         expert_parallel: whether experts are shared out over ranks.
         param_layouts: for each of the layer's own parameters, where this rank's part lies in the whole one.
         master_weight: the whole weight as it started, if the layer was asked to keep it.
+        delayed_weight_gradients: of a linear with ``config.delay_wgrad_compute``, the gradients that wait; else None.
     """
 
     # Of a vocabulary, whose padding may differ between a checkpoint and this layer.
@@ -50,6 +63,11 @@ class TensorParallelModule(nn.Module):
         self._init_methods: dict[str, InitMethod] = {}
         self._partial_gradients: set[str] = set()
         self._keeps_master_weight = False
+        self.delayed_weight_gradients: DelayedWeightGradients | None = None
+
+    @property
+    def _device(self) -> torch.device:
+        return parameter_device(self.config, self.tp_group)
 
     def _sequence_parallel(self) -> bool:
         """Whether the config's sequence parallelism holds on this group; warns where it cannot."""
@@ -71,11 +89,28 @@ class TensorParallelModule(nn.Module):
         if partial_gradient:
             self._partial_gradients.add(name)
         shape = layout.local_shape(self.tp_rank)
-        param = Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=self._parameter_device()))
+        param = Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=self._device))
         self.register_parameter(name, param)
         self._mark(name)
         if self.config.perform_initialization:
             self._initialize(name)
+
+    def _delay_weight_gradients(self, gather_group: ProcessGroup | None) -> None:
+        """Let weight gradients wait, if the config asks for it; inputs are shards of ``gather_group``'s sequence."""
+        if self.config.delay_wgrad_compute:
+            self.delayed_weight_gradients = DelayedWeightGradients(
+                fuse=self.config.gradient_accumulation_fusion, gather_group=gather_group
+            )
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the backward passes left (``config.delay_wgrad_compute``).
+
+        They are added to ``weight.grad``, or to ``weight.main_grad`` with ``gradient_accumulation_fusion``; hooks on
+        the weight do not run. With sequence parallelism a column-parallel layer gathers its inputs: every rank of the
+        group calls.
+        """
+        if self.delayed_weight_gradients is not None:
+            self.delayed_weight_gradients.take()()
 
     def _check_width(self, input_: Tensor, width: int) -> None:
         if input_.shape[-1:] != (width,):
@@ -83,15 +118,6 @@ class TensorParallelModule(nn.Module):
                 f"the input has shape {list(input_.shape)}; rank {self.tp_rank} of {self.tp_size} needs {width} "
                 "features in the last dimension"
             )
-
-    def _parameter_device(self) -> torch.device | None:
-        """Where parameters are made; None is PyTorch's default device."""
-        if self.config.use_cpu_initialization or torch.get_default_device().type != "cpu":
-            return None
-        if dist.get_backend(self.tp_group) == "nccl":
-            # These groups cannot talk about anything that lies on the CPU.
-            return torch.device("cuda", torch.cuda.current_device())
-        return None
 
     def _mark(self, name: str) -> None:
         """Set the attributes that gradient reductions, clipping and checkpoints of other programs read."""
@@ -132,7 +158,7 @@ class TensorParallelModule(nn.Module):
             if param is None:
                 continue
             if param.is_meta:
-                empty = torch.empty(param.shape, dtype=param.dtype, device=self._parameter_device())
+                empty = torch.empty(param.shape, dtype=param.dtype, device=self._device)
                 setattr(self, name, Parameter(empty, requires_grad=param.requires_grad))
             # `to_empty` may make new parameters, without their marks.
             self._mark(name)

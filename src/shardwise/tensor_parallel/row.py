@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from shardwise.collectives.regions import _ScatterToModelParallelRegion
 from shardwise.config import ModelParallelConfig
-from shardwise.errors import ConfigError, ShardingError
+from shardwise.errors import AssertedConfigError, ContradictionError, ShardingError
 from shardwise.initialization import InitMethod
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel.linear import LinearParallelism, tensor_parallel_linear
@@ -80,15 +80,16 @@ class RowParallelLinear(StatelessExtra, TensorParallelModule):
         self.explicit_expert_comm = is_expert and (self.tp_size > 1 or self.expert_parallel)
         self._keeps_master_weight = keep_master_weight_for_test
         if self.sequence_parallel and not input_is_parallel:
-            raise ConfigError("sequence_parallel needs input_is_parallel=True: the input is split over features")
+            raise ContradictionError("sequence_parallel needs input_is_parallel=True: the input is split over features")
         if self.explicit_expert_comm and not skip_bias_add:
-            raise ConfigError(
+            raise AssertedConfigError(
                 f"an expert's output stays a partial sum over {self.tp_size} ranks, to which a bias cannot be added; "
                 "use skip_bias_add=True and add it after the sum"
             )
         self._parallelism = LinearParallelism.LOCAL
         if self.tp_size > 1 and not self.explicit_expert_comm:
             self._parallelism = LinearParallelism.ROW_SEQUENCE if self.sequence_parallel else LinearParallelism.ROW
+        self._delay_weight_gradients(None)
 
         layout = ParamLayout.split((output_size, input_size), 1, self.tp_size, stride=stride, sizes=sizes)
         self._input_sizes = [layout.local_size(rank) for rank in range(self.tp_size)]
@@ -133,9 +134,7 @@ class RowParallelLinear(StatelessExtra, TensorParallelModule):
             None if self.skip_bias_add or adds_later else self.bias,
             parallelism=self._parallelism,
             group=self.tp_group,
-            weight_gradient=WeightGradient(weight, fuse=True)
-            if self.gradient_accumulation_fusion and weight.requires_grad
-            else None,
+            weight_gradient=self._weight_gradient(),
         )
         if self.skip_bias_add:
             return output, self.bias
@@ -144,6 +143,12 @@ class RowParallelLinear(StatelessExtra, TensorParallelModule):
             # Under autocast the output has another dtype than the bias; a whole linear would add in the output's.
             output = output + self.bias.to(output.dtype)
         return output, None
+
+    def _weight_gradient(self) -> WeightGradient | None:
+        fuse, delayed = self.gradient_accumulation_fusion, self.delayed_weight_gradients
+        if not (fuse or delayed) or not self.weight.requires_grad:
+            return None
+        return WeightGradient(self.weight, fuse=fuse, delayed=delayed)
 
     def _split(self, input_: Tensor) -> Tensor:
         if input_.size(-1) != self.input_size:

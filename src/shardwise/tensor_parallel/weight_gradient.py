@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import Pending, all_gather_async
+from shardwise.collectives.primitives import Pending, all_gather, all_gather_async
 from shardwise.config import ModelParallelConfig
-from shardwise.errors import ShardingError
+from shardwise.errors import AssertedShardingError
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import uneven_sizes
@@ -21,11 +23,12 @@ class WeightGradient:
         weight: the parameter, as the caller knows it; its ``main_grad`` is added to.
         fuse: add the gradient to ``weight.main_grad`` in place of returning it.
         activation_buffer: receives the inputs of deferred gradients; None if the caller keeps them itself.
-        grad_output_buffer: receives the output gradients of deferred gradients; None defers nothing.
-        deferral_limit: how many are deferred before the rest is computed at once; 0 is no limit.
+        grad_output_buffer: receives the output gradients of deferred gradients; None defers nothing to it.
+        deferral_limit: how many are deferred to the buffers before the rest is computed at once; 0 is no limit.
+        delayed: where all gradients wait that the buffers do not take; None lets none wait.
     """
 
-    __slots__ = ("_activation_buffer", "_deferral_limit", "_grad_output_buffer", "fuse", "weight")
+    __slots__ = ("_activation_buffer", "_deferral_limit", "_delayed", "_grad_output_buffer", "fuse", "weight")
 
     def __init__(
         self,
@@ -35,17 +38,19 @@ class WeightGradient:
         activation_buffer: list[Tensor] | None = None,
         grad_output_buffer: list[Tensor] | None = None,
         deferral_limit: int = 0,
+        delayed: DelayedWeightGradients | None = None,
     ) -> None:
         self.weight = weight
         self.fuse = fuse
         self._activation_buffer = activation_buffer
         self._grad_output_buffer = grad_output_buffer
         self._deferral_limit = deferral_limit
+        self._delayed = delayed
 
     @property
     def may_defer(self) -> bool:
         """Whether some gradients are put off."""
-        return self._grad_output_buffer is not None
+        return self._grad_output_buffer is not None or self._delayed is not None
 
     def defer(self, input_: Tensor, grad_output: Tensor) -> bool:
         """Put one gradient off; False if it must be computed now.
@@ -55,7 +60,10 @@ class WeightGradient:
         """
         buffer = self._grad_output_buffer
         if buffer is None or (self._deferral_limit and len(buffer) >= self._deferral_limit):
-            return False
+            if self._delayed is None:
+                return False
+            self._delayed.add(self.weight, input_, grad_output)
+            return True
         buffer.append(grad_output)
         if self._activation_buffer is not None:
             self._activation_buffer.append(input_)
@@ -64,6 +72,50 @@ class WeightGradient:
     def placeholder(self) -> Tensor | None:
         """What autograd is given in place of a gradient that it need not keep (``kernels.main_grad``)."""
         return placeholder(self.weight)
+
+
+class DelayedWeightGradients:
+    """One linear's weight gradients that wait for a step of their own (``config.delay_wgrad_compute``).
+
+    Args:
+        fuse: add them to ``weight.main_grad`` in place of ``weight.grad``.
+        gather_group: the ranks that share the sequence of the inputs; None if each input is whole.
+    """
+
+    __slots__ = ("_fuse", "_gather_group", "_waiting")
+
+    def __init__(self, *, fuse: bool, gather_group: ProcessGroup | None) -> None:
+        self._fuse = fuse
+        self._gather_group = gather_group
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, weight: Tensor, input_: Tensor, grad_output: Tensor) -> None:
+        """Keep what ``weight``'s gradient is computed from: ``[s, b, i]`` (or its shard) and ``[s, b, o]``."""
+        self._waiting.append((weight, input_, grad_output))
+
+    def take(self) -> Callable[[], None]:
+        """A function that computes what waits at this moment; here it no longer does."""
+        taken, self._waiting = self._waiting, []
+        return lambda: self._compute(taken)
+
+    @torch.no_grad()
+    def _compute(self, taken: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        while taken:
+            weight, input_, grad_output = taken.pop(0)
+            if self._gather_group is not None:
+                sizes = uneven_sizes(grad_output.size(0), self._gather_group.size())
+                input_ = all_gather(input_, group=self._gather_group, dim=0, sizes=sizes)
+            _accumulate_(weight, grad_output.flatten(0, -2), input_.flatten(0, -2), fuse=self._fuse)
+
+
+@torch.no_grad()
+def _accumulate_(weight: Tensor, grad_output: Tensor, input_: Tensor, *, fuse: bool) -> None:
+    """Add ``grad_output.T @ input_`` to ``weight.main_grad`` or, without ``fuse``, to ``weight.grad``."""
+    if fuse:
+        accumulate_main_grad_(weight, grad_output, input_)
+        return
+    gradient = grad_output.t().mm(input_).to(weight.dtype)
+    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
 @torch.no_grad()
@@ -111,7 +163,7 @@ def drain_embedding_wgrad_compute(
         TopologyError: a group is needed, and neither given nor initialised.
     """
     if len(embedding_activation_buffer) != len(grad_output_buffer):
-        raise ShardingError(
+        raise AssertedShardingError(
             f"{len(embedding_activation_buffer)} inputs and {len(grad_output_buffer)} output gradients were kept; they "
             "must be as many"
         )
@@ -134,8 +186,4 @@ def drain_embedding_wgrad_compute(
         grad_output = grad_output_buffer.pop(0)
         following = next_input()
         grad_output, input_ = grad_output.flatten(0, -2), input_.flatten(0, -2)
-        if config.gradient_accumulation_fusion:
-            accumulate_main_grad_(weight, grad_output, input_)
-        else:
-            gradient = grad_output.t().mm(input_).to(weight.dtype)
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        _accumulate_(weight, grad_output, input_, fuse=config.gradient_accumulation_fusion)

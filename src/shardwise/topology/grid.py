@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ContradictionError
 
 
 def check_size(name: str, size: Any) -> None:
@@ -86,7 +86,7 @@ class RankGenerator:
             check_size(name, size)
             if name not in names:
                 if size != 1:
-                    raise ConfigError(f"axis {name!r} has size {size} but the order {order!r} leaves it out")
+                    raise ContradictionError(f"axis {name!r} has size {size} but the order {order!r} leaves it out")
                 names.append(name)
         self.world_size = tp * dp * pp * cp * ep
         self.order = "-".join(names)

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.collectives.agreement import check_same
 from shardwise.collectives.shared_memory import close_channel
-from shardwise.errors import ConfigError, NotInitializedError, TopologyError
+from shardwise.errors import AssertedTopologyError, ConfigError, NotInitializedError, TopologyError
 from shardwise.topology.sizes import (
+    SEPARATE_ALL_GATHER,
     EmbeddingRanks,
     ParallelSizes,
     default_embedding_ranks,
@@ -35,12 +36,14 @@ class Topology:
     expert layers         ``expt_tp ep expt_dp``, and together ``tp_ep tp_ep_pp``
     embeddings            ``embd pos_embd``: stages that hold the word embedding, and the position embedding
     levels of cp          ``hcp0 hcp1 ...``, innermost first; where ``sizes.hcp`` is given
+    parts of dp_cp        ``hybrid2 hybrid4 ...``, of as many ranks; with ``sizes.hybrid_context_parallel``
     optimizer instances   ``intra_dp_cp intra_expt_dp``: the part of ``dp_cp``, of ``expt_dp``, that holds one copy of
                           the optimizer state; ``intra_dist_opt``: all ranks of that copy; ``inter_dist_opt``: the same
                           shard of every copy, where there are several
     ====================  ==================================================================================
 
-    Groups of the same ranks are one process group.
+    Groups of the same ranks are one process group, but for ``dp_cp_all_gather``, which ``sizes.separate_all_gather``
+    asks for.
 
     Attributes:
         sizes: sizes of the axes.
@@ -102,16 +105,17 @@ class Topology:
             assert world is not None
             check_same(sizes, "the sizes of the topology", group=world)
         rank_lists = sizes.rank_lists(world_size, embedding_ranks, position_embedding_ranks)
-        made: dict[tuple[int, ...], ProcessGroup | None] = {}
+        made: dict[tuple[tuple[int, ...], bool], ProcessGroup | None] = {}
         topology = cls(sizes, world_size, own_rank, validate, {}, {})
         try:
             for name, lists in rank_lists.items():
                 for ranks in map(tuple, lists):
+                    key = ranks, name == SEPARATE_ALL_GATHER
                     # Every rank takes part in creating every group, in the same order.
-                    if ranks and ranks not in made:
-                        made[ranks] = _new_group(name, ranks, own_rank, timeout)
+                    if ranks and key not in made:
+                        made[key] = _new_group(name, ranks, own_rank, timeout)
                     if own_rank in ranks:
-                        topology._ranks[name], topology._groups[name] = ranks, made[ranks]  # type: ignore[assignment]
+                        topology._ranks[name], topology._groups[name] = ranks, made[key]  # type: ignore[assignment]
             if validate:
                 _validate(made.values())
         except BaseException:
@@ -127,13 +131,13 @@ class Topology:
         """This rank's group of that name.
 
         Raises:
-            TopologyError: there is none, or the topology was destroyed.
+            AssertedTopologyError: there is none, or the topology was destroyed.
         """
         try:
             return self._groups[name]
         except KeyError:
             where = f"it is in {sorted(self._groups)}" if self._groups else "the topology was destroyed"
-            raise TopologyError(f"rank {self.rank_in_world} is in no group {name!r}; {where}") from None
+            raise AssertedTopologyError(f"rank {self.rank_in_world} is in no group {name!r}; {where}") from None
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """Global ranks of this rank's group of that name, in group order."""

@@ -6,10 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardwise.errors import ConfigError, TopologyError
+from shardwise.errors import AssertedConfigError, AssertedTopologyError, ConfigError, TopologyError
 from shardwise.topology.grid import RankGenerator, check_size, generate_masked_orthogonal_rank_groups
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+HYBRID = "hybrid"
+"""Followed by their size: names of the parts that ``hybrid_context_parallel`` makes."""
+
+SEPARATE_ALL_GATHER = "dp_cp_all_gather"
+"""The one group that is not shared with another of the same ranks."""
 
 EmbeddingRanks = Callable[[list[int]], Sequence[int]]
 
@@ -41,6 +47,10 @@ class ParallelSizes:
             None.
         num_distributed_optimizer_instances: copies of the sharded optimizer state. Each lies on the ranks of one part
             of the data-parallel group; 1 spreads one copy over all of it.
+        hybrid_context_parallel: each data- and context-parallel group is also divided into parts of 2, 4, 8, ... ranks,
+            for programs that split a sample over as many ranks as its length asks for.
+        separate_all_gather: a second group of the data- and context-parallel ranks, so that gathering parameters and
+            reducing gradients need not wait for each other.
     """
 
     tp: int = 1
@@ -51,6 +61,8 @@ class ParallelSizes:
     order: str = DEFAULT_ORDER
     hcp: tuple[int, ...] | None = None
     num_distributed_optimizer_instances: int = 1
+    hybrid_context_parallel: bool = False
+    separate_all_gather: bool = False
 
     def grids(self, world_size: int) -> tuple[RankGenerator, RankGenerator]:
         """The grid of the dense layers and that of the expert layers, on ``world_size`` ranks.
@@ -77,7 +89,7 @@ class ParallelSizes:
         decoder = RankGenerator(self.tp, 1, world_size // dense, self.pp, self.cp, self.order)
         experts = RankGenerator(etp, self.ep, world_size // expert, self.pp, 1, self.order)
         if decoder.get_ranks("pp") != experts.get_ranks("pp"):
-            raise ConfigError(
+            raise AssertedConfigError(
                 f"order {self.order!r} puts dense and expert layers of one rank on different pipeline stages; "
                 "put pp last or make the expert sizes match"
             )
@@ -121,6 +133,8 @@ class ParallelSizes:
             "tp_ep_pp": experts.get_ranks("tp-ep-pp"),
             "expt_dp": experts.get_ranks("dp"),
             **self._context_levels(decoder),
+            **self._hybrid_parts(decoder),
+            **({SEPARATE_ALL_GATHER: decoder.get_ranks("dp-cp")} if self.separate_all_gather else {}),
             **self._optimizer_instances(decoder, experts),
         }
 
@@ -130,18 +144,30 @@ class ParallelSizes:
         for size in self.hcp:
             check_size("hcp", size)
         if math.prod(self.hcp) != self.cp:
-            raise ConfigError(
+            raise AssertedConfigError(
                 f"the levels {list(self.hcp)} of context parallelism multiply to {math.prod(self.hcp)}; they must "
                 f"multiply to cp {self.cp}"
             )
         return {f"hcp{level}": _level(decoder.get_ranks("cp"), self.hcp, level) for level in range(len(self.hcp))}
+
+    def _hybrid_parts(self, decoder: RankGenerator) -> dict[str, list[list[int]]]:
+        if not self.hybrid_context_parallel:
+            return {}
+        size = decoder.dp * decoder.cp
+        if size % 2 != 0:
+            raise AssertedConfigError(
+                f"hybrid_context_parallel halves the dp x cp = {size} ranks, which must be an even number"
+            )
+        parts = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0 and 2**power < size]
+        whole = decoder.get_ranks("dp-cp")
+        return {f"{HYBRID}{part}": _level(whole, (part, size // part), 0) for part in parts}
 
     def _optimizer_instances(self, decoder: RankGenerator, experts: RankGenerator) -> dict[str, list[list[int]]]:
         instances = self.num_distributed_optimizer_instances
         check_size("num_distributed_optimizer_instances", instances)
         for what, size in (("dp x cp", decoder.dp * decoder.cp), ("expert dp", experts.dp)):
             if size % instances != 0:
-                raise TopologyError(
+                raise AssertedTopologyError(
                     f"num_distributed_optimizer_instances {instances} does not divide {what} = {size} ranks"
                 )
         dense_levels = (decoder.dp * decoder.cp // instances, instances)

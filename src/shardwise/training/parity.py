@@ -1,6 +1,6 @@
-"""Proof before training: the first steps at tp = 1 and at this run's tp, side by side, from the same seed.
+"""Proof before training: the first steps at tp = 1 and at this run's tp and pp, side by side, from the same seed.
 
-Both run in this process: the split model over the run's tensor-parallel group, and a whole model on each rank alone.
+Both run in this process: the split model over the run's groups, and a whole model on each rank alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from shardwise.collectives.primitives import all_reduce
 from shardwise.errors import ParityError
+from shardwise.sharded_state import sharded_state_dict
 from shardwise.tensor_parallel.gather import gather_parameter
-from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.topology import Topology
-from shardwise.training.session import Session, make_trainer
+from shardwise.training.session import Session
 from shardwise.training.trainer import Trainer
 
 # How far apart rounding alone may bring loss, gradient norm and weights, relative. Ten to seventy times what is seen
@@ -37,7 +37,7 @@ class Parity:
 
     Attributes:
         steps: optimizer steps compared.
-        tp: tensor-parallel size held against 1.
+        tp, pp: tensor-parallel size and pipeline stages held against 1.
         loss_error: largest relative difference of a step's loss.
         grad_norm_error: largest relative difference of a step's gradient norm.
         weight_error: norm of the difference of all updated weights, over the norm of the weights.
@@ -46,6 +46,7 @@ class Parity:
 
     steps: int
     tp: int
+    pp: int
     loss_error: float
     grad_norm_error: float
     weight_error: float
@@ -53,9 +54,10 @@ class Parity:
 
     def line(self) -> str:
         """The three differences on one line."""
+        stages = "" if self.pp == 1 else f" pp={self.pp}"
         return (
-            f"tp={self.tp} equals tp=1 over {self.steps} steps: loss within {self.loss_error:.1e}, gradient norm "
-            f"{self.grad_norm_error:.1e}, updated weights {self.weight_error:.1e}; initial weights bit-equal"
+            f"tp={self.tp}{stages} equals tp=1 over {self.steps} steps: loss within {self.loss_error:.1e}, gradient "
+            f"norm {self.grad_norm_error:.1e}, updated weights {self.weight_error:.1e}; initial weights bit-equal"
         )
 
 
@@ -67,14 +69,16 @@ def check_parity(session: Session, *, steps: int = 3) -> Parity:
     Raises:
         ParityError: initial weights differ, or a difference is more than rounding explains.
     """
-    settings, ranks = session.settings, session.ranks
+    settings = session.settings
     alone = Topology.create(tp=1)
-    split = make_trainer(settings, session.texts, session.topology, ranks.device)
-    whole = make_trainer(settings, session.texts, alone, ranks.device)
+    split = session.build(session.topology)
+    whole = session.build(alone)
     # On one rank alone there is nobody to share samples with.
     whole.dp_group = alone.group("tp")
     if _weight_difference(split, whole) != 0.0:
-        raise ParityError(f"initial weights at tp={settings.parallel.tp} are not those at tp=1")
+        raise ParityError(
+            f"initial weights at tp={settings.parallel.tp} pp={settings.parallel.pp} are not those at tp=1"
+        )
     loss_error = grad_norm_error = 0.0
     for step in range(steps):
         of_split = split.train_step(step, session.loader)
@@ -87,6 +91,7 @@ def check_parity(session: Session, *, steps: int = 3) -> Parity:
     parity = Parity(
         steps,
         settings.parallel.tp,
+        settings.parallel.pp,
         loss_error,
         grad_norm_error,
         _weight_difference(split, whole),
@@ -107,13 +112,16 @@ def _relative(value: float, reference: float) -> float:
 
 def _weight_difference(split: Trainer, whole: Trainer) -> float:
     """Norm of the difference over the norm, over all weights; the largest of all ranks."""
-    reference = dict(whole.model.named_parameters())
-    difference = norm = 0.0
-    for name, param, layout in named_param_layouts(split.model, split.tp_group.size()):
-        gathered = gather_parameter(param, layout, group=split.tp_group).double()
-        expected = reference[name].detach().double()
-        difference += float((gathered - expected).square().sum())
-        norm += float(expected.square().sum())
+    reference = sharded_state_dict(whole.model, group=whole.tp_group)
+    sums = torch.zeros(2, dtype=torch.float64, device=split.device)
+    # A tied weight's two copies both count: each must be right.
+    for key, shard in sharded_state_dict(split.model, group=split.tp_group).items():
+        gathered = gather_parameter(shard.data, shard.layout, group=split.tp_group).double()
+        expected = reference[key].data.detach().double()
+        sums += torch.stack([(gathered - expected).square().sum(), expected.square().sum()])
+    if split.pp_group is not None:
+        sums = all_reduce(sums, group=split.pp_group)
+    difference, norm = sums.tolist()
     result = torch.tensor(math.sqrt(difference / norm), dtype=torch.float64, device=split.device)
     world = dist.group.WORLD
     assert world is not None

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.collectives.agreement import agree
 from shardwise.errors import ConfigError, DivergenceError
-from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.metrics import MetricsWriter
 from shardwise.training.pictures import draw_loss
 from shardwise.training.progress import Progress
@@ -69,15 +70,18 @@ def run(settings: Settings) -> None:
 def banner(session: Session) -> str:
     """What is about to be trained, on what and how, in a few lines."""
     texts, settings, topology = session.texts, session.settings, session.topology
-    layouts = named_param_layouts(session.trainer.model, topology.size("tp"))
-    size = f"{sum(math.prod(layout.global_shape) for _, _, layout in layouts) / 1e6:.1f} M parameters"
-    tp, dp = topology.size("tp"), topology.size("dp")
+    size = f"{session.num_parameters / 1e6:.1f} M parameters"
+    tp, pp, dp = topology.size("tp"), topology.size("pp"), topology.size("dp")
+    schedule = settings.parallel.pipeline_schedule
+    chunks = settings.parallel.virtual_stages
+    stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
     return (
         f"text   {texts.corpus.name}, sha256 {texts.corpus.sha256[:12]}\n"
-        f"model  {settings.model.architecture}, {size}, {settings.training.dtype}, "
+        f"model  {settings.model_name}, {size}, {settings.training.dtype}, "
         f"vocabulary {texts.tokenizer.vocab_size:,}\n"
-        f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, data parallel {dp}"
-        + (", sequence parallel" if session.trainer.model.sequence_parallel else "")
+        f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
+        f"data parallel {dp}"
+        + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
         + (f", through {session.carrier}" if tp > 1 else "")
     )
 
@@ -90,13 +94,14 @@ def train(session: Session) -> Outcome:
         ShardwiseError: what else went wrong, on every rank.
     """
     settings, trainer, ranks = session.settings, session.trainer, session.ranks
-    world = session.topology.group("tp_dp")
+    world = dist.group.WORLD
+    assert world is not None
     agree(lambda: _make_folder(session), group=world)
     first_step = start_or_resume(session)
     if first_step and ranks.is_first:
         print(f"resumed at step {first_step}")
     bits_per_nat = session.texts.train_tokens.num_tokens / session.texts.train_tokens.num_bytes / math.log(2)
-    tokens_per_step = settings.training.global_batch_size * settings.model.sequence_length
+    tokens_per_step = settings.training.global_batch_size * settings.sequence_length
     counter = CollectiveCounter()
     losses: list[float] = []
     spent = 0.0
@@ -178,12 +183,17 @@ def _make_folder(session: Session) -> None:
 
 def _leave_files(session: Session, metrics: MetricsWriter | None, references: dict[str, float]) -> tuple[str, ...]:
     """Sample and picture; every rank calls."""
-    text = sample_text(session, max_new_tokens=_SAMPLE_TOKENS)
+    notes = []
+    whole = session.settings.parallel.pp == 1
+    text = sample_text(session, max_new_tokens=_SAMPLE_TOKENS) if whole else ""
     if metrics is None:
         return ()
-    (session.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
+    if whole:
+        (session.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
+    else:
+        notes.append(f"no sample from a model in pipeline stages; read one with: shardwise generate {session.out}")
     note = draw_loss(metrics.rows, session.out / "loss.png", references=references, title=session.texts.corpus.name)
-    return () if note is None else (note,)
+    return tuple(notes if note is None else [*notes, note])
 
 
 def summary(session: Session, outcome: Outcome) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from shardwise.inference.generation import generate
 from shardwise.inference.sampling import Sampling
+from shardwise.models.gpt import GPTModel
 from shardwise.training.session import Session
 
 _SAMPLING = Sampling(temperature=0.7, top_k=40)
 
 
 def sample_text(session: Session, *, max_new_tokens: int) -> str:
-    """A new text as the model begins it; every rank calls and gets the same."""
-    texts = session.texts
+    """A new text as the model, of one stage, begins it; every rank calls and gets the same."""
+    texts, model = session.texts, session.trainer.model
+    assert isinstance(model, GPTModel)
     new_ids = generate(
-        session.trainer.model,
+        model,
         [],
         max_new_tokens=max_new_tokens,
         sampling=_SAMPLING,

@@ -7,27 +7,42 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn import Parameter
 
 from shardwise import checkpoint
 from shardwise.checkpoint import ParamShard
 from shardwise.collectives.agreement import agree
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.lora import lora_layers
 from shardwise.optimizer.adamw import optimizer_state, set_step_
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.training.session import Session
 
 # What must not change between the parts of one run: the model, and which samples come when.
 _FIXED_TRAINING = ("global_batch_size", "seed", "dtype")
+_FIXED_SECTIONS = ("model", "lora")
 
 
 def run_state(session: Session) -> dict[str, ParamShard]:
     """Weights and optimizer state of this rank, by name."""
     trainer, group = session.trainer, session.trainer.tp_group
-    state = sharded_state_dict(trainer.model, "model.", group=group)
-    for name, (tensor, layout) in optimizer_state(trainer.model, trainer.optimizer, group.size()).items():
-        key = f"optimizer.{name}"
-        state[key] = ParamShard(key, tensor, layout, group.rank())
-    return state
+    weights = {
+        key: shard
+        for key, shard in sharded_state_dict(trainer.model, group=group).items()
+        # What is frozen comes from where the run began.
+        if not isinstance(shard.data, Parameter) or shard.data.requires_grad
+    }
+    moments = optimizer_state(weights, trainer.optimizer)
+    return _under("model.", weights) | _under("optimizer.", moments)
+
+
+def _under(prefix: str, entries: dict[str, ParamShard]) -> dict[str, ParamShard]:
+    return {
+        prefix + key: ParamShard(
+            prefix + key, shard.data, shard.layout, shard.rank, shard.sharded_offsets, shard.allow_shape_mismatch
+        )
+        for key, shard in entries.items()
+    }
 
 
 def save_run(session: Session, step: int) -> Path:
@@ -84,10 +99,17 @@ def _newest(session: Session) -> Path | None:
 
 def _identity(session: Session) -> dict[str, Any]:
     return {
+        **session.base,
         "corpus_sha256": session.texts.corpus.sha256,
         "tokenizer_sha256": session.texts.tokenizer.sha256,
         "vocab_size": session.texts.tokenizer.vocab_size,
     }
+
+
+def _draws_dropout(session: Session) -> bool:
+    model = session.trainer.model
+    adapters = [layer.lora_config.lora_dropout for layer in lora_layers(model)]
+    return max(model.config.hidden_dropout, model.config.attention_dropout, *adapters) > 0
 
 
 def _check_belongs(session: Session, folder: Path) -> int:
@@ -98,12 +120,13 @@ def _check_belongs(session: Session, folder: Path) -> int:
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{folder} was not written by a training run: {error!r} is missing") from error
     ours = session.settings.to_json()
-    fixed = (*_FIXED_TRAINING, "rng") if session.settings.model.dropout > 0 else _FIXED_TRAINING
+    fixed = (*_FIXED_TRAINING, "rng") if _draws_dropout(session) else _FIXED_TRAINING
+    sections = {name: tuple(ours[name]) for name in _FIXED_SECTIONS if name in ours} | {"training": fixed}
     differences = [
-        f"{section}.{name} was {saved[section].get(name)!r} and is {value!r}"
-        for section, names in (("model", tuple(ours["model"])), ("training", fixed))
+        f"{section}.{name} was {saved.get(section, {}).get(name)!r} and is {value!r}"
+        for section, names in sections.items()
         for name in names
-        if saved[section].get(name) != (value := ours[section][name])
+        if saved.get(section, {}).get(name) != (value := ours[section][name])
     ]
     differences += [
         f"{name} was {meta.get(name)!r} and is {value!r}"

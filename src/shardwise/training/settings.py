@@ -6,8 +6,9 @@ They are what ``shardwise train --help`` explains, what a TOML file fills, and w
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_type_hints
 
 from shardwise.errors import ConfigError
 
@@ -79,15 +80,33 @@ class ParallelSettings:
     """How the model is split.
 
     Attributes:
-        tp: ranks that split each layer; what remains of the ranks is data parallelism.
+        tp: ranks that split each layer; what tp and pp leave of the ranks is data parallelism.
         sequence_parallel: split what lies between tensor-parallel regions along the sequence, which saves memory.
+        pp: pipeline stages, which share out the layers; the text sample at the end of a run needs one stage.
+        pipeline_schedule: the order in which stages take micro-batches forward and back. "interleaved" goes with
+            virtual_stages over 1.
+        virtual_stages: parts of the model on each stage.
     """
 
     tp: int = 1
     sequence_parallel: bool = False
+    pp: int = 1
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    virtual_stages: int = 1
 
     def __post_init__(self) -> None:
-        _require(self.tp >= 1, f"parallel.tp is {self.tp}; it must be at least 1")
+        for name in ("tp", "pp", "virtual_stages"):
+            value = getattr(self, name)
+            _require(value >= 1, f"parallel.{name.replace('_', '-')} is {value}; it must be at least 1")
+        _require(
+            self.virtual_stages == 1 or (self.pp > 1 and self.pipeline_schedule == "interleaved"),
+            f"parallel.virtual-stages {self.virtual_stages} needs --parallel.pipeline-schedule interleaved (it is "
+            f"{self.pipeline_schedule!r}) and --parallel.pp of at least 2 (it is {self.pp})",
+        )
+        _require(
+            self.pp == 1 or self.pipeline_schedule != "interleaved" or self.virtual_stages > 1,
+            "parallel.pipeline-schedule 'interleaved' needs --parallel.virtual-stages of at least 2",
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +154,8 @@ class TrainingSettings:
     Attributes:
         steps: optimizer steps in all.
         global_batch_size: samples per step, over all ranks.
-        micro_batch_size: samples per forward and backward on a rank; all of the rank's at once if not given.
+        micro_batch_size: samples per forward and backward on a rank; if not given all of the rank's at once, or one
+            where there are pipeline stages, which take turns with micro-batches.
         seed: of initial weights, the order of samples, and dropout.
         eval_every: steps between measurements on the held-out text; 0 measures only at the end.
         save_every: steps between checkpoints; 0 saves only at the end.
@@ -193,8 +213,106 @@ class CorpusSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """One training run.
+class RunSettings:
+    """What a run is told whatever model it trains.
+
+    Attributes:
+        data: files and folders of text or JSONL; "stdlib" is this machine's own Python standard library.
+        out: folder for checkpoints, metrics, pictures and the tokenizer.
+        resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
+            a folder that has checkpoints; "restart" starts anew and deletes them.
+        device: "auto", "cpu" or "cuda".
+        parallel: how the model is split.
+        optimizer: AdamW and its schedule.
+        training: how long, in which steps, and what is kept.
+        corpus: how the text is read.
+    """
+
+    data: tuple[str, ...] = ()
+    out: str = "runs/train"
+    resume: Literal["auto", "never", "restart"] = "never"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a sample."""
+        raise NotImplementedError
+
+    @property
+    def model_name(self) -> str:
+        """What people call the model."""
+        raise NotImplementedError
+
+    def micro_batch_size(self, dp: int) -> int:
+        """Samples per forward and backward on one of ``dp`` data-parallel ranks."""
+        if self.training.micro_batch_size is not None:
+            return self.training.micro_batch_size
+        return 1 if self.parallel.pp > 1 else max(1, self.training.global_batch_size // dp)
+
+    def check_world(self, world_size: int) -> None:
+        """Check the settings against the number of ranks.
+
+        Raises:
+            ConfigError: ``tp`` and ``pp`` do not divide the ranks, or the batch cannot be shared out.
+        """
+        tp, pp = self.parallel.tp, self.parallel.pp
+        split = f"parallel.tp {tp}" if pp == 1 else f"parallel.tp {tp} x parallel.pp {pp}"
+        _require(
+            world_size % (tp * pp) == 0,
+            f"{split} does not divide the {world_size} ranks; start a multiple of {tp * pp} with --nproc",
+        )
+        dp = world_size // (tp * pp)
+        batch, micro = self.training.global_batch_size, self.micro_batch_size(dp)
+        _require(
+            batch % dp == 0,
+            f"training.global-batch-size {batch} is not a multiple of the {dp} data-parallel ranks "
+            f"({world_size} ranks / {'tp' if pp == 1 else 'tp x pp'} {tp * pp})",
+        )
+        _require(
+            batch // dp % micro == 0,
+            f"{batch // dp} samples per rank and step are not a multiple of training.micro-batch-size {micro}",
+        )
+        _require(
+            self.parallel.virtual_stages == 1 or batch // dp // micro % pp == 0,
+            f"{batch // dp // micro} micro-batches per rank and step are not a multiple of parallel.pp {pp}, as "
+            "parallel.pipeline-schedule 'interleaved' needs; change training.global-batch-size or "
+            "training.micro-batch-size",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; the inverse of ``from_json``."""
+        value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """From ``to_json``'s values.
+
+        Raises:
+            ConfigError: an unknown or impossible field.
+        """
+        types = get_type_hints(cls)
+        try:
+            fields = {
+                name: types[name](**item) if dataclasses.is_dataclass(types.get(name)) else item
+                for name, item in value.items()
+            }
+            fields["data"] = tuple(fields.get("data", ()))
+            return cls(**fields)
+        except TypeError as error:
+            raise ConfigError(f"settings of another version: {error}") from error
+
+
+@dataclass(frozen=True)
+class Settings(RunSettings):
+    """One training run of a new model.
 
     Attributes:
         data: files and folders of text or JSONL; "stdlib" is this machine's own Python standard library.
@@ -209,71 +327,29 @@ class Settings:
         corpus: how the text is read.
     """
 
-    data: tuple[str, ...] = ()
-    out: str = "runs/train"
-    resume: Literal["auto", "never", "restart"] = "never"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
     model: ModelSettings = field(default_factory=ModelSettings)
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    training: TrainingSettings = field(default_factory=TrainingSettings)
-    corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
     def __post_init__(self) -> None:
-        _require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
-        groups = self.model.num_query_groups or self.model.num_heads
+        super().__post_init__()
         _require(
-            groups >= self.parallel.tp,
-            f"parallel.tp {self.parallel.tp} is more than the {groups} key-value heads; lower it or raise "
-            "model.num-query-groups",
+            self.model.num_heads >= self.parallel.tp,
+            f"parallel.tp {self.parallel.tp} is more than the {self.model.num_heads} attention heads; lower it or "
+            "raise model.num-heads",
+        )
+        parallel = self.parallel
+        stages = parallel.pp * parallel.virtual_stages
+        _require(
+            self.model.num_layers >= stages,
+            f"model.num-layers {self.model.num_layers} is less than the {stages} parts of parallel.pp {parallel.pp} x "
+            f"parallel.virtual-stages {parallel.virtual_stages}; each needs a layer",
         )
 
-    def check_world(self, world_size: int) -> None:
-        """Check the settings against the number of ranks.
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a sample."""
+        return self.model.sequence_length
 
-        Raises:
-            ConfigError: ``tp`` does not divide the ranks, or the batch cannot be shared out.
-        """
-        tp = self.parallel.tp
-        _require(
-            world_size % tp == 0,
-            f"parallel.tp {tp} does not divide the {world_size} ranks; start a multiple of {tp} with --nproc",
-        )
-        dp = world_size // tp
-        batch, micro = self.training.global_batch_size, self.training.micro_batch_size
-        _require(
-            batch % dp == 0,
-            f"training.global-batch-size {batch} is not a multiple of the {dp} data-parallel ranks "
-            f"({world_size} ranks / tp {tp})",
-        )
-        _require(
-            micro is None or batch // dp % micro == 0,
-            f"{batch // dp} samples per rank and step are not a multiple of training.micro-batch-size {micro}",
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; the inverse of ``from_json``."""
-        value = dataclasses.asdict(self)
-        value["data"] = list(self.data)
-        return value
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Settings:
-        """From ``to_json``'s values.
-
-        Raises:
-            ConfigError: an unknown or impossible field.
-        """
-        parts = {
-            "model": ModelSettings,
-            "parallel": ParallelSettings,
-            "optimizer": OptimizerSettings,
-            "training": TrainingSettings,
-            "corpus": CorpusSettings,
-        }
-        try:
-            fields = {name: parts[name](**item) if name in parts else item for name, item in value.items()}
-            fields["data"] = tuple(fields.get("data", ()))
-            return cls(**fields)
-        except TypeError as error:
-            raise ConfigError(f"settings of another version: {error}") from error
+    @property
+    def model_name(self) -> str:
+        """What people call the model."""
+        return self.model.architecture

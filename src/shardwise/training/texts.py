@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.data import Corpus, TokenStream, read_corpus, stdlib_corpus
 from shardwise.errors import ConfigError
 from shardwise.tokenizer import Tokenizer
-from shardwise.training.settings import Settings
+from shardwise.training.settings import CorpusSettings, Settings
 
 STDLIB = "stdlib"
 
@@ -51,19 +52,37 @@ def prepare_texts(settings: Settings) -> Texts:
         DataError: the data cannot be read.
         ConfigError: the vocabulary is larger than the text has use for, or the cache cannot be written.
     """
-    if STDLIB in settings.data:
-        if len(settings.data) > 1:
-            raise ConfigError(
-                f"data is {list(settings.data)}; {STDLIB!r} stands alone (a folder of that name: ./{STDLIB})"
-            )
-        corpus = stdlib_corpus()
-    else:
-        corpus = read_corpus(settings.data, text_key=settings.corpus.text_key)
-    train, held_out = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
-    cache = cache_folder()
-    tokenizer = Tokenizer.train_cached(train, settings.model.vocab_size, cache)
+    corpus = read_data(settings.data, settings.corpus)
+    train, _ = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
+    tokenizer = Tokenizer.train_cached(train, settings.model.vocab_size, cache_folder())
     if tokenizer.vocab_size < settings.parallel.tp:
         raise ConfigError(f"{tokenizer.vocab_size} token ids cannot be split over tp {settings.parallel.tp}")
+    return encode_texts(corpus, tokenizer, settings.corpus)
+
+
+def read_data(data: Sequence[str], settings: CorpusSettings) -> Corpus:
+    """The documents that ``--data`` names.
+
+    Raises:
+        DataError: the data cannot be read.
+        ConfigError: "stdlib" beside something else.
+    """
+    if STDLIB not in data:
+        return read_corpus(data, text_key=settings.text_key)
+    if len(data) > 1:
+        raise ConfigError(f"data is {list(data)}; {STDLIB!r} stands alone (a folder of that name: ./{STDLIB})")
+    return stdlib_corpus()
+
+
+def encode_texts(corpus: Corpus, tokenizer: Tokenizer, settings: CorpusSettings) -> Texts:
+    """Split and encode, or take from the cache what an earlier run left.
+
+    Raises:
+        DataError: the text is too short to be split.
+        ConfigError: the cache cannot be written.
+    """
+    train, held_out = corpus.split(held_out_fraction=settings.held_out_fraction)
+    cache = cache_folder()
     return Texts(
         corpus,
         held_out,

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives.primitives import all_reduce
 from shardwise.data import Batch, DataLoader, EvaluationWindows, evaluation_batches
+from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPTModel
 from shardwise.optimizer.adamw import learning_rate_at, make_adamw, set_learning_rate_
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
+from shardwise.pipeline_parallel import Pipeline, Schedule, forward_only, make_schedule
+from shardwise.pipeline_parallel.forward_backward import hidden_shape
 from shardwise.random import seed_streams
-from shardwise.training.settings import Settings
+from shardwise.training.settings import RunSettings
+
+_BATCHES_PER_STAGE = 8
 
 
 @dataclass(frozen=True)
@@ -38,17 +46,34 @@ class Trainer:
 
     Args:
         settings: of the run.
-        model: on its device.
+        model: on its device; with pipeline stages this rank's, or its chunks.
         tp_group: the ranks that split the model.
         dp_group: the ranks that see different samples.
+        pp_group: the stages; None if there is one.
+        embd_group: the stages that hold a tied weight; None if this rank is in no such group.
     """
 
-    def __init__(self, settings: Settings, model: GPTModel, *, tp_group: ProcessGroup, dp_group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        model: GPTModel | ModelChunks,
+        *,
+        tp_group: ProcessGroup,
+        dp_group: ProcessGroup,
+        pp_group: ProcessGroup | None = None,
+        embd_group: ProcessGroup | None = None,
+    ) -> None:
         chosen = settings.optimizer
         self.settings = settings
         self.model = model
         self.tp_group = tp_group
         self.dp_group = dp_group
+        self.pp_group = None if pp_group is None or pp_group.size() == 1 else pp_group
+        self.embd_group = embd_group
+        self._chunks = cast(list[GPTModel], list(model)) if isinstance(model, ModelChunks) else [model]
+        self._pipeline: Pipeline[Tensor] | None = None
+        if self.pp_group is not None:
+            self._pipeline = Pipeline(self._chunks, group=self.pp_group)
         self.device = next(model.parameters()).device
         self.optimizer = make_adamw(
             model,
@@ -70,20 +95,31 @@ class Trainer:
         """
         settings = self.settings
         # Dropout's numbers are a function of the step, so that a resumed run draws what it would have drawn. Ranks of
-        # one tensor-parallel group share the data-parallel stream; data-parallel ranks must not.
-        stream_seed = _stream_seed(settings.training.seed, step, self.dp_group.rank())
+        # one tensor-parallel group share the data-parallel stream; data-parallel ranks and stages must not.
+        stage = 0 if self.pp_group is None else self.pp_group.rank()
+        stream_seed = _stream_seed(settings.training.seed, step, self.dp_group.rank(), stage)
         seed_streams(stream_seed, self.tp_group.rank(), rng=settings.training.rng)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        num_tokens = settings.training.global_batch_size * settings.model.sequence_length
+        num_tokens = settings.training.global_batch_size * settings.sequence_length
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for tokens, labels in micro_batches:
-            losses = self.model(tokens.to(self.device), labels=labels.to(self.device))
-            loss = losses.sum() / num_tokens
-            loss.backward()
-            total += loss.detach()
-        finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=self.dp_group)
-        norm = clip_grad_norm_(self.model, settings.optimizer.clip_grad_norm, tp_group=self.tp_group)
+        if self._pipeline is None:
+            for tokens, labels in micro_batches:
+                loss = self._losses(self.model, tokens, labels).sum() / num_tokens
+                loss.backward()
+                total += loss.detach()
+        else:
+            batches = list(micro_batches)
+            parallel = settings.parallel
+            schedule = make_schedule(
+                parallel.pipeline_schedule, self._pipeline.group.size(), len(batches), len(self._chunks)
+            )
+            for loss in self._run_pipeline(self._pipeline, schedule, batches, num_tokens):
+                total += loss
+        finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=self.dp_group, embd_group=self.embd_group)
+        norm = clip_grad_norm_(
+            self.model, settings.optimizer.clip_grad_norm, tp_group=self.tp_group, pp_group=self.pp_group
+        )
         learning_rate = learning_rate_at(
             step,
             steps=settings.training.steps,
@@ -93,12 +129,44 @@ class Trainer:
         )
         set_learning_rate_(self.optimizer, learning_rate)
         self.optimizer.step()
-        return StepResult(float(all_reduce(total, group=self.dp_group)), float(norm), learning_rate)
+        return StepResult(self._over_all(total), float(norm), learning_rate)
+
+    def _losses(self, model: GPTModel | ModelChunks, tokens: Tensor, labels: Tensor) -> Tensor:
+        losses: Tensor = model(tokens.to(self.device), labels=labels.to(self.device))
+        return losses
+
+    def _run_pipeline(
+        self, pipeline: Pipeline[Tensor], schedule: Schedule, batches: Sequence[Batch], num_tokens: int = 1
+    ) -> list[Tensor]:
+        """On the last stage each micro-batch's loss, its sum over ``num_tokens``; nothing on the others."""
+
+        def loss(_: int, losses: Tensor) -> tuple[Tensor, Tensor]:
+            total = losses.sum(dtype=None if torch.is_grad_enabled() else torch.float64) / num_tokens
+            return total, total.detach()
+
+        config, (b, s) = self._chunks[0].config, batches[0][0].shape
+        return pipeline.run(
+            schedule,
+            lambda micro_batch, chunk: self._losses(self._chunks[chunk], *batches[micro_batch]),
+            loss,
+            shape=hidden_shape(config, s, b, tp_group=self.tp_group),
+            dtype=config.params_dtype,
+            device=self.device,
+            forward_only=not torch.is_grad_enabled(),
+        )
+
+    def _over_all(self, total: Tensor) -> float:
+        """The sum over data-parallel ranks of what the last stage has; the same on every rank."""
+        total = all_reduce(total, group=self.dp_group)
+        return float(total if self.pp_group is None else all_reduce(total, group=self.pp_group))
 
     def train_step(self, step: int, loader: DataLoader) -> StepResult:
         """``step`` on this rank's samples of ``loader``."""
         batches = loader.batch(
-            step, self.dp_group.rank(), self.dp_group.size(), self.settings.training.micro_batch_size
+            step,
+            self.dp_group.rank(),
+            self.dp_group.size(),
+            self.settings.micro_batch_size(self.dp_group.size()),
         )
         return self.step(step, batches)
 
@@ -106,15 +174,24 @@ class Trainer:
     def evaluate(self, windows: EvaluationWindows) -> float:
         """Bits per byte of the held-out text, the same on every rank."""
         self.model.eval()
-        per_rank = max(1, self.settings.training.global_batch_size // self.dp_group.size())
-        micro = self.settings.training.micro_batch_size or per_rank
+        micro = self.settings.micro_batch_size(self.dp_group.size())
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for tokens, labels in evaluation_batches(windows, micro, self.dp_group.rank(), self.dp_group.size()):
-            losses = self.model(tokens.to(self.device), labels=labels.to(self.device))
-            total += losses.sum(dtype=torch.float64)
-        return windows.bits_per_byte(float(all_reduce(total, group=self.dp_group)))
+        batches = evaluation_batches(windows, micro, self.dp_group.rank(), self.dp_group.size())
+        if self._pipeline is None:
+            for tokens, labels in batches:
+                total += self._losses(self.model, tokens, labels).sum(dtype=torch.float64)
+        else:
+            num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
+            # Enough at a time to keep the stages busy, and a bounded number of batches in memory.
+            while several := list(itertools.islice(batches, _BATCHES_PER_STAGE * num_stages)):
+                schedule = forward_only(num_stages, len(several), num_chunks)
+                for loss in self._run_pipeline(self._pipeline, schedule, several):
+                    total += loss
+        return windows.bits_per_byte(self._over_all(total))
 
 
-def _stream_seed(seed: int, step: int, dp_rank: int) -> int:
-    # Hashed, and short of 64 bits, since the tensor-parallel stream adds its rank.
-    return int(np.random.SeedSequence((seed, step, dp_rank)).generate_state(1, np.uint64)[0] >> np.uint64(2))
+def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:
+    # Hashed, and short of 64 bits, since the tensor-parallel stream adds its rank. The first stage's numbers are those
+    # of a run without stages.
+    entropy = (seed, step, dp_rank, stage) if stage else (seed, step, dp_rank)
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(2))

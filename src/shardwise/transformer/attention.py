@@ -1,4 +1,4 @@
-"""Causal self-attention whose heads are split over the tensor-parallel group."""
+"""Self-attention whose heads are split over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention import sdpa_kernel
 
 from shardwise.config import TransformerConfig
 from shardwise.dropout import sharded_dropout
-from shardwise.errors import ConfigError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.random import streams
-from shardwise.sharding import balanced_sizes
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from shardwise.transformer.backend import attention_kernels, expands_keys
+from shardwise.transformer.heads import split_heads
+from shardwise.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.transformer.norm import make_norm
 from shardwise.transformer.rotary import apply_rotary
 
 
@@ -33,46 +36,70 @@ class SelfAttention(nn.Module):
     """Multi-head, grouped-query or multi-query attention.
 
     The query-key-value weight holds one block per key-value head: its queries, its key, its value. Ranks hold whole
-    blocks, by the balanced rule, so 7 heads on 3 ranks are 3, 2 and 2.
+    blocks, by the balanced rule, so 7 heads on 3 ranks are 3, 2 and 2. Where there are fewer key-value heads than
+    ranks, ranks hold their share of the query heads, and a copy of the key-value heads that these use; the copies'
+    gradients are partial sums until ``finalize_gradients_`` (``transformer.heads.HeadSplit``).
 
     Args:
-        config: sizes of the model.
+        config: sizes and kind of the attention.
         layer_number: this layer's place in the model, from 1; names its cache.
         tp_group: tensor-parallel group; the ambient one if None.
+        attn_mask_type: what it forbids by itself.
+
+    Attributes:
+        num_local_groups: key-value heads of this rank.
+        q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of one head each. Every rank holds them whole and
+            applies them to its own heads, so that their gradients are partial sums (``param.sequence_parallel``), with
+            sequence parallelism or without.
 
     Raises:
-        ConfigError: fewer key-value heads than ranks.
+        ConfigError: fewer query heads than ranks.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, tp_group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        tp_group: ProcessGroup | None = None,
+        *,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+    ) -> None:
         super().__init__()
         group = resolve_tensor_model_parallel_group(tp_group)
         num_heads, num_groups, head_dim = config.heads
-        if num_groups < group.size():
-            raise ConfigError(
-                f"{num_groups} key-value heads cannot be split over {group.size()} tensor-parallel ranks; "
-                "use at most as many ranks as key-value heads"
-            )
+        split = split_heads(num_heads, num_groups, group.size())
         self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
         self.head_dim = head_dim
-        self.queries_per_group = num_heads // num_groups
-        groups = balanced_sizes(num_groups, group.size())
-        self.num_local_groups = groups[group.rank()]
+        self.queries_of_groups = split.queries_of_groups(group.rank())
+        self.num_local_groups = len(self.queries_of_groups)
+        self._is_even = len(set(self.queries_of_groups)) == 1
         self.dropout = config.attention_dropout
+        self.softmax_scale = config.softmax_scale
+        self.window_size = config.window_size
+        self.rotary_interleaved = config.rotary_interleaved
         self.group = group
-        self._head_sizes = [n * self.queries_per_group for n in groups]
-        block = (self.queries_per_group + 2) * head_dim
+        self._backend = config.attention_backend
+        self._kernels = attention_kernels(config)
+        self._head_sizes = split.query_sizes()
         assert config.init_method is not None
         assert config.output_layer_init_method is not None
+        layout = split.qkv_layout((config.hidden_size,), head_dim)
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
-            num_groups * block,
+            layout.global_shape[0],
             config=config,
             init_method=config.init_method,
             bias=bool(config.add_qkv_bias),
-            sizes=[n * block for n in groups],
+            intervals=layout.intervals,
             tp_group=group,
         )
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
+        if config.qk_layernorm:
+            self.q_layernorm, self.k_layernorm = make_norm(config, head_dim), make_norm(config, head_dim)
+            for param in (*self.q_layernorm.parameters(), *self.k_layernorm.parameters()):
+                param.sequence_parallel = group.size() > 1  # type: ignore[attr-defined]
         self.linear_proj = RowParallelLinear(
             num_heads * head_dim,
             config.hidden_size,
@@ -81,7 +108,7 @@ class SelfAttention(nn.Module):
             bias=config.add_bias_linear,
             input_is_parallel=True,
             skip_bias_add=False,
-            sizes=[n * self.queries_per_group * head_dim for n in groups],
+            sizes=[n * head_dim for n in self._head_sizes],
             tp_group=group,
         )
 
@@ -89,7 +116,7 @@ class SelfAttention(nn.Module):
         self,
         hidden: Tensor,
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | AttentionMask | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
         sequence_length: int | None = None,
@@ -98,60 +125,103 @@ class SelfAttention(nn.Module):
 
         Args:
             hidden: ``[s, b, h]``, or ``[s/t, b, h]`` with sequence parallelism.
-            attention_mask: True where attention is forbidden, broadcast to ``[b, heads, s, keys]``; causal if None.
+            attention_mask: True where attention is forbidden, beyond what ``attn_mask_type`` and the window forbid,
+                broadcast to ``[b, heads, s, keys]``; or with documents and ALiBi, an ``AttentionMask``.
             rotary: cosine and sine of the positions; no rotation if None.
             cache: keys and values of earlier tokens; what is new is appended.
             sequence_length: ``s``, which sequence parallelism must be told where the ranks do not divide it.
 
         Returns:
             Like ``hidden``.
+
+        Raises:
+            ShardingError: a mask that does not fit.
         """
         mixed, _ = self.linear_qkv(hidden, sequence_length=sequence_length)
         s, b, _ = mixed.shape
-        mixed = mixed.view(s, b, self.num_local_groups, self.queries_per_group + 2, self.head_dim)
-        query, key, value = mixed.split((self.queries_per_group, 1, 1), dim=3)
-        query = query.reshape(s, b, self.num_local_groups * self.queries_per_group, self.head_dim)
-        key, value = key.squeeze(3), value.squeeze(3)
+        query, key, value = self._split_heads(mixed)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
-            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+            query = apply_rotary(query, rotary, interleaved=self.rotary_interleaved)
+            key = apply_rotary(key, rotary, interleaved=self.rotary_interleaved)
         # [s, b, heads, d] -> [b, heads, s, d], as views.
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if cache is not None:
             key, value = cache.append(self.layer_number, key, value)
-        context = self._attend(query, key, value, attention_mask)
+        mask = attention_mask if isinstance(attention_mask, AttentionMask) else AttentionMask(attention_mask)
+        context = self._attend(query, key, value, mask)
         output: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))[0]
         return output
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
-        new, total = query.size(2), key.size(2)
-        allowed = None
-        if attention_mask is not None:
-            allowed = ~attention_mask
-        elif 1 < new < total:
-            # Queries are the last of the keys' positions; `is_causal` would align them with the first.
-            allowed = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
+    def _split_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[s, b, rows/t]`` to ``[s, b, heads/t, d]`` and twice ``[s, b, groups/t, d]``."""
+        s, b, _ = mixed.shape
+        per_group = self.queries_of_groups[0]
+        if self._is_even:
+            mixed = mixed.view(s, b, self.num_local_groups, per_group + 2, self.head_dim)
+            query, key, value = mixed.split((per_group, 1, 1), dim=3)
+            return (
+                query.reshape(s, b, self.num_local_groups * per_group, self.head_dim),
+                key.squeeze(3),
+                value.squeeze(3),
+            )
+        sections = [n for queries in self.queries_of_groups for n in (queries, 1, 1)]
+        parts = mixed.view(s, b, -1, self.head_dim).split(sections, dim=2)
+        return torch.cat(parts[0::3], dim=2), torch.cat(parts[1::3], dim=2), torch.cat(parts[2::3], dim=2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        bias, is_causal = mask.bias(query, key.size(2), causal=self.attn_mask_type.is_causal, window=self.window_size)
         dropout = self.dropout if self.training else 0.0
-        if dropout > 0 and streams().rule == "global":
-            return self._attend_with_global_mask(query, key, value, allowed)
-        with streams().fork() if dropout > 0 else nullcontext():
+        if self._backend == "local" or (dropout > 0 and streams().rule == "global"):
+            return self._attend_written_out(query, key, value, bias, is_causal, dropout)
+        grouped = self.num_local_groups < query.size(1)
+        if grouped and (not self._is_even or expands_keys(self._backend, query.device, masked=bias is not None)):
+            key, value, grouped = self._for_all_queries(key), self._for_all_queries(value), False
+        with (
+            streams().fork() if dropout > 0 else nullcontext(),
+            sdpa_kernel(self._kernels) if self._kernels is not None else nullcontext(),
+        ):
             return F.scaled_dot_product_attention(
                 query,
                 key,
                 value,
-                attn_mask=allowed,
+                attn_mask=bias,
                 dropout_p=dropout,
-                is_causal=allowed is None and new == total,
-                enable_gqa=self.queries_per_group > 1,
+                is_causal=is_causal,
+                scale=self.softmax_scale,
+                enable_gqa=grouped,
             )
 
-    def _attend_with_global_mask(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
-        """Attention written out, since PyTorch's draws its dropout mask itself; this one is a slice of all heads'."""
-        key, value = (x.repeat_interleave(self.queries_per_group, dim=1) for x in (key, value))
-        new, total = query.size(2), key.size(2)
-        if allowed is None:
-            allowed = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
-        scores = (query @ key.transpose(-1, -2)) / math.sqrt(self.head_dim)
+    def _for_all_queries(self, heads: Tensor) -> Tensor:
+        """Keys or values ``[b, groups/t, keys, d]``, each repeated for all of its queries."""
+        if self.num_local_groups == sum(self.queries_of_groups):
+            return heads
+        copies = [heads[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_of_groups)]
+        return torch.cat(copies, dim=1)
+
+    def _attend_written_out(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
+    ) -> Tensor:
+        """As explicit matrix products: PyTorch's own attention draws its dropout mask itself, and what is needed for
+        the "global" rule is a slice of all heads' mask.
+        """
+        key, value = self._for_all_queries(key), self._for_all_queries(value)
+        forbidden = blind = None
+        if is_causal:
+            forbidden = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).triu(1)
+        scale = self.softmax_scale or 1 / math.sqrt(self.head_dim)
+        scores = (query @ key.transpose(-1, -2)) * scale
+        if bias is not None:
+            scores = scores + bias
+            forbidden = bias == -torch.inf
+            blind = forbidden.all(dim=-1, keepdim=True)
+        if forbidden is not None:
+            # Not -inf, of which the softmax of a token that sees nothing would be no number.
+            scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
         wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1, dtype=wide).to(value.dtype)
-        weights = sharded_dropout(weights, self.dropout, dim=1, group=self.group, sizes=self._head_sizes)
+        weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+        if blind is not None:
+            weights = weights.masked_fill(blind, 0.0)
+        weights = sharded_dropout(weights, dropout, dim=1, group=self.group, sizes=self._head_sizes)
         return weights @ value

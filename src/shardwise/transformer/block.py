@@ -1,38 +1,100 @@
-"""The stack of transformer layers and the norm after it."""
+"""The stack of transformer layers that one pipeline stage holds, and the norm after the last layer of the model."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.config import TransformerConfig
+from shardwise.errors import ConfigError, TopologyError
+from shardwise.initialization import part_seeded
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.sharded_state import sharded_state_dict
+from shardwise.sharding import ParamShard, ShardedOffset
 from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.layer import TransformerLayer, TransformerLayerSpec
+from shardwise.transformer.masks import AttentionMask
+
+
+def layers_of_this_stage(
+    config: TransformerConfig, pp_group: ProcessGroup | None = None, vp_stage: int | None = None
+) -> range:
+    """The layers of the model, counted from 0, that this rank's stage, or its chunk ``vp_stage``, holds.
+
+    Args:
+        config: number of layers, and how they are dealt out to stages.
+        pp_group: pipeline-parallel group; may be None if there is one stage.
+        vp_stage: this part of the stage, with interleaving.
+
+    Raises:
+        TopologyError: there are several stages and no group, or one of another size.
+        ConfigError: ``vp_stage`` is needed and not given, or is not one of the chunks.
+    """
+    stages = config.stage_layers()
+    if len(stages) > 1 and (pp_group is None or pp_group.size() != len(stages)):
+        found = "no pipeline-parallel group" if pp_group is None else f"a group of {pp_group.size()} ranks"
+        raise TopologyError(
+            f"pipeline_model_parallel_size is {len(stages)}, and there is {found}; give pg_collection a group 'pp' of "
+            "that size"
+        )
+    chunks = stages[0 if pp_group is None or len(stages) == 1 else pp_group.rank()]
+    if vp_stage is None and len(chunks) > 1:
+        raise ConfigError(f"each stage has {len(chunks)} chunks; give vp_stage, from 0 to {len(chunks) - 1}")
+    chunk = vp_stage or 0
+    if not 0 <= chunk < len(chunks):
+        raise ConfigError(f"vp_stage is {vp_stage}; it must be from 0 to {len(chunks) - 1}")
+    return chunks[chunk]
 
 
 class TransformerBlock(nn.Module):
-    """All layers, then a norm.
+    """Layers, one after the other, and a norm after the model's last.
 
     Args:
         config: sizes of the model.
         spec: what a layer is made of.
         tp_group: tensor-parallel group; the ambient one if None.
+        layers: which of the model's layers, counted from 0; all if None.
+        post_process: whether the model ends here, so that the final norm (``config.final_layernorm``) is here too.
+        seed: from which each layer's own is derived, so that a layer starts alike on every stage; the default
+            generators go on from layer to layer if None.
+
+    Attributes:
+        layers: indexed from 0 on every stage; each knows its place in the model, from 1, as ``layer_number``.
+        final_layernorm: or None.
     """
 
     def __init__(
-        self, config: TransformerConfig, spec: TransformerLayerSpec, tp_group: ProcessGroup | None = None
+        self,
+        config: TransformerConfig,
+        spec: TransformerLayerSpec,
+        tp_group: ProcessGroup | None = None,
+        *,
+        layers: range | None = None,
+        post_process: bool = True,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            TransformerLayer(config, spec, number, tp_group) for number in range(1, config.num_layers + 1)
-        )
-        self.final_layernorm = spec.norm(config)
+        self.tp_group = resolve_tensor_model_parallel_group(tp_group)
+        self.layers = nn.ModuleList()
+        for index in range(config.num_layers) if layers is None else layers:
+            with part_seeded(seed, *_part(index + 1)):
+                self.layers.append(TransformerLayer(config, spec, index + 1, self.tp_group))
+        self.final_layernorm: nn.Module | None = spec.norm(config) if post_process and config.final_layernorm else None
+
+    def seeded_parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
+        """Each layer, and what is mixed into the seed from which it starts."""
+        for layer in self.layers:
+            assert isinstance(layer, TransformerLayer)
+            yield _part(layer.layer_number), layer
 
     def forward(
         self,
         hidden: Tensor,
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | AttentionMask | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
         sequence_length: int | None = None,
@@ -42,5 +104,36 @@ class TransformerBlock(nn.Module):
             hidden = layer(
                 hidden, attention_mask=attention_mask, rotary=rotary, cache=cache, sequence_length=sequence_length
             )
-        output: Tensor = self.final_layernorm(hidden)
-        return output
+        if self.final_layernorm is not None:
+            hidden = self.final_layernorm(hidden)
+        return hidden
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[ShardedOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ParamShard]:
+        """This rank's part of each parameter; a layer's names have its place in the whole model, from 0.
+
+        Args:
+            prefix: put before each name, such as ``"decoder."``.
+            sharded_offsets: ``(axis, index, count)`` of leading axes that stack this block with others of one name.
+            metadata: handed on to the layers.
+
+        Raises:
+            ShardingError: ``sharded_offsets`` do not fit together.
+        """
+        entries: dict[str, ParamShard] = {}
+        for layer in self.layers:
+            assert isinstance(layer, TransformerLayer)
+            name = f"{prefix}layers.{layer.layer_number - 1}."
+            entries |= sharded_state_dict(layer, name, sharded_offsets, metadata, group=self.tp_group)
+        if self.final_layernorm is not None:
+            name = f"{prefix}final_layernorm."
+            entries |= sharded_state_dict(self.final_layernorm, name, sharded_offsets, metadata, group=self.tp_group)
+        return entries
+
+
+def _part(layer_number: int) -> tuple[object, ...]:
+    return ("layer", layer_number)

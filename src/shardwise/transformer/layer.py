@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer."""
+"""One transformer layer."""
 
 from __future__ import annotations
 
@@ -13,20 +13,11 @@ from shardwise.dropout import sharded_dropout
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import balanced_sizes
 from shardwise.transformer.attention import KeyValueCache, SelfAttention
+from shardwise.transformer.masks import AttentionMask
 from shardwise.transformer.mlp import MLP
+from shardwise.transformer.norm import make_norm
 
-
-def make_norm(config: TransformerConfig) -> nn.Module:
-    """The norm that ``config`` names, of width ``hidden_size``.
-
-    Every rank holds its parameters whole. With sequence parallelism each rank sees only a part of the tokens, so their
-    gradients are partial sums (``param.sequence_parallel``).
-    """
-    kind = nn.LayerNorm if config.normalization == "LayerNorm" else nn.RMSNorm
-    norm = kind(config.hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
-    for param in norm.parameters():
-        param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return norm
+__all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "make_norm"]
 
 
 class ResidualDropout(nn.Module):
@@ -70,13 +61,22 @@ class TransformerLayerSpec:
 
 
 class TransformerLayer(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+    """Attention and MLP, each with a norm and added to the residual stream.
+
+    With ``config.norm_position`` "pre": ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with "post":
+    ``norm(x + attention(x))``, then ``norm(x + mlp(x))``. ``config.apply_residual_connection_post_layernorm`` adds to
+    ``norm(x)`` in place of ``x``.
 
     Args:
         config: sizes of the model.
         spec: what the layer is made of.
         layer_number: this layer's place in the model, from 1.
         tp_group: tensor-parallel group; the ambient one if None.
+
+    Attributes:
+        layer_number: as given.
+        input_layernorm, pre_mlp_layernorm: the norms of a pre-norm layer, else None.
+        post_self_attn_layernorm, post_mlp_layernorm: those of a post-norm layer, else None.
     """
 
     def __init__(
@@ -87,10 +87,15 @@ class TransformerLayer(nn.Module):
         tp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.input_layernorm = spec.norm(config)
+        is_pre = config.norm_position == "pre"
+        self.layer_number = layer_number
+        self.residual_is_normed = config.apply_residual_connection_post_layernorm
+        self.input_layernorm = spec.norm(config) if is_pre else None
         self.self_attention = spec.attention(config, layer_number, tp_group)
-        self.pre_mlp_layernorm = spec.norm(config)
+        self.post_self_attn_layernorm = None if is_pre else spec.norm(config)
+        self.pre_mlp_layernorm = spec.norm(config) if is_pre else None
         self.mlp = spec.mlp(config, tp_group)
+        self.post_mlp_layernorm = None if is_pre else spec.norm(config)
         self.dropout = ResidualDropout(
             config.hidden_dropout, config.sequence_parallel, resolve_tensor_model_parallel_group(tp_group)
         )
@@ -99,20 +104,35 @@ class TransformerLayer(nn.Module):
         self,
         hidden: Tensor,
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | AttentionMask | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
         sequence_length: int | None = None,
     ) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same; see ``SelfAttention.forward``."""
+        residual, input_ = self._before(hidden, self.input_layernorm)
         attended = self.self_attention(
-            self.input_layernorm(hidden),
+            input_,
             attention_mask=attention_mask,
             rotary=rotary,
             cache=cache,
             sequence_length=sequence_length,
         )
-        hidden = hidden + self.dropout(attended, sequence_length=sequence_length)
-        mixed = self.mlp(self.pre_mlp_layernorm(hidden), sequence_length=sequence_length)
-        output: Tensor = hidden + self.dropout(mixed, sequence_length=sequence_length)
-        return output
+        hidden = self._after(residual, attended, self.post_self_attn_layernorm, sequence_length)
+        residual, input_ = self._before(hidden, self.pre_mlp_layernorm)
+        mixed = self.mlp(input_, sequence_length=sequence_length)
+        return self._after(residual, mixed, self.post_mlp_layernorm, sequence_length)
+
+    def _before(self, hidden: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
+        """What is added to, and what goes into attention or MLP."""
+        if norm is None:
+            return hidden, hidden
+        normed: Tensor = norm(hidden)
+        return normed if self.residual_is_normed else hidden, normed
+
+    def _after(self, residual: Tensor, output: Tensor, norm: nn.Module | None, sequence_length: int | None) -> Tensor:
+        hidden: Tensor = residual + self.dropout(output, sequence_length=sequence_length)
+        if norm is None:
+            return hidden
+        normed: Tensor = norm(hidden)
+        return normed

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives.shared_memory.channel import SLOT_BYTES, Channel, Message
+from shardwise.errors import DesyncError
 
 SUMMABLE = frozenset(
     {
@@ -200,3 +201,73 @@ class ReduceScatter(Message):
             result = result.view(-1)[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
             mine = stacked[:, channel.rank, : result.numel()]
         _add(mine.unbind(0), mine, result)
+
+
+class AllToAll(Message):
+    """The rows that every rank has for this one, in rank order.
+
+    Ranks tell each other first how many rows they send and expect: one message of a few numbers, so that a disagreement
+    is an error, and the same one, on all of them.
+
+    Args:
+        tensor: ``[sum(input_sizes), ...]``.
+        output_sizes: rows received from each rank.
+        input_sizes: rows sent to each rank.
+
+    Raises:
+        DesyncError: a rank does not send what another expects.
+    """
+
+    __slots__ = ("_own_parts", "_parts", "_per_chunk")
+
+    def __init__(
+        self, channel: Channel, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
+    ) -> None:
+        t, row_shape, dtype = channel.t, tensor.shape[1:], tensor.dtype
+        asked = AllGather(channel, torch.tensor([[*input_sizes, *output_sizes]]), 0, (1,) * t).wait().tolist()
+        sent, expected = [sizes[:t] for sizes in asked], [sizes[t:] for sizes in asked]
+        check_exchange(sent, expected)
+        # One lane of the slot for what each rank shall get.
+        self._per_chunk = SLOT_BYTES // dtype.itemsize // t
+        most = max(max(sizes) for sizes in sent) * row_shape.numel()
+        super().__init__(
+            channel,
+            ("all_to_all", tensor.shape, dtype),
+            hash((5, _DTYPE_NUMBER[dtype], *row_shape)),
+            -(-most // self._per_chunk),
+        )
+        self._own_parts = [part.reshape(-1) for part in tensor.split(list(input_sizes))]
+        self.result = tensor.new_empty((sum(output_sizes), *row_shape))
+        self._parts = [part.view(-1) for part in self.result.split(list(output_sizes))]
+        self.start()
+
+    def _write(self, chunk: int, slot: int) -> None:
+        channel = self._channel
+        lanes = channel.rows(slot, self.result.dtype, (channel.t, self._per_chunk))[channel.rank]
+        for lane, part in zip(lanes.unbind(0), self._own_parts, strict=True):
+            piece = part[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+            lane[: piece.numel()].copy_(piece)
+
+    def _read(self, chunk: int, slot: int) -> None:
+        channel = self._channel
+        *every, _ = channel.rows(slot, self.result.dtype, (channel.t, self._per_chunk))
+        for lanes, part in zip(every, self._parts, strict=True):
+            piece = part[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+            piece.copy_(lanes[channel.rank, : piece.numel()])
+
+
+def check_exchange(sent: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
+    """Raise DesyncError unless every rank sends what every other expects.
+
+    Args:
+        sent: for each rank, the rows that it sends to each.
+        expected: for each rank, the rows that it expects from each.
+    """
+    for source, to in enumerate(sent):
+        for target, rows in enumerate(to):
+            if rows != expected[target][source]:
+                raise DesyncError(
+                    f"all_to_all: rank {source} sends {rows} rows to rank {target}, which expects "
+                    f"{expected[target][source]}; input_sizes are {[list(sizes) for sizes in sent]}, output_sizes "
+                    f"{[list(sizes) for sizes in expected]}"
+                )

@@ -1,0 +1,190 @@
+"""Reading a checkpoint's slices, each by the ranks that need it, and comparing them with what was saved.
+
+No rank reads what it does not need, so none can compare a whole file. Together they do: the checksum of a chunk is the
+sum of its slices', and each slice is counted by one of the ranks that read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from shardwise.checkpoint.checksum import MODULUS, slice_checksum
+from shardwise.checkpoint.manifest import ChunkRecord, Manifest
+from shardwise.errors import CheckpointError
+from shardwise.tensor_files import StoredTensor, opened, read_box, read_header
+
+
+class Slice(NamedTuple):
+    """A box of a stored chunk."""
+
+    chunk: MetadataIndex
+    offsets: torch.Size
+    sizes: torch.Size
+
+
+class SafetensorsReader(StorageReader):
+    """Reads the slices that this rank needs from the checkpoint at ``folder``.
+
+    Attributes:
+        sums: after reading, what this rank adds to the checksum of each chunk.
+        bytes_read: after reading, how many bytes of tensors that were.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.sums: Counter[MetadataIndex] = Counter()
+        self.bytes_read = 0
+        self._manifest = manifest
+        self._place = {
+            MetadataIndex(name, torch.Size(chunk.offsets)): chunk
+            for name, tensor in manifest.tensors.items()
+            for chunk in tensor.chunks
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between two loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest in torch.distributed.checkpoint's terms."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=tensor.dtype),
+                    size=torch.Size(tensor.shape),
+                    chunks=[
+                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                        for chunk in tensor.chunks
+                    ],
+                )
+                for name, tensor in self._manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, each with the slices that its rank adds up."""
+        slices = share_out_slices([[_slice_of(item) for item in plan.items] for plan in plans], self._place)
+        return [dataclasses.replace(plan, storage_data=mine) for plan, mine in zip(plans, slices, strict=True)]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy each wanted slice into the state's own tensors.
+
+        Raises:
+            CheckpointError: a file cannot be read, or has other tensors in it than were saved.
+        """
+        counted: set[Slice] = plan.storage_data
+        wanted: dict[str, list[tuple[Slice, ReadItem | None]]] = {}
+        boxes: list[tuple[Slice, ReadItem | None]] = [(_slice_of(item), item) for item in plan.items]
+        boxes += [(box, None) for box in counted - {box for box, _ in boxes}]
+        for box, item in boxes:
+            wanted.setdefault(self._place[box.chunk].file, []).append((box, item))
+        for name, slices in wanted.items():
+            header = self._header(name)
+            try:
+                with opened(self.folder / name) as descriptor:
+                    for box, item in slices:
+                        part = self._read(descriptor, header, box)
+                        if box in counted:
+                            self.sums[box.chunk] += slice_checksum(part, box.offsets, self._place[box.chunk].sizes)
+                            counted.remove(box)
+                        if item is not None:
+                            target = planner.resolve_tensor(item)
+                            target.copy_(part)
+                            planner.commit_tensor(item, target)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {self.folder / name}: {error.strerror}") from error
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _header(self, name: str) -> dict[str, StoredTensor]:
+        try:
+            return read_header(self.folder / name)
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {self.folder} is damaged: {error}") from error
+
+    def _read(self, descriptor: int, header: Mapping[str, StoredTensor], box: Slice) -> Tensor:
+        chunk, dtype = self._place[box.chunk], self._manifest.tensors[box.chunk.fqn].dtype
+        stored = header.get(chunk.key)
+        if stored is not None and stored.shape == chunk.sizes:
+            part = read_box(descriptor, stored, box.offsets, box.sizes)
+            if part.dtype == dtype:
+                self.bytes_read += part.nbytes
+                return part
+        raise _damaged(self.folder, chunk, f"has no {chunk.key!r} of {dtype} and shape {list(chunk.sizes)}")
+
+    def check_sums(self, sums_of_ranks: Iterable[Mapping[MetadataIndex, int]]) -> None:
+        """Raise CheckpointError unless what all ranks read is what was saved."""
+        total: Counter[MetadataIndex] = Counter()
+        for sums in sums_of_ranks:
+            total.update(sums)
+        for index, found in total.items():
+            chunk = self._place[index]
+            if found % MODULUS != chunk.checksum:
+                raise _damaged(self.folder, chunk, f"has other values of {chunk.key!r} than were saved")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders only; no URLs."""
+        return "://" not in str(checkpoint_id)
+
+
+def share_out_slices(wanted: list[list[Slice]], chunks: Mapping[MetadataIndex, ChunkRecord]) -> list[set[Slice]]:
+    """Which slices each rank counts towards the checksums of their chunks.
+
+    Args:
+        wanted: the slices that each rank reads; any two are the same or have nothing in common.
+        chunks: the stored chunks.
+
+    Returns:
+        For each rank a set: each wanted slice is in one. Of a chunk that is not wanted whole (rows of a vocabulary that
+        was padded otherwise), the first rank that reads of it gets all of it, to read only for this.
+    """
+    first: dict[Slice, int] = {}
+    for rank, slices in enumerate(wanted):
+        for box in slices:
+            first.setdefault(box, rank)
+    volumes: Counter[MetadataIndex] = Counter()
+    for box in first:
+        volumes[box.chunk] += math.prod(box.sizes)
+    counted: dict[Slice, int] = {}
+    for box, rank in first.items():
+        sizes = torch.Size(chunks[box.chunk].sizes)
+        is_whole = volumes[box.chunk] == math.prod(sizes)
+        counted.setdefault(box if is_whole else Slice(box.chunk, torch.Size([0] * len(sizes)), sizes), rank)
+    return [{box for box, owner in counted.items() if owner == rank} for rank in range(len(wanted))]
+
+
+def _slice_of(item: ReadItem) -> Slice:
+    return Slice(item.storage_index, item.storage_offsets, item.lengths)
+
+
+def _damaged(folder: Path, chunk: ChunkRecord, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {folder} is damaged: {chunk.file} {what}; use an older checkpoint or another copy"
+    )

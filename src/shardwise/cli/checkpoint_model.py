@@ -1,0 +1,132 @@
+"""The model in a checkpoint, for the commands that use one: of a training run, or imported from Hugging Face."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.huggingface import PretrainedConfig
+    from shardwise.huggingface.building import Model
+    from shardwise.tokenizer import Tokenizer
+    from shardwise.training.ranks import Ranks
+    from shardwise.training.settings import Settings
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint without its tensors.
+
+    Attributes:
+        folder: of the checkpoint.
+        origin: the settings of the run that wrote it, or the ``config.json`` that it was imported with.
+        tokenizer: the model's; None if it was imported without one that can be read.
+    """
+
+    folder: Path
+    origin: Settings | PretrainedConfig
+    tokenizer: Tokenizer | None
+
+    def check_fits(self, world_size: int) -> None:
+        """Raise ConfigError unless the model can be split over ``world_size`` ranks."""
+        from shardwise.training.settings import Settings
+
+        origin = self.origin
+        heads = origin.model.num_heads if isinstance(origin, Settings) else origin.description.num_attention_heads
+        if world_size > heads:
+            raise ConfigError(
+                f"the model's {heads} attention heads cannot be split over {world_size} ranks; use --nproc {heads} or "
+                "less"
+            )
+
+    def load_model(self, ranks: Ranks) -> Model:
+        """The checkpoint's model, split over all ranks; every rank calls.
+
+        Raises:
+            CheckpointError: the tensors are damaged or of another model.
+        """
+        import torch.distributed as dist
+
+        from shardwise import checkpoint
+        from shardwise.sharded_state import sharded_state_dict
+
+        world = dist.group.WORLD
+        assert world is not None
+        model = self._build_model(ranks)
+        checkpoint.load(self.folder, sharded_state_dict(model, "model.", group=world), group=world, allow_extra=True)
+        return model
+
+    def _build_model(self, ranks: Ranks) -> Model:
+        import torch.distributed as dist
+
+        from shardwise.huggingface import build_model, transformer_config
+        from shardwise.process_groups_config import ProcessGroupCollection
+        from shardwise.training import build
+        from shardwise.training.settings import ParallelSettings, Settings
+
+        groups = ProcessGroupCollection(tp=dist.group.WORLD)
+        if isinstance(self.origin, Settings):
+            assert self.tokenizer is not None
+            # The run's own split says nothing about this one, and splitting the sequence saves nothing on one token.
+            settings = dataclasses.replace(self.origin, parallel=ParallelSettings(tp=ranks.world_size))
+            return build.build_model(settings, self.tokenizer.vocab_size, pg_collection=groups, device=ranks.device)
+        config = transformer_config(
+            self.origin.description,
+            params_dtype=self.origin.dtype,
+            tensor_model_parallel_size=ranks.world_size,
+            perform_initialization=False,
+        )
+        return build_model(self.origin.description, config, pg_collection=groups, device=ranks.device)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that ``path`` stands for: itself, or the newest of a run or of its folder of checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from shardwise.checkpoint import latest
+
+    if not path.is_dir():
+        raise CheckpointError(f"there is no folder {path}; give the --out of a training run or one of its checkpoints")
+    if path.name.startswith("step-"):
+        return path
+    newest = latest(path / "checkpoints") or latest(path)
+    if newest is None:
+        raise CheckpointError(
+            f"{path} holds no checkpoint; give the --out of a training run or one of its checkpoints/step-*"
+        )
+    return newest
+
+
+def open_checkpoint(path: Path) -> OpenCheckpoint:
+    """Find a checkpoint, and read all of it but its tensors.
+
+    Args:
+        path: see ``find_checkpoint``.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it was written by neither a training run nor an import.
+        DataError: its tokenizer cannot be read.
+    """
+    from shardwise.checkpoint import read_meta
+    from shardwise.huggingface import config_from_json
+    from shardwise.tokenizer import Tokenizer
+    from shardwise.training.settings import Settings
+
+    folder = find_checkpoint(path)
+    meta = read_meta(folder)
+    if "huggingface" in meta:
+        origin = config_from_json(meta["huggingface"]["config"], where=f"{folder}: config.json")
+        return OpenCheckpoint(folder, origin, Tokenizer.load(folder) if "tokenizer_sha256" in meta else None)
+    missing = [name for name in ("settings", "tokenizer_sha256") if name not in meta]
+    if missing:
+        raise CheckpointError(f"{folder} was not written by shardwise train: {', '.join(missing)} is missing in it")
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.sha256 != meta["tokenizer_sha256"]:
+        raise CheckpointError(f"{folder / 'tokenizer.json'} is not the tokenizer that the model was trained with")
+    return OpenCheckpoint(folder, Settings.from_json(meta["settings"]), tokenizer)

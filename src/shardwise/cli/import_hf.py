@@ -1,0 +1,138 @@
+"""``shardwise import-hf``: a Hugging Face folder becomes a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from shardwise.cli.arguments import parse_command
+from shardwise.cli.launch import launch_ranks, shardwise_command
+from shardwise.cli.rank import checked_world_size
+from shardwise.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from shardwise.huggingface.folder import PretrainedFolder
+
+
+@dataclass(frozen=True)
+class ImportArguments:
+    """Make a checkpoint of a model in Hugging Face's layout (config.json and safetensors).
+
+    shardwise generate reads it, and programs through shardwise.checkpoint, at any layout. (To train further from a
+    Hugging Face folder there is shardwise finetune, which needs no import.)
+
+    Attributes:
+        folder: of the model: GPT-2, BLOOM, Llama, Mistral, Qwen 2, Qwen 3 or BERT.
+        out: folder for the checkpoint, which must not have one yet.
+        dtype: of the weights; the model's own if not given.
+        nproc: ranks on this machine that share the work; each holds its part of the model.
+        debug: show stack traces, and the launcher's log.
+    """
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    out: str
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+    nproc: int | None = None
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+def main(argv: list[str]) -> int:
+    """Import, here if this process is a rank or the only one, else in ranks that this process starts.
+
+    Args:
+        argv: the arguments after ``import-hf``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: a flag, an architecture or a value in ``config.json`` that cannot be; ``--out`` has a checkpoint.
+        CheckpointError: the folder's files are not what its ``config.json`` says, or nothing can be written.
+    """
+    arguments = parse_command(ImportArguments, argv, "shardwise import-hf")
+    world_size, here = checked_world_size(arguments.nproc)
+    if not here:
+        # A mistake costs less to find before the ranks are started.
+        _open(arguments, world_size)
+        program = shardwise_command("import-hf", *argv)
+        return launch_ranks(world_size, program, command="shardwise import-hf", debug=arguments.debug)
+    from shardwise.training.ranks import open_ranks
+
+    with open_ranks("cpu") as ranks:
+        path = _import(arguments, world_size)
+        if ranks.is_first:
+            print(f"wrote {path}; continue a text with: shardwise generate {arguments.out}")
+    return 0
+
+
+def _open(arguments: ImportArguments, world_size: int) -> PretrainedFolder:
+    from shardwise.checkpoint import latest
+    from shardwise.huggingface.folder import PretrainedFolder
+
+    source = PretrainedFolder(arguments.folder)
+    heads = source.description.num_attention_heads
+    if world_size > heads:
+        raise ConfigError(
+            f"the model's {heads} attention heads cannot be split over {world_size} ranks; use --nproc {heads} or less"
+        )
+    if latest(_checkpoints(arguments)) is not None:
+        raise ConfigError(f"{arguments.out} has a checkpoint already; choose another --out")
+    return source
+
+
+def _checkpoints(arguments: ImportArguments) -> Path:
+    return Path(arguments.out) / "checkpoints"
+
+
+def _import(arguments: ImportArguments, world_size: int) -> Path:
+    import torch
+    import torch.distributed as dist
+
+    from shardwise import checkpoint
+    from shardwise.collectives.agreement import agree
+    from shardwise.huggingface import load_pretrained
+    from shardwise.huggingface.pretrained import CONFIG_NAME
+    from shardwise.huggingface.saving import COPIED_FILES
+    from shardwise.process_groups_config import ProcessGroupCollection
+    from shardwise.sharded_state import sharded_state_dict
+
+    world = dist.group.WORLD
+    assert world is not None
+    source = agree(lambda: _open(arguments, world_size), group=world)
+    dtype = source.dtype if arguments.dtype is None else getattr(torch, arguments.dtype)
+    model = load_pretrained(arguments.folder, pg_collection=ProcessGroupCollection(tp=world), dtype=dtype, device="cpu")
+    # What the heads found in the files add to config.json is in the class that it names.
+    config = dict(source.config.values) | {
+        "architectures": [source.architecture.class_of(source.description)],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    config.pop("dtype", None)
+
+    def copy_files(folder: Path) -> None:
+        for name in (CONFIG_NAME, *COPIED_FILES):
+            if (source.path / name).is_file():
+                shutil.copyfile(source.path / name, folder / name)
+
+    return checkpoint.save(
+        _checkpoints(arguments),
+        0,
+        sharded_state_dict(model, "model.", group=world),
+        {"huggingface": {"config": config}, **_tokenizer_identity(source.path)},
+        group=world,
+        extra_files=copy_files,
+    )
+
+
+def _tokenizer_identity(folder: Path) -> dict[str, Any]:
+    """What checkpoints record of the tokenizer; nothing if there is none that can be read."""
+    from shardwise.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.load(folder)
+    except DataError:
+        return {}
+    return {"tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}

@@ -1,0 +1,192 @@
+"""From a description to a model, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardwise.config import TransformerConfig
+from shardwise.errors import ConfigError
+from shardwise.huggingface.description import ModelDescription
+from shardwise.models.bert import BertModel
+from shardwise.models.gpt import GPTModel
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.transformer.activations import ACTIVATIONS
+from shardwise.transformer.attention import SelfAttention
+from shardwise.transformer.layer import TransformerLayerSpec
+
+Model = GPTModel | BertModel
+
+# Of TransformerConfig, by the same name.
+_CONFIG_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "gated_linear_unit",
+    "normalization",
+    "norm_position",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "embedding_layernorm",
+    "final_layernorm",
+    "qk_layernorm",
+    "apply_residual_connection_post_layernorm",
+    "softmax_scale",
+    "window_size",
+    "rotary_interleaved",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+)
+# Of the models, by the same name, as arguments and attributes.
+_GPT_FIELDS = (
+    "vocab_size",
+    "max_sequence_length",
+    "share_embeddings_and_output_weights",
+    "position_embedding_type",
+    "rotary_percent",
+    "rotary_base",
+    "rope_scaling",
+)
+_BERT_FIELDS = (*_GPT_FIELDS, "num_tokentypes", "add_binary_head")
+
+
+def transformer_config(description: ModelDescription, **settings: Any) -> TransformerConfig:
+    """The ``TransformerConfig`` of a described model.
+
+    Args:
+        description: of the model.
+        **settings: other fields of the config (``params_dtype``, ``sequence_parallel``, stages and the like), and
+            values that replace the description's (``hidden_dropout``).
+
+    Raises:
+        ConfigError: fields that contradict each other.
+    """
+    values = {name: getattr(description, name) for name in _CONFIG_FIELDS}
+    values |= {
+        "activation_func": ACTIVATIONS[description.activation],
+        "add_bias_linear": description.mlp_bias,
+        "add_qkv_bias": description.qkv_bias,
+    }
+    return TransformerConfig(**(values | settings))
+
+
+def build_model(
+    description: ModelDescription,
+    config: TransformerConfig,
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+    device: torch.device | None = None,
+    max_sequence_length: int | None = None,
+    vp_stage: int | None = None,
+) -> Model:
+    """A described model, or this rank's part of it.
+
+    Args:
+        description: of the model.
+        config: by ``transformer_config``.
+        pg_collection: its process groups; the ambient topology's if None.
+        device: where its parameters are made; PyTorch's default device if None, or the GPU of NCCL groups.
+        max_sequence_length: longest sequence, for models without learned positions.
+        vp_stage: which of the stage's chunks, with interleaving.
+
+    Raises:
+        ConfigError: heads or layers that cannot be split over the ranks.
+        TopologyError: no groups given and none initialised.
+    """
+    fields = _BERT_FIELDS if description.kind == "bert" else _GPT_FIELDS
+    arguments = {name: getattr(description, name) for name in fields}
+    if max_sequence_length is not None:
+        learned = description.position_embedding_type == "learned_absolute"
+        if learned and max_sequence_length != description.max_sequence_length:
+            raise ConfigError(
+                f"max_sequence_length is {max_sequence_length}, but the model has learned positions for "
+                f"{description.max_sequence_length}"
+            )
+        arguments["max_sequence_length"] = max_sequence_length
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    stage, num_stages = _place(groups)
+    last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
+    chunk = vp_stage or 0
+    arguments |= {
+        "transformer_layer_spec": _layer_spec(description),
+        "pre_process": stage == 0 and chunk == 0,
+        "post_process": stage == num_stages - 1 and chunk == last_chunk,
+        "pg_collection": groups,
+        "vp_stage": vp_stage,
+    }
+    model_class: Any = BertModel if description.kind == "bert" else GPTModel
+    if device is None:
+        return model_class(config, **arguments)  # type: ignore[no-any-return]
+    with device:
+        return model_class(config, **arguments)  # type: ignore[no-any-return]
+
+
+def describe_model(model: nn.Module) -> ModelDescription:
+    """The description of a model, by this rank's part of it; ``build_model``'s inverse.
+
+    Raises:
+        ConfigError: it is of another class, or its activation has no name.
+    """
+    if not isinstance(model, GPTModel | BertModel):
+        raise ConfigError(f"a {type(model).__name__} cannot be described; only GPTModel and BertModel can")
+    is_bert = isinstance(model, BertModel)
+    config: Any = model.config
+    activation = next((name for name, function in ACTIVATIONS.items() if function is config.activation_func), None)
+    if activation is None:
+        raise ConfigError(
+            f"activation_func {config.activation_func!r} has no name; use one of {', '.join(ACTIVATIONS)}"
+        )
+    any_model: Any = model
+    layers: Any = (any_model.encoder if is_bert else any_model.decoder).layers
+    attention, mlp = layers[0].self_attention, layers[0].mlp
+    return ModelDescription(
+        kind="bert" if is_bert else "gpt",
+        activation=activation,
+        attention_bias=attention.linear_proj.bias is not None,
+        qkv_bias=attention.linear_qkv.bias is not None,
+        mlp_bias=mlp.linear_fc1.bias is not None,
+        **{name: getattr(config, name) for name in _CONFIG_FIELDS},
+        **{name: getattr(model, name) for name in (_BERT_FIELDS if is_bert else _GPT_FIELDS)},
+    )
+
+
+def _layer_spec(description: ModelDescription) -> TransformerLayerSpec:
+    if description.attention_bias == description.mlp_bias:
+        return TransformerLayerSpec()
+    return TransformerLayerSpec(attention=partial(_attention_with_bias, description.attention_bias))
+
+
+def _attention_with_bias(bias: bool, config: TransformerConfig, *args: Any, **kwargs: Any) -> SelfAttention:
+    """Attention with a bias on its projections where the MLP has none, or the other way round."""
+    return SelfAttention(dataclasses.replace(config, add_bias_linear=bias), *args, **kwargs)
+
+
+def _place(groups: ProcessGroupCollection) -> tuple[int, int]:
+    """This rank's pipeline stage, and the number of stages."""
+    group: ProcessGroup | None = getattr(groups, "pp", None)
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def chunks_of(config: TransformerConfig) -> Sequence[int | None]:
+    """The ``vp_stage`` of each of a stage's chunks."""
+    count = config.virtual_pipeline_model_parallel_size
+    return [None] if count is None else range(count)
+
+
+def default_device(groups: ProcessGroupCollection) -> torch.device:
+    """The GPU of ranks whose tensor-parallel group is of NCCL, else PyTorch's default device."""
+    group: ProcessGroup | None = getattr(groups, "tp", None)
+    if group is not None and torch.get_default_device().type == "cpu" and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.get_default_device()

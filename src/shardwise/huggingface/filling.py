@@ -1,0 +1,102 @@
+"""One rank's part of a parameter, read from the stored tensors that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardwise.errors import CheckpointError
+from shardwise.huggingface.folder import PretrainedFolder
+from shardwise.huggingface.mapping import Composition, Piece
+from shardwise.huggingface.reading import TensorFolder, weight_dtype
+from shardwise.sharding import Interval, ParamShard
+
+
+def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the tensors have the shapes that the model gives them, and a dtype of weights."""
+    for name, shape in composition.stored_shapes.items():
+        stored = folder.tensors[names[name]]
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"tensor {stored.name!r} of {stored.file} has shape {list(stored.shape)}, but config.json asks for "
+                f"{list(shape)}"
+            )
+        weight_dtype(stored)
+
+
+@torch.no_grad()
+def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolder, names: Mapping[str, str]) -> None:
+    """Read this rank's part of a parameter into ``shard.data``; at most as much memory again is used."""
+    layout, target = shard.layout, shard.data.detach()
+    rows: Sequence[Interval] = layout.intervals[shard.rank] if layout.dim == 0 else [(0, composition.shape[0])]
+    columns: Sequence[Interval] = [(0, size) for size in composition.shape[1:]]
+    if layout.dim == 1:
+        columns = layout.intervals[shard.rank]
+    for name, runs in _runs_by_tensor(composition, rows).items():
+        for together in _neighbours(runs):
+            first, count = together[0].start, sum(run.rows for run in together)
+            # Of a vector there are no columns.
+            place = 0
+            for start, stop in columns or [(0, 0)]:
+                offsets, sizes = (first, start)[: target.dim()], (count, stop - start)[: target.dim()]
+                if composition.turns:
+                    values = folder.read(names[name], offsets[::-1], sizes[::-1]).t()
+                else:
+                    values = folder.read(names[name], offsets, sizes)
+                part = target.narrow(1, place, stop - start) if columns else target
+                for run in together:
+                    part[run.place : run.place + run.rows].copy_(values[run.start - first :][: run.rows])
+                place += stop - start
+
+
+class _Run(NamedTuple):
+    """Consecutive rows of a tensor, and this rank's row where the first of them goes."""
+
+    start: int
+    rows: int
+    place: int
+
+
+def _runs_by_tensor(composition: Composition, rows: Sequence[Interval]) -> dict[str, list[_Run]]:
+    result: dict[str, list[_Run]] = {}
+    place = 0
+    for first, last in rows:
+        for start, piece in zip(composition.starts, composition.pieces, strict=True):
+            low, high = max(first, start), min(last, start + piece.rows)
+            if low < high:
+                run = _Run(piece.start + low - start, high - low, place + low - first)
+                result.setdefault(piece.tensor, []).append(run)
+        place += last - first
+    return result
+
+
+def _neighbours(runs: Sequence[_Run]) -> list[list[_Run]]:
+    """Runs that continue each other in the file, which are read at once."""
+    result: list[list[_Run]] = []
+    for run in sorted(runs):
+        if result and result[-1][-1].start + result[-1][-1].rows == run.start:
+            result[-1].append(run)
+        else:
+            result.append([run])
+    return result
+
+
+def check_copies(
+    shard: ParamShard, composition: Composition, source: PretrainedFolder, names: Mapping[str, str]
+) -> None:
+    """Raise CheckpointError unless what files have twice, a tied weight, is the same both times."""
+    for copy, original in source.copies().items():
+        if names.get(copy) in (None, names.get(original)) or original not in composition.stored_shapes:
+            continue
+        pieces = tuple(Piece(copy, piece.start, piece.rows) for piece in composition.pieces)
+        repeated = Composition(composition.shape, pieces, composition.transposed)
+        check_shapes(source.tensors, repeated, names)
+        again = ParamShard(shard.key, torch.empty_like(shard.data, device="cpu"), shard.layout, shard.rank)
+        fill_shard_(again, repeated, source.tensors, names)
+        if not torch.equal(again.data, shard.data.detach().cpu()):
+            raise CheckpointError(
+                f"{source.path} has tensors {names[original]!r} and {names[copy]!r}, which differ, but its config.json "
+                "says that they are one (tie_word_embeddings)"
+            )

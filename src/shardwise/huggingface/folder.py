@@ -1,0 +1,98 @@
+"""A Hugging Face folder open for reading: which stored tensor is which of the architecture's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+import torch
+
+from shardwise.errors import CheckpointError
+from shardwise.huggingface.architectures import Architecture
+from shardwise.huggingface.description import ModelDescription
+from shardwise.huggingface.pretrained import PretrainedConfig, read_config
+from shardwise.huggingface.reading import TensorFolder, weight_dtype
+
+
+class PretrainedFolder:
+    """A Hugging Face folder that is open for reading.
+
+    Args:
+        folder: with ``config.json`` and safetensors.
+
+    Attributes:
+        config: what ``config.json`` says.
+        description: of the model.
+        tensors: what is stored.
+
+    Raises:
+        ConfigError, CheckpointError: see ``load_pretrained``.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder)
+        self.config: PretrainedConfig = read_config(self.path)
+        self.tensors = TensorFolder(self.path)
+        self.description: ModelDescription = self.architecture.adapt(
+            self.config.description, self.tensors.tensors.keys()
+        )
+
+    @property
+    def architecture(self) -> Architecture:
+        """Which one the model is of."""
+        return self.config.architecture
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights: what ``config.json`` says, or else the first tensor's."""
+        first = next(iter(self.tensors.tensors.values()), None)
+        if self.config.dtype is not None or first is None:
+            return self.config.dtype or torch.float32
+        return weight_dtype(first)
+
+    def stored_names(self, expected: Set[str]) -> dict[str, str]:
+        """The stored name of each of the ``expected`` tensors.
+
+        Raises:
+            CheckpointError: one is missing, or there is one that is not expected.
+        """
+        found: dict[str, str] = {}
+        extra = []
+        copies = self.copies()
+        for stored in self.tensors.tensors:
+            name = self._todays_name(stored, expected)
+            if name in found:
+                raise CheckpointError(f"{self.path} holds tensor {name!r} twice, also as {stored!r}")
+            if name in expected or name in copies:
+                found[name] = stored
+            elif not any(re.search(f"{pattern}$", name) for pattern in self.architecture.ignored):
+                extra.append(stored)
+        for copy, original in copies.items():
+            if copy in found:
+                found.setdefault(original, found[copy])
+        if missing := sorted(expected - found.keys()):
+            raise CheckpointError(f"{self.path} lacks {_some(missing)}, which its config.json asks for")
+        if extra:
+            raise CheckpointError(
+                f"{self.path} holds {_some(extra)}, for which a model of its config.json has no place"
+            )
+        return found
+
+    def copies(self) -> dict[str, str]:
+        """Tensors that only repeat another one: where files have both, they must be equal."""
+        tied = self.architecture.tied if self.description.share_embeddings_and_output_weights else {}
+        return {**self.architecture.copies, **tied}
+
+    def _todays_name(self, stored: str, expected: Set[str]) -> str:
+        name = stored
+        for old, new in self.architecture.renamed:
+            if name.endswith(old):
+                name = name.removesuffix(old) + new
+        with_prefix = self.architecture.prefix + name
+        return with_prefix if name not in expected and with_prefix in expected else name
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"tensor {names[0]!r}{more}"

@@ -1,0 +1,126 @@
+"""From a Hugging Face folder to a model: each rank reads the rows and columns that it holds, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.huggingface.building import Model, build_model, chunks_of, default_device, transformer_config
+from shardwise.huggingface.filling import check_copies, check_shapes, fill_shard_
+from shardwise.huggingface.folder import PretrainedFolder
+from shardwise.huggingface.mapping import Composition, compose
+from shardwise.huggingface.ranks import agree_everywhere, tell_stages
+from shardwise.models.chunks import ModelChunks
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.sharding import ParamShard
+
+
+def load_pretrained(
+    folder: str | Path,
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    max_sequence_length: int | None = None,
+    **settings: Any,
+) -> Model | ModelChunks:
+    """The model in a Hugging Face folder, split over the ranks.
+
+    Collective over the tensor- and pipeline-parallel groups. Each rank allocates its own part and reads it slice by
+    slice, so that no rank needs memory for more than that and the largest of its tensors once more.
+
+    Args:
+        folder: with ``config.json`` and safetensors.
+        pg_collection: the model's process groups; the ambient topology's if None.
+        dtype: of the parameters; that of ``config.json`` if None, or else that of the first tensor.
+        device: of the parameters; PyTorch's default device if None, or the GPU of NCCL groups.
+        max_sequence_length: longest sequence, for models without learned positions; that of ``config.json`` if None.
+        **settings: fields of ``TransformerConfig`` that the folder does not decide, or that replace what it says
+            (``hidden_dropout``).
+
+    Returns:
+        A ``GPTModel`` or ``BertModel`` in training mode; ``ModelChunks`` of them if ``settings`` has
+        ``virtual_pipeline_model_parallel_size``.
+
+    Raises:
+        ConfigError: an unknown architecture or value, heads or layers that cannot be split over the ranks.
+        CheckpointError: a file or tensor that is missing, one too many, or of another shape than the config says;
+            all errors alike on every rank, naming the field or tensor.
+        TopologyError: no groups given and none initialised.
+    """
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    source = agree_everywhere(lambda: PretrainedFolder(folder), groups)
+    tp, pp = (getattr(groups, name, None) for name in ("tp", "pp"))
+    settings = {
+        "params_dtype": dtype or source.dtype,
+        "tensor_model_parallel_size": 1 if tp is None else tp.size(),
+        "pipeline_model_parallel_size": 1 if pp is None else pp.size(),
+        **settings,
+    }
+    config = agree_everywhere(
+        # Every value comes from the files.
+        lambda: transformer_config(source.description, perform_initialization=False, **settings),
+        groups,
+    )
+    where = default_device(groups) if device is None else torch.device(device)
+    models = [
+        build_model(
+            source.description,
+            config,
+            pg_collection=groups,
+            device=where,
+            max_sequence_length=max_sequence_length,
+            vp_stage=chunk,
+        )
+        for chunk in chunks_of(config)
+    ]
+    for model in models:
+        # What is added to the model later starts as it would in another.
+        model.config.perform_initialization = True
+    load_weights_(models, source, pg_collection=groups)
+    return models[0] if config.virtual_pipeline_model_parallel_size is None else ModelChunks(models)
+
+
+def load_weights_(
+    models: Sequence[Model],
+    source: PretrainedFolder,
+    *,
+    pg_collection: ProcessGroupCollection,
+) -> None:
+    """Fill the parameters of a model, or of this stage's chunks, from a folder, whatever their dtype and device.
+
+    Collective over the tensor- and pipeline-parallel groups.
+
+    Raises:
+        CheckpointError: the folder's tensors are not the model's; see ``load_pretrained``.
+    """
+
+    def plan() -> dict[str, tuple[ParamShard, Composition]]:
+        heads = source.description.heads
+        return {
+            key: (shard, compose(source.architecture.table, key, shard.layout.global_shape, heads))
+            for model in models
+            for key, shard in model.sharded_state_dict().items()
+        }
+
+    parts = agree_everywhere(plan, pg_collection)
+    own = sorted({name for _, composition in parts.values() for name in composition.stored_shapes})
+    expected = {name for names in tell_stages(own, "the names of tensors", pg_collection) for name in names}
+
+    def check() -> dict[str, str]:
+        names = source.stored_names(expected)
+        for _, composition in parts.values():
+            check_shapes(source.tensors, composition, names)
+        return names
+
+    names = agree_everywhere(check, pg_collection)
+
+    def fill() -> None:
+        for shard, composition in parts.values():
+            fill_shard_(shard, composition, source.tensors, names)
+            check_copies(shard, composition, source, names)
+
+    agree_everywhere(fill, pg_collection)

@@ -1,0 +1,134 @@
+"""The tensors of a Hugging Face folder: one safetensors file, or several and an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import CheckpointError
+from shardwise.tensor_files import DTYPES, StoredTensor, opened, read_box, read_header
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+_WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def weight_dtype(stored: StoredTensor) -> torch.dtype:
+    """The dtype of a stored weight.
+
+    Raises:
+        CheckpointError: it is one that a weight cannot have.
+    """
+    if stored.dtype not in _WEIGHT_DTYPES:
+        raise CheckpointError(
+            f"tensor {stored.name!r} of {stored.file} is of dtype {stored.dtype}; weights must be of one of "
+            f"{', '.join(_WEIGHT_DTYPES)} (quantized checkpoints are not supported)"
+        )
+    return DTYPES[stored.dtype]
+
+
+class TensorFolder:
+    """The tensors of a folder with one ``model.safetensors``, or several files and their index.
+
+    Opening it reads the headers of the files and no tensor.
+
+    Args:
+        folder: with the files.
+
+    Attributes:
+        tensors: what there is, by stored name.
+        bytes_read: how many bytes of tensors were read so far.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, or not of the format; weights are there as a pickle only.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self.tensors: dict[str, StoredTensor] = {}
+        index = None if (folder / WEIGHTS_NAME).is_file() else _read_index(folder)
+        for file in [WEIGHTS_NAME] if index is None else sorted(set(index.values())):
+            for name, tensor in read_header(folder / file).items():
+                if index is None or index.get(name, file) == file:
+                    self.tensors[name] = tensor
+        missing = sorted((index or {}).keys() - self.tensors.keys())
+        if missing:
+            raise CheckpointError(
+                f"tensor {missing[0]!r} is not in {folder / (index or {})[missing[0]]}, where {INDEX_NAME} says it is"
+            )
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A box of a weight, on the CPU, and no other byte of it.
+
+        Args:
+            name: of the tensor, as it is stored.
+            offsets: first index of the box, in each dimension.
+            sizes: number of indices, in each dimension.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        stored = self.tensors[name]
+        try:
+            with opened(stored.file) as descriptor:
+                box = read_box(descriptor, stored, offsets, sizes)
+        except OSError as error:
+            raise CheckpointError(f"cannot read tensor {name!r}: {stored.file}: {error.strerror}") from error
+        self.bytes_read += box.nbytes
+        return box
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    path = folder / INDEX_NAME
+    if not path.is_file():
+        raise CheckpointError(_what_is_missing(folder))
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{path} has no weight_map that names a file for each tensor")
+    for name, file in files.items():
+        # A name with folders in it could point anywhere.
+        if not isinstance(file, str) or PurePosixPath(file).name != file:
+            raise CheckpointError(f"{path}: tensor {name!r} cannot be in a file called {file!r}")
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder / file} is missing, which holds tensor {name!r} by {INDEX_NAME}")
+    return files
+
+
+def _what_is_missing(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    if shards:
+        return f"{folder} has {shards[0]}, but no {INDEX_NAME} that says which tensor is where, and no {WEIGHTS_NAME}"
+    if pickles:
+        return (
+            f"{folder} has weights only in {pickles[0]}, a pickle, which can run code when it is read; convert it to "
+            "safetensors (transformers: from_pretrained, then save_pretrained)"
+        )
+    return f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}"

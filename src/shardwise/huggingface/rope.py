@@ -1,0 +1,98 @@
+"""Rotary positions in ``config.json``: ``rope_theta`` and ``rope_scaling`` as files up to 2025 have them, or the one
+``rope_parameters`` of transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.huggingface.description import ModelDescription
+from shardwise.huggingface.fields import Fields
+from shardwise.transformer.rotary_scaling import RotaryScaling
+
+# By kind: Hugging Face's fields, and their defaults where a field may be missing or null.
+_REQUIRED = object()
+_CONTEXT: dict[str, Any] = {"original_max_position_embeddings": None}
+_SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": _REQUIRED},
+    "llama3": {"factor": _REQUIRED, "low_freq_factor": _REQUIRED, "high_freq_factor": _REQUIRED, **_CONTEXT},
+    "yarn": {
+        "factor": None,
+        "attention_factor": None,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": None,
+        "mscale_all_dim": None,
+        "truncate": True,
+        **_CONTEXT,
+    },
+}
+
+
+def read_rope(fields: Fields, *, max_position_embeddings: int) -> dict[str, Any]:
+    """The fields of a ``ModelDescription`` about rotary positions.
+
+    Args:
+        fields: of the ``config.json``.
+        max_position_embeddings: the architecture's default.
+
+    Raises:
+        ConfigError: a kind of scaling that is not offered, or one of its values is missing or wrong.
+    """
+    name = next((name for name in ("rope_scaling", "rope_parameters") if fields.values.get(name)), "rope_parameters")
+    values = fields.values.get(name) or {}
+    if not isinstance(values, Mapping):
+        raise fields.error(name, values, "an object, or null")
+    rope = Fields(values, f"{fields.where}: {name}")
+    theta = rope.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
+    # The architectures that are read here rotate whole heads, and so does transformers.
+    for each in (rope, fields):
+        each.require("partial_rotary_factor", 1.0, default=1.0)
+    kind = rope.text("rope_type", "type", default="default")
+    if kind not in ("default", *_SCALINGS):
+        raise rope.error("rope_type", kind, f"one of default, {', '.join(_SCALINGS)}")
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": theta,
+        "rope_scaling": None if kind == "default" else _read_scaling(kind, rope, fields, max_position_embeddings),
+    }
+
+
+def _read_scaling(kind: str, rope: Fields, fields: Fields, longest: int) -> RotaryScaling:
+    values: dict[str, Any] = {}
+    for name, default in _SCALINGS[kind].items():
+        if rope.values.get(name) is None:
+            if default is _REQUIRED:
+                raise ConfigError(f"{rope.where} of type {kind!r} lacks {name}")
+            values[name] = default
+        elif name == "original_max_position_embeddings":
+            values[name] = rope.integer(name)
+        else:
+            values[name] = rope.flag(name) if name == "truncate" else rope.number(name)
+    if "original_max_position_embeddings" in values:
+        longest = fields.integer("max_position_embeddings", default=longest)
+        original = fields.optional_integer("original_max_position_embeddings")
+        values["original_max_position_embeddings"] = original or values["original_max_position_embeddings"] or longest
+        if values["factor"] is None:
+            values["factor"] = longest / values["original_max_position_embeddings"]
+    try:
+        return RotaryScaling(kind=kind, **values)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ConfigError(f"{rope.where}: {error}") from error
+
+
+def rope_json(description: ModelDescription) -> dict[str, Any]:
+    """The fields of ``config.json``, in the old form and the new one: each is all that some readers know."""
+    old: dict[str, Any] | None = None
+    scaling = description.rope_scaling
+    if scaling is not None:
+        # Truncation is the default of all readers, and unknown to old ones.
+        old = {"rope_type": scaling.kind} | {
+            name: value
+            for name in _SCALINGS[scaling.kind]
+            if (value := getattr(scaling, name)) is not None and (name, value) != ("truncate", True)
+        }
+    new = {"rope_type": "default", **(old or {}), "rope_theta": description.rotary_base}
+    return {"rope_theta": description.rotary_base, "rope_scaling": old, "rope_parameters": new}

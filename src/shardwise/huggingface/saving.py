@@ -1,0 +1,285 @@
+"""From a model to a Hugging Face folder, complete or not at all, without the whole model in any rank's memory."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed import ProcessGroup
+
+from shardwise.checkpoint.folder import fsync
+from shardwise.collectives.agreement import agree, tell_all
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.huggingface.architectures import ARCHITECTURES
+from shardwise.huggingface.building import Model, describe_model
+from shardwise.huggingface.mapping import Composition, Shape, compose
+from shardwise.huggingface.pretrained import CONFIG_NAME, config_to_json
+from shardwise.huggingface.ranks import agree_everywhere, model_groups, tell_stages
+from shardwise.huggingface.reading import INDEX_NAME, WEIGHTS_NAME, read_json
+from shardwise.huggingface.writing import TensorFile, tensor_size
+from shardwise.models.chunks import ModelChunks
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.sharding import ParamShard
+from shardwise.tensor_parallel.gather import gather_parameter
+
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""What is copied from the source folder where it is there."""
+
+DEFAULT_MAX_FILE_SIZE = 5_000_000_000
+
+
+def save_pretrained(
+    model: Model | ModelChunks | Sequence[Model],
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    architecture: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_size: int = DEFAULT_MAX_FILE_SIZE,
+    fields: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model as a Hugging Face folder, which transformers loads unchanged.
+
+    Collective over the model's tensor-, pipeline- and data-parallel groups (those of its ``pg_collection``), which
+    share the file system. Parameters are gathered one at a time, and each is written before the next: beside its part
+    of the model a rank needs memory for some three of the largest parameters. The folder appears under its name when
+    every byte is on the disk.
+
+    Args:
+        model: ``GPTModel`` or ``BertModel``, or this stage's chunks; not modified.
+        folder: to write; it must not exist, or be empty.
+        source: a folder whose tokenizer and ``generation_config.json`` are copied, and whose ``config.json``, if it is
+            of the same architecture, is kept but for what the model says otherwise.
+        architecture: the ``model_type`` to write; that of ``source`` if None, or else the first that fits.
+        dtype: of the stored weights; the parameters' own if None.
+        max_file_size: bytes of weights in one file; a larger tensor has a file of its own. A stage's weights are in
+            files of their own.
+        fields: more of ``config.json``, such as the ids of special tokens.
+
+    Raises:
+        ConfigError: the model cannot be written as that architecture, or ``folder`` exists.
+        CheckpointError: it cannot be written (no permission, disk full); all errors alike on every rank. Nothing is
+            left then.
+    """
+    models = cast("list[Model]", list(model) if isinstance(model, ModelChunks | Sequence) else [model])
+    groups = models[0].pg_collection
+    replicas: ProcessGroup | None = getattr(groups, "dp_cp", None) or getattr(groups, "dp", None)
+    target = Path(folder)
+
+    def export() -> None:
+        if replicas is None or replicas.rank() == 0:
+            plan = agree_everywhere(lambda: _plan(models, source, architecture, dtype, fields or {}), groups)
+            _write_folder(target, plan, groups, max_file_size)
+
+    if replicas is None or replicas.size() == 1:
+        export()
+    else:
+        # The other replicas wait here, and hear of what went wrong.
+        agree(export, group=replicas)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A parameter, and the tensors that it becomes."""
+
+    shard: ParamShard
+    composition: Composition
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> dict[str, tuple[torch.dtype, Shape]]:
+        return {name: (self.dtype, shape) for name, shape in self.composition.stored_shapes.items()}
+
+    @property
+    def size(self) -> int:
+        return sum(tensor_size(*tensor) for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be written.
+
+    Attributes:
+        config: the ``config.json``.
+        source: the folder that other files are copied from.
+        parts: this stage's parameters, by name.
+    """
+
+    config: Mapping[str, Any]
+    source: Path | None
+    parts: Mapping[str, _Part]
+
+
+def _plan(
+    models: Sequence[Model],
+    source: str | Path | None,
+    architecture: str | None,
+    dtype: torch.dtype | None,
+    fields: Mapping[str, Any],
+) -> _Plan:
+    folder = None if source is None else Path(source)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder} to copy the tokenizer from")
+    description = describe_model(models[0])
+    base = read_json(folder / CONFIG_NAME) if folder is not None and (folder / CONFIG_NAME).is_file() else None
+    if base is not None and base.get("model_type") not in ARCHITECTURES:
+        base = None
+    stored_dtype = dtype or models[0].config.params_dtype
+    config = config_to_json(description, architecture=architecture, dtype=stored_dtype, base=base)
+    table = ARCHITECTURES[config["model_type"]].table
+    parts = {
+        key: _Part(shard, compose(table, key, shard.layout.global_shape, description.heads), dtype or shard.dtype)
+        for model in models
+        for key, shard in model.sharded_state_dict().items()
+    }
+    return _Plan(config | dict(fields), folder, parts)
+
+
+def _write_folder(target: Path, plan: _Plan, groups: ProcessGroupCollection, max_file_size: int) -> None:
+    is_first = all(group.rank() == 0 for group in model_groups(groups))
+    keys = tell_stages(list(plan.parts), "the names of parameters", groups)
+    stage = 0 if len(keys) == 1 else groups.pp.rank()  # type: ignore[union-attr]
+    # The last stage's copy of a tied weight is not written again.
+    before = {key for earlier in keys[:stage] for key in earlier}
+    own_files = _dealt_out([part for key, part in plan.parts.items() if key not in before], max_file_size)
+    files = tell_stages([_names_and_size(parts) for parts in own_files], "the files to be written", groups)
+    names = _file_names(sum(map(len, files)))
+    first = sum(map(len, files[:stage]))
+    index = _index(names, [file for stage_files in files for file in stage_files])
+    token = secrets.token_hex(4)
+    for group in model_groups(groups):
+        token = tell_all(token, "a name for the unfinished folder", group=group)[0]
+    partial = target.with_name(f".{target.name}.{token}.partial")
+    try:
+        agree_everywhere(lambda: _begin(target, partial) if is_first else None, groups)
+        failure = _write_files(partial, dict(zip(names[first:], own_files, strict=False)), groups)
+        agree_everywhere(lambda: _raise(failure), groups)
+        agree_everywhere(lambda: _finish(target, partial, plan, index) if is_first else None, groups)
+    finally:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _dealt_out(parts: Sequence[_Part], max_file_size: int) -> list[list[_Part]]:
+    """Parameters in files of at most ``max_file_size`` bytes, or of one parameter."""
+    files: list[list[_Part]] = []
+    room = 0
+    for part in parts:
+        if not files or part.size > room:
+            files.append([])
+            room = max_file_size
+        files[-1].append(part)
+        room -= part.size
+    return files
+
+
+def _names_and_size(parts: Sequence[_Part]) -> tuple[list[str], int]:
+    return [name for part in parts for name in part.tensors], sum(part.size for part in parts)
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [WEIGHTS_NAME]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _index(names: Sequence[str], files: Sequence[tuple[list[str], int]]) -> dict[str, Any] | None:
+    """Which tensor is in which file; None if there is one file."""
+    if len(names) == 1:
+        return None
+    weight_map = {tensor: name for name, (tensors, _) in zip(names, files, strict=True) for tensor in tensors}
+    return {"metadata": {"total_size": sum(size for _, size in files)}, "weight_map": weight_map}
+
+
+def _write_files(
+    partial: Path, files: Mapping[str, Sequence[_Part]], groups: ProcessGroupCollection
+) -> Exception | None:
+    """Gather this stage's parameters, and write them, each file on another rank; why that failed, if it did.
+
+    A rank that fails goes on gathering, since the others could not go on without it.
+    """
+    group = cast(ProcessGroup, groups.tp)
+    failure: Exception | None = None
+    for number, (name, parts) in enumerate(files.items()):
+        file: TensorFile | None = None
+        writes = group.rank() == number % group.size()
+        tensors = {key: tensor for part in parts for key, tensor in part.tensors.items()}
+        for part in parts:
+            whole = gather_parameter(part.shard.data, part.shard.layout, group=group)
+            if not writes or failure is not None:
+                continue
+            try:
+                file = file or TensorFile(partial / name, tensors)
+                for key, tensor in part.composition.take_apart(whole.to(part.dtype)).items():
+                    file.write(key, tensor)
+                    if not file.missing:
+                        file.close()
+            except Exception as error:
+                failure = error
+                if file is not None:
+                    file.abandon()
+    return failure
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def check_target(target: Path) -> None:
+    """Raise ConfigError unless ``target`` does not exist, or is an empty folder."""
+    with _os_errors(target):
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise ConfigError(f"{target} exists; choose another folder, or remove it first")
+
+
+def _begin(target: Path, partial: Path) -> None:
+    check_target(target)
+    with _os_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+
+
+def _finish(target: Path, partial: Path, plan: _Plan, index: Mapping[str, Any] | None) -> None:
+    """Add all but the tensors, and give the folder its name."""
+    with _os_errors(target):
+        texts = {CONFIG_NAME: plan.config} | ({} if index is None else {INDEX_NAME: index})
+        for name, value in texts.items():
+            (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        for name in COPIED_FILES:
+            if plan.source is not None and (plan.source / name).is_file():
+                shutil.copyfile(plan.source / name, partial / name)
+        for path in partial.iterdir():
+            fsync(path)
+        fsync(partial)
+        # Takes the place of an empty folder, and fails on one that was filled meanwhile.
+        partial.rename(target)
+        fsync(target.parent)
+
+
+@contextmanager
+def _os_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename is not None else ""
+        raise CheckpointError(f"cannot write {target}: {error.strerror}{where}") from error

@@ -1,0 +1,256 @@
+"""Adapters in the files of the ``peft`` library: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Factors are stored whole, under the names of Hugging Face's linear layers, so that they can be written and read at any
+number of ranks, by ``peft`` and by us.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.files import write_atomically
+from shardwise.huggingface.architectures import Architecture
+from shardwise.huggingface.ranks import agree_everywhere, model_groups, tell_stages
+from shardwise.lora.config import ALL_LINEAR, LoraConfig
+from shardwise.lora.model import Site, add_adapters_, all_paths, sites_of
+from shardwise.models.gpt import GPTModel
+from shardwise.models.language_module import LanguageModule
+from shardwise.tensor_parallel.gather import gather_parameter
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(lora_[AB])\.weight")
+# Ways to start that leave the base weights as they are.
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+# What would make the adapters something else than B A.
+_VARIANTS = (
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "megatron_config",
+    "modules_to_save",
+    "monteclora_config",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+    "velora_config",
+)
+
+
+def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
+    """What an adapter folder says about its adapters.
+
+    Raises:
+        CheckpointError: there is no such folder or file, or it is damaged.
+        ConfigError: a variant of LoRA that is not offered; the message names the field.
+    """
+    path = Path(folder) / CONFIG_NAME
+    try:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+        if values.get("peft_type") != "LORA":
+            raise ConfigError(f"{str(path)!r}: peft_type is {values.get('peft_type')!r}; only 'LORA' is supported")
+        targets = values["target_modules"]
+        config = LoraConfig(
+            r=int(values["r"]),
+            lora_alpha=float(values["lora_alpha"]),
+            lora_dropout=float(values.get("lora_dropout") or 0.0),
+            # A pattern (a string) is peft's other way to say it; the tensors say it too.
+            target_modules=(targets,) if isinstance(targets, str) else tuple(targets),
+            use_rslora=bool(values.get("use_rslora")),
+        )
+    except FileNotFoundError:
+        raise CheckpointError(f"no adapter at {str(folder)!r}: it has no {CONFIG_NAME}") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} is not an adapter's configuration: {error!r}") from error
+    for name in _VARIANTS:
+        if values.get(name):
+            raise ConfigError(f"{str(path)!r}: {name} is {values[name]!r}, which is not supported; only plain LoRA is")
+    if values.get("bias", "none") != "none":
+        raise ConfigError(f"{str(path)!r}: bias is {values['bias']!r}; only 'none' is supported")
+    if values.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        raise ConfigError(
+            f"{str(path)!r}: init_lora_weights is {values['init_lora_weights']!r}, which changes the base weights; "
+            "convert the adapter with peft's path_initial_model_for_weight_conversion first"
+        )
+    return config
+
+
+def load_adapter_(model: LanguageModule, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
+    """Give a model the adapters of a folder and freeze all else, in place. Collective over the model's ranks.
+
+    Args:
+        model: a built model, without adapters.
+        folder: written by ``save_adapter``, or by ``peft``'s ``save_pretrained``.
+        architecture: whose names the files use.
+
+    Returns:
+        The folder's configuration.
+
+    Raises:
+        CheckpointError: files that are missing, damaged, or of another model; nothing is changed, on any rank.
+        ConfigError: a variant of LoRA that is not offered, or a model that has adapters already.
+    """
+    known, sites = all_paths(model, architecture), sites_of(model, architecture)
+    config, tensors = agree_everywhere(lambda: _read(Path(folder), known, sites), model.pg_collection)
+    chosen = [site for site in sites if (site.path, "lora_A") in tensors]
+    add_adapters_(model, config, chosen)
+    with torch.no_grad():
+        for site in chosen:
+            adapter = site.adapter
+            assert adapter is not None
+            for name, layout in adapter.param_layouts.items():
+                adapter.get_parameter(name).copy_(layout.take(tensors[site.path, name], adapter.tp_rank))
+    return config
+
+
+def save_adapter(
+    model: LanguageModule,
+    folder: str | os.PathLike[str],
+    architecture: Architecture,
+    *,
+    base_model: str | None = None,
+) -> None:
+    """Write the adapters of a model for ``peft`` and ``load_adapter_``. Collective over the model's ranks.
+
+    Args:
+        model: with adapters.
+        folder: made if missing; an adapter that is there is replaced.
+        architecture: whose names the files use.
+        base_model: name or folder of the base model, as ``base_model_name_or_path``.
+
+    Raises:
+        ConfigError: the model has no adapters, or the folder cannot be written to; on every rank.
+    """
+    pairs = [(site, adapter) for site in sites_of(model, architecture) if (adapter := site.adapter) is not None]
+    tensors = {
+        f"{_PREFIX}{site.path}.{name}.weight": gather_parameter(
+            adapter.get_parameter(name), layout, group=model.tp_group
+        ).cpu()
+        for site, adapter in pairs
+        for name, layout in adapter.param_layouts.items()
+    }
+    if not pairs:
+        raise ConfigError("the model has no adapters to save")
+    of_stages = tell_stages(tensors, "the adapters of each pipeline stage", model.pg_collection)
+    tensors = {key: tensor for of_stage in of_stages for key, tensor in of_stage.items()}
+    paths = sorted({match[1] for key in tensors if (match := _KEY.fullmatch(key))})
+    config = _config_json(pairs[0][0], paths, is_causal=isinstance(model, GPTModel), base_model=base_model)
+    agree_everywhere(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, model.pg_collection)
+
+
+def _writes(model: LanguageModule) -> bool:
+    """Whether this rank writes what all ranks of the model, and of its data-parallel copies, write once."""
+    copies = getattr(model.pg_collection, "dp", None)
+    return all(group.rank() == 0 for group in (*model_groups(model.pg_collection), *([copies] if copies else [])))
+
+
+def _config_json(site: Site, paths: list[str], *, is_causal: bool, base_model: str | None) -> dict[str, Any]:
+    """What ``adapter_config.json`` says about a model with adapters at ``paths``, one of them ``site``."""
+    layer: Any = site.layer
+    config: LoraConfig = layer.lora_config
+    alpha = int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha
+    targets = sorted(config.target_modules)
+    if ALL_LINEAR in targets:
+        targets = sorted({path.rpartition(".")[2] for path in paths})
+    if not is_causal:
+        # BERT's heads have layers of the same names.
+        targets = paths
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if is_causal else None,
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": config.r,
+        "lora_alpha": alpha,
+        "lora_dropout": config.lora_dropout,
+        "use_rslora": config.use_rslora,
+        "target_modules": targets,
+        "bias": "none",
+        "fan_in_fan_out": site.transposed,
+        "init_lora_weights": True,
+    }
+
+
+def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    # The configuration comes last: where it stands, its tensors do.
+    (folder / CONFIG_NAME).unlink(missing_ok=True)
+    content = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    write_atomically(folder / WEIGHTS_NAME, lambda file: file.write(content))
+    text = json.dumps(config, indent=2) + "\n"
+    write_atomically(folder / CONFIG_NAME, lambda file: file.write(text.encode()))
+
+
+def _read(folder: Path, known: set[str], sites: list[Site]) -> tuple[LoraConfig, dict[tuple[str, str], Tensor]]:
+    """The configuration, and by path and factor the whole tensors of this stage; checked."""
+    config = read_adapter_config(folder)
+    path = folder / WEIGHTS_NAME
+    shapes = {
+        (site.path, name): shape
+        for site in sites
+        for name, shape in zip(("lora_A", "lora_B"), _shapes(site, config.r), strict=True)
+    }
+    tensors: dict[tuple[str, str], Tensor] = {}
+    found: set[tuple[str, str]] = set()
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dict
+                match = _KEY.fullmatch(key)
+                if match is None or match[1] not in known:
+                    raise CheckpointError(
+                        f"{str(path)!r} is of another model: it has {key!r}, for which this model has no place"
+                    )
+                place = match[1], match[2]
+                found.add(place)
+                if place not in shapes:
+                    continue  # Of another pipeline stage.
+                shape = tuple(file.get_slice(key).get_shape())
+                if shape != shapes[place]:
+                    raise CheckpointError(
+                        f"{str(path)!r} is of another model: {key!r} has shape {list(shape)}, this model needs "
+                        f"{list(shapes[place])}"
+                    )
+                tensors[place] = file.get_tensor(key)
+    except FileNotFoundError:
+        raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises errors of its own
+        raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
+    lacking = sorted(
+        f"{_PREFIX}{place}.{other}.weight"
+        for place, name in found
+        if (place, other := {"lora_A": "lora_B", "lora_B": "lora_A"}[name]) not in found
+    )
+    if lacking or not found:
+        raise CheckpointError(f"{str(path)!r} lacks {lacking[0] if lacking else 'every tensor'}")
+    return config, tensors
+
+
+def _shapes(site: Site, r: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    output_size, input_size = site.layer.param_layouts["weight"].global_shape
+    return (r, input_size), (output_size if site.section is None else len(site.section), r)

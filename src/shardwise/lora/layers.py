@@ -1,0 +1,312 @@
+"""Tensor-parallel linear layers with low-rank adapters: exact at every number of ranks, and cheap on the wire.
+
+==================== ================= ================= ==============================================================
+layer                A                 B                 communication beside the layer's own
+==================== ================= ================= ==============================================================
+column               whole             split like ``W``  all-reduce of the gradient of ``z = A x``
+column, sequence     whole, gradient   split like ``W``  all-gather of ``z``, reduce-scatter of its gradient
+parallel             partial
+row, also sequence   split like ``W``  whole, gradient   none: ``B z`` joins the partial sum before the layer's own
+parallel                               partial           reduction
+==================== ================= ================= ==============================================================
+
+``z`` has ``r`` features, so what travels per token is ``r / hidden_size`` of what the layer itself sends. Gradients
+marked partial are summed once per step by ``finalize_gradients_``. A replicated ``A`` sees its whole gradient on every
+rank, because the sum over ranks is taken of the gradient of ``z`` already.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import init
+
+from shardwise.collectives.regions import (
+    _CopyToModelParallelRegion,
+    _GatherFromSequenceParallelRegion,
+    _ReduceFromModelParallelRegion,
+    _ReduceScatterToSequenceParallelRegion,
+)
+from shardwise.dropout import sharded_dropout
+from shardwise.errors import ConfigError
+from shardwise.lora.config import LoraConfig
+from shardwise.lora.sections import is_identity, local_places, section_layout
+from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, balanced_sizes, uneven_sizes
+from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from shardwise.tensor_parallel.linear import LinearParallelism, tensor_parallel_linear
+from shardwise.tensor_parallel.module import TensorParallelModule
+
+# As ``peft``: that of nn.Linear, uniform within 1 / sqrt(fan in).
+_INIT_A = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
+_REDUCED_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class LoraAdapter(TensorParallelModule):
+    """The two factors for one Hugging Face linear layer.
+
+    Factors of a layer in half precision are kept in fp32, so that small updates are not lost, and multiplied in the
+    layer's dtype.
+
+    Args:
+        layer: the linear layer beside which they stand.
+        config: rank.
+        section: which rows of a column-parallel layer's output they add to, in their order; all in order if None.
+
+    Attributes:
+        lora_A: ``[r, i]`` of a column-parallel layer, ``[r, i/t]`` of a row-parallel one.
+        lora_B: ``[o/t, r]`` of a column-parallel layer, ``[o, r]`` of a row-parallel one; starts as 0.
+        places: ``[o/t]``, the rows of the rank's part of the layer's output; None if these are all, in order.
+    """
+
+    places: Tensor | None
+
+    def __init__(
+        self, layer: ColumnParallelLinear | RowParallelLinear, config: LoraConfig, section: Tensor | None = None
+    ) -> None:
+        assert layer.weight is not None
+        weight_layout = layer.param_layouts["weight"]
+        own = copy.copy(layer.config)
+        if layer.weight.dtype in _REDUCED_PRECISION:
+            own.params_dtype = torch.float32
+        else:
+            own.params_dtype = layer.weight.dtype
+        super().__init__(own, layer.tp_group)
+        output_size, input_size = weight_layout.global_shape
+        places: Tensor | None = None
+        if isinstance(layer, ColumnParallelLinear):
+            if section is None:
+                section = torch.arange(output_size)
+            layout_a = ParamLayout.replicated((config.r, input_size), self.tp_size)
+            layout_b = section_layout(section, weight_layout, config.r)
+            partial_a, partial_b = layer.sequence_parallel, False
+            places = local_places(section, weight_layout, self.tp_rank)
+            if is_identity(places, weight_layout.local_size(self.tp_rank)):
+                places = None
+        else:
+            layout_a = ParamLayout(
+                (config.r, input_size), 1, weight_layout.intervals, self.tp_size, weight_layout.stride
+            )
+            layout_b = ParamLayout.replicated((output_size, config.r), self.tp_size)
+            partial_a, partial_b = False, self.tp_size > 1
+        with torch.device(layer.weight.device):
+            self._make_parameter("lora_A", layout_a, _INIT_A, partial_gradient=partial_a)
+            self._make_parameter("lora_B", layout_b, init.zeros_, partial_gradient=partial_b)
+        self.lora_A: nn.Parameter
+        self.lora_B: nn.Parameter
+        self.register_buffer("places", None if places is None else places.to(layer.weight.device), persistent=False)
+
+    def extra_repr(self) -> str:
+        layout = self.param_layouts
+        (r, in_features), out_features = layout["lora_A"].global_shape, layout["lora_B"].global_shape[0]
+        return f"in_features={in_features}, out_features={out_features}, r={r}, tp={self.tp_rank}/{self.tp_size}"
+
+
+class LoraLinear(TensorParallelModule):
+    """What column- and row-parallel layers with adapters share.
+
+    Not made by itself: ``add`` turns a layer into one with adapters, in place, so that its parameters keep their names.
+
+    Attributes:
+        lora: the adapters, by the last part of their Hugging Face names.
+        lora_config: rank, strength, dropout.
+        lora_enabled: whether the adapters take part in ``forward``.
+        lora_merged: whether their product is part of ``weight`` now.
+    """
+
+    _plain_class: type[ColumnParallelLinear] | type[RowParallelLinear]
+
+    weight: nn.Parameter
+    lora: nn.ModuleDict
+    lora_config: LoraConfig
+    lora_enabled: bool
+    lora_merged: bool
+
+    @staticmethod
+    def add(layer: nn.Module, config: LoraConfig, sections: Mapping[str, Tensor | None]) -> LoraLinear:
+        """Give a linear layer adapters, in place.
+
+        Args:
+            layer: a ColumnParallelLinear or a RowParallelLinear.
+            config: rank, strength and dropout.
+            sections: for each adapter's name the rows of the layer's output that it adds to; None for all in order.
+
+        Returns:
+            ``layer``, now of a class with adapters.
+
+        Raises:
+            ConfigError: the layer has adapters, or is of a kind that cannot have any.
+        """
+        if isinstance(layer, LoraLinear):
+            raise ConfigError(f"the layer has adapters already: {', '.join(layer.lora)}; remove them first")
+        kinds = {ColumnParallelLinear: LoraColumnParallelLinear, RowParallelLinear: LoraRowParallelLinear}
+        kind = kinds.get(type(layer))
+        if not isinstance(layer, ColumnParallelLinear | RowParallelLinear) or kind is None:
+            raise ConfigError(f"a {type(layer).__name__} cannot have adapters; only tensor-parallel linear layers can")
+        if layer.weight is None:
+            raise ConfigError("the layer has no weight of its own, so it cannot have adapters")
+        if layer._parallelism is LinearParallelism.LOCAL and layer.tp_size > 1:
+            raise ConfigError("the layer leaves its communication to its caller, so it cannot have adapters")
+        adapters = {name: LoraAdapter(layer, config, section) for name, section in sections.items()}
+        adapted: Any = layer
+        adapted.__class__ = kind
+        adapted.lora = nn.ModuleDict(adapters)
+        adapted.lora_config = config
+        adapted.lora_enabled = True
+        adapted.lora_merged = False
+        result: LoraLinear = adapted
+        return result
+
+    def remove(self) -> None:
+        """Take the adapters away, in place; a merged product stays in the weight."""
+        plain: Any = self
+        del plain.lora, plain.lora_config, plain.lora_enabled, plain.lora_merged
+        plain.__class__ = self._plain_class
+
+    @property
+    def _is_active(self) -> bool:
+        return self.lora_enabled and not self.lora_merged
+
+    def _adapters(self) -> list[LoraAdapter]:
+        return [adapter for adapter in self.lora.values() if isinstance(adapter, LoraAdapter)]
+
+    def _low_rank(self, input_: Tensor, *, dim: int | None, sizes: Sequence[int] | None) -> Tensor:
+        """``A x`` of all adapters side by side, ``[..., n * r]``; ``dim`` and ``sizes`` say how ``x`` is split."""
+        adapters, p = self._adapters(), self.lora_config.lora_dropout
+        if not self.training or p == 0:
+            return F.linear(input_, _side_by_side([adapter.lora_A for adapter in adapters], 0).to(input_.dtype))
+        parts = []
+        for adapter in adapters:
+            kept = sharded_dropout(input_, p, dim=dim, group=self.tp_group, sizes=sizes)
+            parts.append(F.linear(kept, adapter.lora_A.to(input_.dtype)))
+        return _side_by_side(parts, -1)
+
+    def _up(self) -> Tensor:
+        """``B`` of all adapters as one matrix ``[o/t, n * r]`` over the layer's output, 0 where an adapter has none."""
+        columns = []
+        for adapter in self._adapters():
+            factor: Tensor = adapter.lora_B
+            if adapter.places is not None:
+                whole = factor.new_zeros(self.weight.size(0), factor.size(1))
+                factor = whole.index_copy(0, adapter.places, factor)
+            columns.append(factor)
+        return _side_by_side(columns, 1)
+
+    def _add_up(self, output: Tensor, low_rank: Tensor) -> Tensor:
+        """``output + scaling * B z``, in one product."""
+        up = self._up().to(output.dtype)
+        flat = torch.addmm(
+            output.flatten(0, -2), low_rank.flatten(0, -2).to(output.dtype), up.t(), alpha=self.lora_config.scaling
+        )
+        return flat.view(output.shape)
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """This rank's part of what the adapters add to the weight, ``scaling * B A``, in fp32 or wider."""
+        down = _side_by_side([adapter.lora_A for adapter in self._adapters()], 0)
+        wide = torch.promote_types(down.dtype, torch.float32)
+        return self.lora_config.scaling * (self._up().to(wide) @ down.to(wide))
+
+    @torch.no_grad()
+    def merge_(self) -> None:
+        """Add the adapters' product to the weight, in place; afterwards ``forward`` costs what it did without them."""
+        if not self.lora_merged:
+            self.weight.copy_(self.weight + self.delta())
+            self.lora_merged = True
+
+    @torch.no_grad()
+    def unmerge_(self) -> None:
+        """Subtract the product again, in place: the weight is what it was up to one rounding."""
+        if self.lora_merged:
+            self.weight.copy_(self.weight - self.delta())
+            self.lora_merged = False
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[ShardedOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ParamShard]:
+        """As that of the layer, and the adapters' factors as ``lora.NAME.lora_A`` and ``lora.NAME.lora_B``."""
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for name, adapter in self.lora.items():
+            assert isinstance(adapter, LoraAdapter)
+            entries |= adapter.sharded_state_dict(f"{prefix}lora.{name}.", sharded_offsets, metadata)
+        return entries
+
+
+class LoraColumnParallelLinear(LoraLinear, ColumnParallelLinear):
+    """A ColumnParallelLinear with adapters."""
+
+    weight: nn.Parameter
+    _plain_class = ColumnParallelLinear
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        sequence_length: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``ColumnParallelLinear.forward``, with the adapters' product added."""
+        if not self._is_active:
+            return super().forward(input_, weight, runtime_gather_output, sequence_length=sequence_length)
+        output, bias = super().forward(input_, weight, False, sequence_length=sequence_length)
+        sizes = None
+        if self.sequence_parallel and sequence_length is not None:
+            sizes = balanced_sizes(sequence_length, self.tp_size)
+        low_rank = self._low_rank(input_, dim=0 if self.sequence_parallel else None, sizes=sizes)
+        if self.sequence_parallel:
+            uneven = None if sequence_length is None else uneven_sizes(sequence_length, self.tp_size)
+            low_rank = _GatherFromSequenceParallelRegion.apply(low_rank, self.tp_group, True, uneven)
+        elif self.tp_size > 1:
+            low_rank = _CopyToModelParallelRegion.apply(low_rank, self.tp_group)
+        output = self._add_up(output, low_rank)
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gather and self.tp_size > 1:
+            output = self._gather(output)
+        return output, bias
+
+
+class LoraRowParallelLinear(LoraLinear, RowParallelLinear):
+    """A RowParallelLinear with adapters."""
+
+    _plain_class = RowParallelLinear
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As ``RowParallelLinear.forward``, with the adapters' product added before the sum over ranks."""
+        if not self._is_active:
+            return super().forward(input_)
+        if not self.input_is_parallel and self.tp_size > 1:
+            input_ = self._split(input_)
+        else:
+            self._check_width(input_, self.input_size_per_partition)
+        output = tensor_parallel_linear(
+            input_,
+            self.weight,
+            None,
+            parallelism=LinearParallelism.LOCAL,
+            group=self.tp_group,
+            weight_gradient=self._weight_gradient(),
+        )
+        output = self._add_up(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes))
+        if self._parallelism is LinearParallelism.ROW:
+            output = _ReduceFromModelParallelRegion.apply(output, self.tp_group)
+        elif self._parallelism is LinearParallelism.ROW_SEQUENCE:
+            output = _ReduceScatterToSequenceParallelRegion.apply(output, self.tp_group)
+        if self.skip_bias_add:
+            return output, self.bias
+        if self.bias is not None:
+            output = output + self.bias.to(output.dtype)
+        return output, None
+
+
+def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,0 +1,200 @@
+"""Adapters on a whole model, by the names that Hugging Face gives its linear layers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError
+from shardwise.huggingface.architectures import Architecture
+from shardwise.huggingface.mapping import Heads, compose
+from shardwise.initialization import draw_seed, part_seeded
+from shardwise.lora.config import ALL_LINEAR, LoraConfig
+from shardwise.lora.layers import LoraAdapter, LoraLinear
+from shardwise.models.language_module import LanguageModule
+from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+_BLOCKS = ("decoder", "encoder")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A linear layer of Hugging Face's, and where ours has it.
+
+    Attributes:
+        path: its module's path in Hugging Face's model, such as ``model.layers.0.self_attn.q_proj``.
+        layer: the layer of ours that holds it.
+        section: for each of its output rows the row of ``layer``'s output; None if they are the same.
+        transposed: Hugging Face stores the weight as ``[in, out]``.
+    """
+
+    path: str
+    layer: ColumnParallelLinear | RowParallelLinear
+    section: Tensor | None
+    transposed: bool
+
+    @property
+    def name(self) -> str:
+        """The last part of the path, by which ``layer`` knows its adapter."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def adapter(self) -> LoraAdapter | None:
+        """The adapter that is there."""
+        if not isinstance(self.layer, LoraLinear) or self.name not in self.layer.lora:
+            return None
+        adapter = self.layer.lora[self.name]
+        assert isinstance(adapter, LoraAdapter)
+        return adapter
+
+
+def sites_of(model: LanguageModule, architecture: Architecture) -> list[Site]:
+    """Every linear layer of the model's transformer layers, those of this pipeline stage, in order.
+
+    Args:
+        model: any GPT or BERT.
+        architecture: whose names its layers have.
+
+    Raises:
+        ConfigError: the architecture has no such layers.
+    """
+    return [
+        site
+        for block, layers in _layers_of(model)
+        for layer in layers
+        for site in _sites_of_layer(model, layer, f"{block}.layers.{_index(layer)}", architecture)
+    ]
+
+
+def all_paths(model: LanguageModule, architecture: Architecture) -> set[str]:
+    """The paths of the linear layers of all pipeline stages."""
+    return {
+        site.path
+        for block, layers in _layers_of(model)
+        for index in range(model.config.num_layers)
+        for site in _sites_of_layer(model, layers[0], f"{block}.layers.{index}", architecture)
+    }
+
+
+def add_lora_(model: LanguageModule, config: LoraConfig, architecture: Architecture) -> None:
+    """Give a model adapters and freeze all else, in place.
+
+    Initial values depend on the state of PyTorch's default generator and on the layer's name, so they are the same on
+    any number of ranks and stages. ``B`` is 0, so the model computes what it did.
+
+    Args:
+        model: a built model, without adapters.
+        config: rank, strength and targets.
+        architecture: whose names the targets are.
+
+    Raises:
+        ConfigError: a target that the model lacks, or a model that has adapters already.
+    """
+    add_adapters_(model, config, choose(sites_of(model, architecture), config.target_modules))
+
+
+def choose(sites: Iterable[Site], targets: Iterable[str]) -> list[Site]:
+    """The sites that the targets name, as ``peft`` reads them: a target is a path or the end of one.
+
+    Raises:
+        ConfigError: a target that names none.
+    """
+    sites, targets = list(sites), list(targets)
+    for target in targets:
+        if target != ALL_LINEAR and not any(_names(target, site.path) for site in sites):
+            known = sorted({site.name for site in sites})
+            raise ConfigError(f"the model has no linear layer {target!r} to adapt; it has {', '.join(known)}")
+    return [site for site in sites if any(target == ALL_LINEAR or _names(target, site.path) for target in targets)]
+
+
+def add_adapters_(model: LanguageModule, config: LoraConfig, chosen: Iterable[Site]) -> None:
+    """``add_lora_`` at given sites.
+
+    Raises:
+        ConfigError: the model has adapters already.
+    """
+    if any(True for _ in lora_layers(model)):
+        raise ConfigError("the model has adapters already; merge them or remove them first")
+    together: dict[int, list[Site]] = {}
+    for site in chosen:
+        together.setdefault(id(site.layer), []).append(site)
+    model.requires_grad_(False)
+    on_cpu = model.config.use_cpu_initialization
+    seed = draw_seed(torch.device("cpu") if on_cpu else next(model.parameters()).device)
+    for sites in together.values():
+        with part_seeded(seed, sites[0].path):
+            LoraLinear.add(sites[0].layer, config, {site.name: site.section for site in sites})
+
+
+def lora_layers(model: nn.Module) -> Iterator[LoraLinear]:
+    """The layers that have adapters."""
+    return (module for module in model.modules() if isinstance(module, LoraLinear))
+
+
+def merge_lora_(model: nn.Module) -> None:
+    """Add every adapter's product to its weight, in place, so that the model costs what it did without them."""
+    for layer in lora_layers(model):
+        layer.merge_()
+
+
+def unmerge_lora_(model: nn.Module) -> None:
+    """Take the products out of the weights again, in place; a weight comes back up to one rounding."""
+    for layer in lora_layers(model):
+        layer.unmerge_()
+
+
+def remove_lora_(model: nn.Module) -> None:
+    """Take all adapters away, in place; what is merged stays in the weights, and what is frozen stays frozen."""
+    for layer in list(lora_layers(model)):
+        layer.remove()
+
+
+@contextlib.contextmanager
+def lora_disabled(model: nn.Module) -> Iterator[None]:
+    """Within, adapters that are not merged take no part: the model computes what it did without them."""
+    before = [(layer, layer.lora_enabled) for layer in lora_layers(model)]
+    for layer, _ in before:
+        layer.lora_enabled = False
+    try:
+        yield
+    finally:
+        for layer, enabled in before:
+            layer.lora_enabled = enabled
+
+
+def _layers_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    return [(name, getattr(model, name).layers) for name in _BLOCKS if hasattr(model, name)]
+
+
+def _index(layer: nn.Module) -> int:
+    """The layer's place in the whole model, from 0."""
+    number = layer.layer_number
+    assert isinstance(number, int)
+    return number - 1
+
+
+def _names(target: str, path: str) -> bool:
+    return f".{path}".endswith(f".{target}")
+
+
+def _sites_of_layer(model: LanguageModule, layer: nn.Module, prefix: str, architecture: Architecture) -> Iterator[Site]:
+    heads = Heads(*model.config.heads)
+    for name, linear in layer.named_modules():
+        if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+            continue
+        shape = linear.param_layouts["weight"].global_shape
+        composition = compose(architecture.table, f"{prefix}.{name}.weight", shape, heads)
+        sections = {
+            tensor: torch.empty(sum(piece.rows for piece in composition.pieces if piece.tensor == tensor)).long()
+            for tensor in composition.stored_shapes
+        }
+        for start, piece in zip(composition.starts, composition.pieces, strict=True):
+            sections[piece.tensor][piece.start : piece.start + piece.rows] = torch.arange(start, start + piece.rows)
+        for tensor, section in sections.items():
+            whole = torch.equal(section, torch.arange(shape[0]))
+            path = tensor.removesuffix(".weight")
+            yield Site(path, linear, None if whole else section, composition.transposed)

@@ -1,0 +1,247 @@
+"""BERT (Devlin et al. 2018, arXiv:1810.04805): every token sees every other; heads for masked tokens and sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives.regions import _GatherFromSequenceParallelRegion
+from shardwise.config import TransformerConfig
+from shardwise.errors import ShardingError
+from shardwise.models.embedding import PositionEmbedding
+from shardwise.models.replicated import ReplicatedLinear
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.sharding import balanced_sizes
+from shardwise.transformer.attention import SelfAttention
+from shardwise.transformer.block import TransformerBlock
+from shardwise.transformer.layer import TransformerLayerSpec, make_norm
+from shardwise.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.transformer.rotary import RotaryScaling
+
+__all__ = ["BertLMHead", "BertModel", "Pooler"]
+
+
+class BertLMHead(nn.Module):
+    """What a hidden state goes through before the output layer: dense, activation, norm.
+
+    Every rank holds it whole, and with sequence parallelism applies it to its own part of the sequence.
+
+    Args:
+        config: width, activation and norm.
+        tp_group: tensor-parallel group; the ambient one if None.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.activation_func = config.activation_func
+        self.dense = ReplicatedLinear(
+            config.hidden_size, config=config, sequence_shards=config.sequence_parallel, tp_group=tp_group
+        )
+        self.layernorm = make_norm(config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[s, b, h]``, or ``[s/t, b, h]``, to the same."""
+        output: Tensor = self.layernorm(self.activation_func(self.dense(hidden)))
+        return output
+
+
+class Pooler(nn.Module):
+    """The first token's hidden state through a dense layer and tanh, as a summary of the sequence.
+
+    Every rank holds it whole and computes the same.
+
+    Args:
+        config: width, and whether each rank holds its shard of the sequence.
+        tp_group: tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.tp_group = tp_group
+        self.dense = ReplicatedLinear(config.hidden_size, config=config, tp_group=tp_group)
+
+    def forward(self, hidden: Tensor, *, sequence_length: int) -> Tensor:
+        """``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` of ``sequence_length`` positions, to ``[b, h]``."""
+        first = hidden[:1]
+        if self.sequence_parallel:
+            # One token of each rank that has any: the first rank's is the sequence's first.
+            sizes = [min(size, 1) for size in balanced_sizes(sequence_length, self.tp_group.size())]
+            first = _GatherFromSequenceParallelRegion.apply(first, self.tp_group, False, sizes)
+        output: Tensor = torch.tanh(self.dense(first[0]))
+        return output
+
+
+class BertModel(TransformerModel):
+    """Embedding, transformer block, and heads for masked tokens and for the next sentence, or one stage of them.
+
+    BERT's own layers, and Hugging Face's, are those of ``norm_position="post"``, ``embedding_layernorm=True`` and
+    ``final_layernorm=False``; the reference's are pre-norm.
+
+    Args:
+        config: sizes of the model.
+        num_tokentypes: number of token types; 0 for none.
+        transformer_layer_spec: what a layer is made of. Its ``SelfAttention`` is not causal here, unless one is given
+            that says what it forbids (``functools.partial(SelfAttention, attn_mask_type=...)``).
+        vocab_size: number of token ids, of any size.
+        max_sequence_length: longest sequence; the size of a learned position embedding.
+        pre_process: the model begins here: there is an embedding.
+        post_process: the model ends here: there are heads and an output layer.
+        fp16_lm_cross_entropy: accepted for programs that set it; the loss is in fp32 or wider always.
+        parallel_output: return this rank's part of the logits in place of all.
+        share_embeddings_and_output_weights: the output layer uses the embedding's weight.
+        position_embedding_type: ``"learned_absolute"``, ``"rope"``, ``"alibi"`` or ``"none"``.
+        rotary_percent: share of a head that is rotated.
+        rotary_base: base of the rotary wavelengths.
+        add_binary_head: there are a pooler and a head for the next sentence.
+        rope_scaling: lowers the rotary frequencies, for longer contexts.
+        pg_collection: process groups; the ambient topology's if None.
+        vp_stage: which of the stage's chunks this is, with interleaving.
+
+    Attributes:
+        embedding: ``LanguageModelEmbedding``; on the first stage.
+        encoder: this stage's layers.
+        lm_head: before the output layer; on the last stage, as all that follows.
+        output_layer: with a bias; with tied weights it has no weight of its own if this is the first stage too.
+        pooler, binary_head: or None.
+
+    Raises:
+        ConfigError: a size or an option that cannot be.
+        TopologyError: no groups given and none initialised, or not those that the stages need.
+    """
+
+    _block_name = "encoder"
+    _attention_is_masked = True
+    encoder: TransformerBlock
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_tokentypes: int,
+        transformer_layer_spec: TransformerLayerSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: PositionEmbedding = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000.0,
+        add_binary_head: bool = True,
+        *,
+        rope_scaling: RotaryScaling | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        if transformer_layer_spec.attention is SelfAttention:
+            attention = partial(SelfAttention, attn_mask_type=AttnMaskType.padding)
+            transformer_layer_spec = dataclasses.replace(transformer_layer_spec, attention=attention)
+        super().__init__(
+            config,
+            transformer_layer_spec,
+            vocab_size,
+            max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=parallel_output,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            position_embedding_type=position_embedding_type,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            rope_scaling=rope_scaling,
+            num_tokentypes=num_tokentypes,
+            output_bias=True,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+        self.add_binary_head = add_binary_head
+        self.pooler: Pooler | None = None
+        self.binary_head: ReplicatedLinear | None = None
+        if post_process:
+            with self._seeded("lm_head"):
+                self.lm_head = BertLMHead(self.config, self.tp_group)
+            if add_binary_head:
+                with self._seeded("pooler"):
+                    self.pooler = Pooler(self.config, self.tp_group)
+                with self._seeded("binary_head"):
+                    self.binary_head = ReplicatedLinear(2, config=self.config, tp_group=self.tp_group)
+        self._finish_construction()
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        tokentype_ids: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None] | Tensor:
+        """Loss of each token with ``lm_labels``, else logits, and the logits of "B follows A" against "B is random".
+
+        Args:
+            input_ids: ``[b, s]`` token ids. A stage that is not the first reads only their shape, and its input from
+                ``set_input_tensor``.
+            attention_mask: ``[b, s]``, 1 for real tokens and 0 for padding; all are real if None.
+            tokentype_ids: ``[b, s]``; all 0 if None and there are token types.
+            lm_labels: ``[b, s]`` ids of the masked tokens, -100 elsewhere, which costs nothing.
+            position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
+
+        Returns:
+            Loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``); and ``[b, 2]``, or
+            None without ``add_binary_head``. On a stage that is not the last only the hidden states, ``[s, b, h]``
+            (``[s/t, b, h]`` with sequence parallelism).
+
+        Raises:
+            ShardingError: the sequence is too long, a mask of another shape, or a later stage has no input.
+            VocabularyError: an id outside the vocabulary.
+        """
+        s = self._sequence_length(input_ids, attention_mask, lm_labels)
+        if self.pre_process:
+            hidden: Tensor = self.embedding(input_ids, position_ids, tokentype_ids)
+        else:
+            hidden = self._input_of_a_later_stage()
+        hidden = self.encoder(
+            hidden,
+            attention_mask=AttentionMask(_padding(attention_mask, hidden.size(1), s), alibi_slopes=self.alibi_slopes),
+            rotary=self._rotary(position_ids, s, hidden),
+            sequence_length=s,
+        )
+        if not self.post_process:
+            return hidden
+        binary_logits = None
+        if self.pooler is not None and self.binary_head is not None:
+            binary_logits = self.binary_head(self.pooler(hidden, sequence_length=s))
+        hidden = self.lm_head(hidden)
+        shared_weight = self.shared_embedding_or_output_weight()
+        if lm_labels is None:
+            gather = not self.parallel_output
+            return self.output_layer(hidden, shared_weight, gather, sequence_length=s)[0], binary_logits
+        loss = self.compute_output_layer_and_language_model_loss(
+            hidden,
+            lm_labels,
+            self.output_layer.weight if shared_weight is None else shared_weight,
+            sequence_parallel_enabled=self.sequence_parallel,
+            column_parallel_linear=self.output_layer,
+            col_linear_kwargs={"weight": shared_weight, "runtime_gather_output": False, "sequence_length": s},
+            bias=self.output_layer.bias,
+        )
+        return loss, binary_logits
+
+
+def _padding(attention_mask: Tensor | None, b: int, s: int) -> Tensor | None:
+    """``[b, 1, 1, s]``, True for padding."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != (b, s):
+        raise ShardingError(
+            f"the attention mask has shape {list(attention_mask.shape)}; it must be [{b}, {s}], 1 for each real token "
+            "and 0 for padding"
+        )
+    return (attention_mask == 0)[:, None, None, :]

@@ -1,0 +1,125 @@
+"""What a language model does first: ids to hidden states."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives.regions import _ScatterToSequenceParallelRegion
+from shardwise.config import TransformerConfig
+from shardwise.errors import ConfigError, ShardingError
+from shardwise.models.replicated import ReplicatedEmbedding
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.tensor_parallel.layers import VocabParallelEmbedding
+from shardwise.transformer.layer import ResidualDropout, make_norm
+
+__all__ = ["LanguageModelEmbedding", "PositionEmbedding"]
+
+PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
+
+
+class LanguageModelEmbedding(nn.Module):
+    """Words, learned positions and token types, their sum normed (``config.embedding_layernorm``) and dropped out.
+
+    Args:
+        config: width, dtype, dropout, norm and sequence parallelism.
+        vocab_size: number of token ids, of any size.
+        max_sequence_length: rows of the table of learned positions.
+        position_embedding_type: there is such a table for ``"learned_absolute"``; other kinds are attention's.
+        num_tokentypes: number of token types; 0 for none.
+        scatter_to_sequence_parallel: with ``config.sequence_parallel``, return this rank's shard of the sequence.
+        tp_group: tensor-parallel group; the ambient one if None.
+
+    Attributes:
+        word_embeddings: split over the vocabulary.
+        position_embeddings, tokentype_embeddings: whole on every rank, or None.
+        layernorm: or None.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        position_embedding_type: PositionEmbedding = "learned_absolute",
+        num_tokentypes: int = 0,
+        scatter_to_sequence_parallel: bool = True,
+        tp_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if num_tokentypes < 0:
+            raise ConfigError(f"num_tokentypes is {num_tokentypes}; it must not be negative")
+        assert config.init_method is not None
+        self.tp_group = resolve_tensor_model_parallel_group(tp_group)
+        self.num_tokentypes = num_tokentypes
+        self.max_sequence_length = max_sequence_length
+        learned = position_embedding_type == "learned_absolute"
+        self.scatters = config.sequence_parallel and scatter_to_sequence_parallel and self.tp_group.size() > 1
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            config.hidden_size,
+            init_method=config.init_method,
+            # Positions and token types are added to the whole sequence before it is split.
+            reduce_scatter_embeddings=self.scatters and not learned and num_tokentypes == 0,
+            config=config,
+            tp_group=self.tp_group,
+        )
+        self.position_embeddings: ReplicatedEmbedding | None = None
+        if learned:
+            self.position_embeddings = ReplicatedEmbedding(
+                max_sequence_length, what="position", config=config, tp_group=self.tp_group
+            )
+        self.tokentype_embeddings: ReplicatedEmbedding | None = None
+        if num_tokentypes > 0:
+            self.tokentype_embeddings = ReplicatedEmbedding(
+                num_tokentypes, what="token type", config=config, tp_group=self.tp_group
+            )
+        self.layernorm: nn.Module | None = make_norm(config) if config.embedding_layernorm else None
+        self.dropout = ResidualDropout(config.hidden_dropout, self.scatters, self.tp_group)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, tokentype_ids: Tensor | None = None
+    ) -> Tensor:
+        """Embed.
+
+        Args:
+            input_ids: ``[b, s]`` token ids.
+            position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
+            tokentype_ids: ``[b, s]``; all 0 if None and there are token types.
+
+        Returns:
+            ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``.
+
+        Raises:
+            VocabularyError: a token id, position or token type that is in no table.
+            ShardingError: the sequence is too long, or token types are given to a model without.
+        """
+        s = input_ids.size(1)
+        if s > self.max_sequence_length:
+            raise ShardingError(
+                f"the sequence has {s} tokens, the model's max_sequence_length is {self.max_sequence_length}"
+            )
+        if tokentype_ids is not None and self.tokentype_embeddings is None:
+            raise ShardingError(
+                "tokentype_ids are given, but the model has no token types; make it with num_tokentypes"
+            )
+        hidden: Tensor = self.word_embeddings(input_ids)
+        if not self.word_embeddings.reduce_scatter_embeddings:
+            if self.tokentype_embeddings is not None:
+                kinds = self.tokentype_embeddings
+                hidden = hidden + (kinds.first(1) if tokentype_ids is None else kinds(tokentype_ids))
+            if self.position_embeddings is not None:
+                places = self.position_embeddings
+                hidden = hidden + (places.first(s) if position_ids is None else places(position_ids))
+            hidden = hidden.transpose(0, 1).contiguous()
+            if self.scatters:
+                hidden = _ScatterToSequenceParallelRegion.apply(hidden, self.tp_group)
+        if self.layernorm is not None:
+            hidden = self.layernorm(hidden)
+        output: Tensor = self.dropout(hidden, sequence_length=s)
+        return output

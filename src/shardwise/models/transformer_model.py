@@ -1,0 +1,279 @@
+"""What GPT and BERT have in common: embedding, transformer block and output layer, or one pipeline stage of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import TransformerConfig
+from shardwise.errors import AssertedShardingError, ConfigError, ShardingError
+from shardwise.initialization import draw_seed, part_seeded
+from shardwise.models.embedding import LanguageModelEmbedding, PositionEmbedding
+from shardwise.models.language_module import LanguageModule
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.tensor_parallel.layers import ColumnParallelLinear
+from shardwise.tensor_parallel.module import parameter_device
+from shardwise.transformer.alibi import local_alibi_slopes
+from shardwise.transformer.block import TransformerBlock, layers_of_this_stage
+from shardwise.transformer.layer import TransformerLayerSpec
+from shardwise.transformer.rotary import RotaryEmbedding, RotaryScaling
+
+_POSITIONS = ("learned_absolute", "rope", "none", "alibi")
+
+
+class TransformerModel(LanguageModule):
+    """Embedding (``pre_process``), this stage's layers, and output layer (``post_process``).
+
+    Every part starts from values that depend on the default generator's state, which must be the same on every rank,
+    and on the part alone: a model starts alike on any number of ranks and stages, and ends with the generator in the
+    same state.
+
+    Args:
+        config: sizes of the model.
+        transformer_layer_spec: what a layer is made of.
+        vocab_size: number of token ids, of any size.
+        max_sequence_length: longest sequence; the size of a learned position embedding.
+        pre_process: the model begins here.
+        post_process: the model ends here.
+        parallel_output: return this rank's part of the logits in place of all.
+        share_embeddings_and_output_weights: the output layer uses the embedding's weight.
+        position_embedding_type: ``"learned_absolute"``, ``"rope"``, ``"alibi"`` or ``"none"``.
+        rotary_percent, rotary_base, rope_scaling: see ``RotaryEmbedding``.
+        num_tokentypes: number of token types; 0 for none.
+        output_bias: the output layer has a bias.
+        pg_collection: process groups; the ambient topology's if None.
+        vp_stage: which of the stage's chunks this is, with interleaving.
+
+    Raises:
+        ConfigError: a size or an option that cannot be.
+        TopologyError: no groups given and none initialised, or not those that the stages need.
+    """
+
+    # Name of the attribute that holds the transformer block.
+    _block_name: str
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: TransformerLayerSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        parallel_output: bool,
+        share_embeddings_and_output_weights: bool,
+        position_embedding_type: PositionEmbedding,
+        rotary_percent: float,
+        rotary_base: float,
+        rope_scaling: RotaryScaling | None,
+        num_tokentypes: int = 0,
+        output_bias: bool = False,
+        pg_collection: ProcessGroupCollection | None,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self.rope_scaling = rope_scaling
+        self._check(vocab_size, max_sequence_length, position_embedding_type)
+        self.config = config = self._without_needless_sequence_parallelism()
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.parallel_output = parallel_output
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        self.rotary_percent = rotary_percent
+        self.rotary_base = rotary_base
+        self.num_tokentypes = num_tokentypes
+        self.sequence_parallel = config.sequence_parallel
+        self.vp_stage = vp_stage
+        self._check_stages()
+        self._input_tensor: Tensor | None = None
+        layers = layers_of_this_stage(config, self.pp_group, vp_stage)
+        device = parameter_device(config, self.tp_group)
+        starts = config.perform_initialization and torch.get_default_device().type != "meta"
+        self._seed = draw_seed(torch.device("cpu") if config.use_cpu_initialization else device) if starts else None
+        if pre_process:
+            with self._seeded("embedding"):
+                self.embedding = LanguageModelEmbedding(
+                    config,
+                    vocab_size,
+                    max_sequence_length,
+                    position_embedding_type,
+                    num_tokentypes,
+                    tp_group=self.tp_group,
+                )
+        self.rotary: RotaryEmbedding | None = None
+        if position_embedding_type == "rope":
+            self.rotary = RotaryEmbedding(config.heads[2], rotary_percent, rotary_base, rope_scaling)
+        self.alibi_slopes: Tensor | None = None
+        if position_embedding_type == "alibi":
+            self.alibi_slopes = local_alibi_slopes(config, self.tp_group)
+            self._attention_is_masked = True
+            self._set_attention_backend()
+        block = TransformerBlock(
+            config,
+            transformer_layer_spec,
+            self.tp_group,
+            layers=layers,
+            post_process=post_process,
+            seed=self._seed,
+        )
+        self.add_module(self._block_name, block)
+        defers = config.defer_embedding_wgrad_compute and post_process
+        self.embedding_activation_buffer: list[Tensor] | None = [] if defers else None
+        self.grad_output_buffer: list[Tensor] | None = [] if defers else None
+        if post_process:
+            with self._seeded("output_layer"):
+                self.output_layer = self._make_output_layer(vocab_size, output_bias)
+
+    def _make_output_layer(self, vocab_size: int, bias: bool) -> ColumnParallelLinear:
+        assert self.config.init_method is not None
+        return ColumnParallelLinear(
+            self.config.hidden_size,
+            vocab_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=bias,
+            skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+            embedding_activation_buffer=self.embedding_activation_buffer,
+            grad_output_buffer=self.grad_output_buffer,
+            tp_group=self.tp_group,
+        )
+
+    def _check(self, vocab_size: int, max_sequence_length: int, position_embedding_type: str) -> None:
+        if vocab_size < self.tp_group.size() or max_sequence_length < 1:
+            raise ConfigError(
+                f"vocab_size {vocab_size} must be at least the {self.tp_group.size()} tensor-parallel ranks, and "
+                f"max_sequence_length {max_sequence_length} at least 1"
+            )
+        if position_embedding_type not in _POSITIONS:
+            raise ConfigError(
+                f"position_embedding_type is {position_embedding_type!r}; it must be one of {', '.join(_POSITIONS)}"
+            )
+        if self.rope_scaling is not None and position_embedding_type != "rope":
+            raise ConfigError(
+                f"rope_scaling is given, and position_embedding_type is {position_embedding_type!r}; leave it out, or "
+                "use 'rope'"
+            )
+        if self.config.context_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size is {self.config.context_parallel_size}, and attention here needs the whole "
+                "sequence; leave it at 1 and split the sequence between layers with sequence_parallel"
+            )
+
+    def _check_stages(self) -> None:
+        num_stages = 1 if self.pp_group is None else self.pp_group.size()
+        is_whole = self.pre_process and self.post_process
+        if num_stages > 1 and self.config.pipeline_model_parallel_size == 1 and not is_whole:
+            raise ConfigError(
+                f"pipeline_model_parallel_size is 1, and the model is one of {num_stages} stages (pre_process="
+                f"{self.pre_process}, post_process={self.post_process}); set it to {num_stages}"
+            )
+
+    def _without_needless_sequence_parallelism(self) -> TransformerConfig:
+        if not self.config.sequence_parallel or self.tp_group.size() > 1:
+            return self.config
+        warnings.warn(
+            "sequence_parallel is set, but the tensor-parallel group has 1 rank, so there is nothing to split: "
+            "sequence parallelism is off in this model",
+            stacklevel=4,
+        )
+        # Said once, and not again by each of its layers.
+        return dataclasses.replace(self.config, sequence_parallel=False)
+
+    @property
+    def block(self) -> TransformerBlock:
+        """This stage's layers."""
+        block = self.get_submodule(self._block_name)
+        assert isinstance(block, TransformerBlock)
+        return block
+
+    def _seeded(self, part: str) -> AbstractContextManager[None]:
+        return part_seeded(self._seed, part)
+
+    def _finish_construction(self) -> None:
+        """What comes last, when all parts are there."""
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
+        self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
+
+    def reset_parameters(self) -> None:
+        """Give all parameters their initial values, as when the model was made; collective as that is.
+
+        A model made under ``torch.device("meta")`` is first allocated on PyTorch's default device (call ``to_empty``
+        before for another). The values are those that a model made there would have had, if the generator is in the
+        same state.
+        """
+        if any(param.is_meta for param in self.parameters()):
+            self.to_empty(device=torch.get_default_device())
+        device = next(self.parameters()).device
+        self._seed = draw_seed(torch.device("cpu") if self.config.use_cpu_initialization else device)
+        for part, module in self._parts():
+            with part_seeded(self._seed, *part):
+                for child in module.modules():
+                    reset: Any = getattr(child, "reset_parameters", None)
+                    if reset is not None:
+                        reset()
+        # `to_empty` may have made new parameters, without their marks.
+        for name, marks in self._marks.items():
+            vars(self.get_parameter(name)).update(marks)
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
+
+    def _parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
+        """Each part of the model that starts from a seed of its own, by what is mixed into the seed."""
+        for name, child in self.named_children():
+            if not isinstance(child, TransformerBlock):
+                yield (name,), child
+                continue
+            yield from child.seeded_parts()
+            if child.final_layernorm is not None:
+                yield (name,), child.final_layernorm
+
+    def set_input_tensor(self, input_tensor: Tensor | Sequence[Tensor | None] | None) -> None:
+        """Give a stage that is not the first the hidden states of the one before it, for the forwards that follow.
+
+        Args:
+            input_tensor: ``[s, b, h]``, with sequence parallelism this rank's shard, or a list of it alone; None on the
+                first stage.
+
+        Raises:
+            ShardingError: a list of several.
+        """
+        if isinstance(input_tensor, Sequence):
+            if len(input_tensor) != 1:
+                raise AssertedShardingError(f"a stage has one input tensor, and {len(input_tensor)} are given")
+            input_tensor = input_tensor[0]
+        self._input_tensor = input_tensor
+
+    def _rotary(self, position_ids: Tensor | None, s: int, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosine and sine of the positions, 0 to ``s - 1`` if None; None without rotary positions."""
+        if self.rotary is None:
+            return None
+        if position_ids is None:
+            position_ids = torch.arange(s, device=hidden.device)
+        rotary: tuple[Tensor, Tensor] = self.rotary(position_ids, hidden.dtype)
+        return rotary
+
+    def _input_of_a_later_stage(self) -> Tensor:
+        if self._input_tensor is None:
+            raise ShardingError("this stage has no embedding (pre_process=False); call set_input_tensor before forward")
+        return self._input_tensor
+
+    def _sequence_length(self, *of_tokens: Tensor | None) -> int:
+        """``s``, from the first of ``[s]`` or ``[b, s]`` that is there, else from the input tensor."""
+        for tensor in of_tokens:
+            if tensor is not None:
+                return tensor.size(-1)
+        hidden = self._input_of_a_later_stage()
+        if self.sequence_parallel and self.tp_group.size() > 1:
+            raise ShardingError("with sequence parallelism a stage cannot tell the sequence's length; pass input_ids")
+        return hidden.size(0)

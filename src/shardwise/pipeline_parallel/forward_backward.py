@@ -1,0 +1,208 @@
+"""``get_forward_backward_func``: a training step over all micro-batches, with the reference's arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise import parallel_state
+from shardwise.config import ModelParallelConfig
+from shardwise.errors import ConfigError, DataError
+from shardwise.pipeline_parallel.schedules import forward_only as forward_only_schedule
+from shardwise.pipeline_parallel.schedules import make_schedule
+from shardwise.pipeline_parallel.stage import Pipeline
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.sharding import balanced_sizes, divide
+
+ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
+
+
+def get_forward_backward_func(
+    pp_size: int | None = None, vp_size: int | None = None, *, schedule: str | None = None
+) -> Callable[..., list[Any]]:
+    """``forward_backward_func`` for so many stages and chunks.
+
+    Args:
+        pp_size: pipeline-parallel ranks; those of the ambient topology if None, and 1 if there is none.
+        vp_size: chunks on each of them; the ambient number if None.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; "interleaved" with several chunks and else "1f1b"
+            if None.
+
+    Raises:
+        ConfigError: an unknown schedule, or one that the number of chunks does not fit.
+    """
+    if pp_size is None:
+        initialized = parallel_state.model_parallel_is_initialized()
+        pp_size = parallel_state.get_pipeline_model_parallel_world_size() if initialized else 1
+    if vp_size is None:
+        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    num_chunks = vp_size or 1
+    if schedule is None:
+        schedule = "interleaved" if num_chunks > 1 else "1f1b"
+    # Whatever the number of micro-batches, a multiple of the stages fits.
+    make_schedule(schedule, pp_size, pp_size, num_chunks)
+    return functools.partial(forward_backward_func, schedule=schedule)
+
+
+def forward_backward_func(
+    *,
+    forward_step_func: ForwardStepFunc,
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    schedule: str = "1f1b",
+) -> list[Any]:
+    """Run all micro-batches forward and back through the pipeline. Collective over its stages.
+
+    The model's ``config`` says the rest: ``sequence_parallel``, ``pipeline_dtype``,
+    ``microbatch_group_size_per_vp_stage``,
+    ``grad_scale_func`` (applied to each loss before its backward), ``no_sync_func`` (a context for all backward steps
+    but each chunk's last) and ``finalize_model_grads_func``, called at the end as ``f(chunks, None,
+    pg_collection=...)``.
+
+    Args:
+        forward_step_func: ``(data_iterator, model) -> (output, loss_func)``, called once per micro-batch and chunk.
+            On the last stage ``loss_func(output)`` gives ``(loss, data)``, where the loss is a scalar that is divided
+            by ``num_microbatches`` (pass a sum times ``num_microbatches`` over all tokens for a mean over all), or
+            ``(loss, num_tokens, data)``, where it is divided by both.
+        data_iterator: handed to ``forward_step_func``; with several chunks a list with one for each.
+        model: this stage's chunk, or a list of them in order.
+        num_microbatches: of this step.
+        seq_length: of every sequence, over all ranks that share it.
+        micro_batch_size: sequences in each micro-batch.
+        decoder_seq_length: ``seq_length`` or None; there is no encoder with another.
+        forward_only: measure, without gradients.
+        collect_non_loss_data: call ``loss_func(output, non_loss_data=True)`` and return what it gives; no backward.
+        first_val_step: accepted; nothing depends on it.
+        pg_collection: groups ``pp``, and ``tp`` and ``cp`` where there are any; the ambient topology's if None.
+        schedule: by name.
+
+    Returns:
+        On the last stage ``data`` of each micro-batch; an empty list on the others.
+
+    Raises:
+        ConfigError: arguments that do not fit each other or the schedule.
+        DataError: ``data_iterator`` has too few micro-batches.
+        ShardwiseError: what went wrong on any stage, on every stage.
+    """
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    iterators = _one_per_chunk(data_iterator, chunks)
+    if decoder_seq_length not in (None, seq_length):
+        raise ConfigError(f"decoder_seq_length is {decoder_seq_length} and seq_length {seq_length}; they must be equal")
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["pp", "tp", "cp"])
+    if groups.pp is None:
+        raise ConfigError("pg_collection has no group pp, over whose ranks the stages are spread")
+    config = _config_of(chunks[0])
+    num_stages = groups.pp.size()
+    if forward_only or collect_non_loss_data:
+        table = forward_only_schedule(num_stages, num_microbatches, len(chunks))
+    else:
+        group_size = config.microbatch_group_size_per_vp_stage if num_stages > 1 else None
+        table = make_schedule(schedule, num_stages, num_microbatches, len(chunks), group_size=group_size)
+    loss_funcs: dict[int, Callable[..., Any]] = {}
+
+    def forward(micro_batch: int, chunk: int) -> Tensor:
+        try:
+            output, loss_funcs[micro_batch] = forward_step_func(iterators[chunk], chunks[chunk])
+        except StopIteration as error:
+            raise DataError(
+                f"the data ended at micro-batch {micro_batch} of {num_microbatches} (counted from 0); give "
+                "data_iterator as many as num_microbatches"
+            ) from error
+        return output
+
+    def loss(micro_batch: int, output: Tensor) -> tuple[Tensor | None, Any]:
+        loss_func = loss_funcs.pop(micro_batch)
+        if collect_non_loss_data:
+            return None, loss_func(output, non_loss_data=True)
+        scalar, *num_tokens, data = loss_func(output)
+        for count in num_tokens:
+            scalar = scalar / torch.clamp(torch.as_tensor(count, device=scalar.device), min=1)
+        scalar = scalar / num_microbatches
+        return scalar if config.grad_scale_func is None else config.grad_scale_func(scalar), data
+
+    first = next(chunks[0].parameters())
+    pipeline: Pipeline[Any] = Pipeline(chunks, group=groups.pp)
+    results = pipeline.run(
+        table,
+        forward,
+        loss,
+        shape=hidden_shape(
+            config,
+            seq_length,
+            micro_batch_size,
+            tp_group=getattr(groups, "tp", None),
+            cp_group=getattr(groups, "cp", None),
+        ),
+        dtype=config.pipeline_dtype or config.params_dtype,
+        device=first.device,
+        forward_only=forward_only or collect_non_loss_data,
+        no_sync=config.no_sync_func or contextlib.nullcontext,
+    )
+    if config.finalize_model_grads_func is not None and not (forward_only or collect_non_loss_data):
+        config.finalize_model_grads_func(chunks, None, pg_collection=groups)
+    return results
+
+
+def hidden_shape(
+    config: Any,
+    seq_length: int,
+    micro_batch_size: int,
+    *,
+    tp_group: ProcessGroup | None,
+    cp_group: ProcessGroup | None = None,
+) -> tuple[int, int, int]:
+    """``[s, b, h]`` of what this rank's stage gives to the next one's, or of its shard.
+
+    Args:
+        config: with ``hidden_size`` and ``sequence_parallel``.
+        seq_length: of the whole sequence.
+        micro_batch_size: ``b``.
+        tp_group: tensor-parallel; it shares the sequence with sequence parallelism, by the balanced rule.
+        cp_group: context-parallel; it always shares the sequence.
+
+    Raises:
+        IndivisibleError: the context-parallel ranks do not divide the sequence.
+    """
+    length = seq_length if cp_group is None else divide(seq_length, cp_group.size())
+    if config.sequence_parallel and tp_group is not None:
+        length = balanced_sizes(length, tp_group.size())[tp_group.rank()]
+    return length, micro_batch_size, config.hidden_size
+
+
+def _one_per_chunk(data_iterator: Any, chunks: Sequence[nn.Module]) -> list[Any]:
+    if isinstance(data_iterator, (list, tuple)):
+        if len(data_iterator) != len(chunks):
+            raise ConfigError(
+                f"{len(data_iterator)} data iterators for {len(chunks)} chunks of the model; give one each"
+            )
+        return list(data_iterator)
+    if len(chunks) > 1 and data_iterator is not None:
+        raise ConfigError(
+            f"one data iterator for {len(chunks)} chunks of the model, each of which reads every micro-batch; give a "
+            "list with one for each"
+        )
+    return [data_iterator] * len(chunks)
+
+
+def _config_of(chunk: nn.Module) -> ModelParallelConfig:
+    module: Any = chunk
+    while not hasattr(module, "config"):
+        module = getattr(module, "module", None)
+        if module is None:
+            raise ConfigError(f"a model of type {type(chunk).__name__} has no config, which says how its stages talk")
+    config: ModelParallelConfig = module.config
+    return config

@@ -1,0 +1,110 @@
+"""Which message goes when: a schedule's table with the sends and receives between its actions.
+
+Messages are put in the order in which they would travel if every action took its time and messages took none, and each
+stage takes part in its own in that order. So even where a send waits until it is received, no stage ever waits for one
+that waits for it: of all that is not done yet, what comes first in this order can be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardwise.pipeline_parallel.actions import Action, Kind, Schedule, Slot
+
+
+class Message(NamedTuple):
+    """The hidden states that ``part`` passes to the next one, or the gradient that it returns to the one before.
+
+    Attributes:
+        micro_batch: whose.
+        part: of the model, that made it.
+        is_gradient: which of the two.
+        source: stage that sends.
+        target: stage that receives.
+    """
+
+    micro_batch: int
+    part: int
+    is_gradient: bool
+    source: int
+    target: int
+
+
+class Exchange(NamedTuple):
+    """Messages that a stage sends and receives at one time."""
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+Program = tuple[Action | Exchange, ...]
+"""What a stage does, in order."""
+
+
+def programs(schedule: Schedule) -> tuple[Program, ...]:
+    """``[stage]``, its actions with its messages between them: sent right after they are made, received in time.
+
+    >>> from shardwise.pipeline_parallel.schedules import make_schedule
+    >>> for step in programs(make_schedule("gpipe", 2, 1))[1]:
+    ...     print(step if isinstance(step, Exchange) else str(step))
+    Exchange(sends=(), receives=(Message(micro_batch=0, part=0, is_gradient=False, source=0, target=1),))
+    F0
+    B0
+    Exchange(sends=(Message(micro_batch=0, part=1, is_gradient=True, source=1, target=0),), receives=())
+    """
+    timeline = schedule.timeline()
+    travelling = sorted(
+        (slot.finish, message)
+        for stage, row in enumerate(timeline)
+        for slot in row
+        if (message := made_by(schedule, stage, slot.action)) is not None
+    )
+    return tuple(
+        _merged(stage, row, [item for item in travelling if stage in (item[1].source, item[1].target)])
+        for stage, row in enumerate(timeline)
+    )
+
+
+def made_by(schedule: Schedule, stage: int, action: Action) -> Message | None:
+    """The message that takes along what ``action`` of ``stage`` makes; None if no other part waits for it."""
+    part = schedule.part(stage, action.chunk)
+    if action.kind is Kind.FORWARD and part < schedule.num_parts - 1:
+        return Message(action.micro_batch, part, False, stage, schedule.place(part + 1)[0])
+    if action.kind.returns_gradient and part > 0:
+        return Message(action.micro_batch, part, True, stage, schedule.place(part - 1)[0])
+    return None
+
+
+def needed_by(schedule: Schedule, stage: int, action: Action) -> Message | None:
+    """The message that ``action`` of ``stage`` waits for, or None."""
+    part = schedule.part(stage, action.chunk)
+    if action.kind is Kind.FORWARD and part > 0:
+        return Message(action.micro_batch, part - 1, False, schedule.place(part - 1)[0], stage)
+    if action.kind.returns_gradient and part < schedule.num_parts - 1:
+        return Message(action.micro_batch, part + 1, True, schedule.place(part + 1)[0], stage)
+    return None
+
+
+def _merged(stage: int, slots: Sequence[Slot], messages: list[tuple[float, Message]]) -> Program:
+    """A stage's actions, each after the messages of the time at which it starts, among which may be its own."""
+    program: list[Action | Exchange] = []
+    for slot in slots:
+        while messages and messages[0][0] <= slot.start:
+            program.append(_first_exchange(stage, messages))
+        program.append(slot.action)
+    while messages:
+        program.append(_first_exchange(stage, messages))
+    return tuple(program)
+
+
+def _first_exchange(stage: int, messages: list[tuple[float, Message]]) -> Exchange:
+    """Take the messages of the first time off the list."""
+    time = messages[0][0]
+    together = []
+    while messages and messages[0][0] == time:
+        together.append(messages.pop(0)[1])
+    return Exchange(
+        tuple(message for message in together if message.source == stage),
+        tuple(message for message in together if message.target == stage),
+    )

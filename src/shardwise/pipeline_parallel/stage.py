@@ -1,0 +1,285 @@
+"""One stage at work: it runs its program of actions and messages on its chunks of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives.agreement import agree, check_same
+from shardwise.collectives.pending import Pending
+from shardwise.collectives.point_to_point import Letter, exchange
+from shardwise.collectives.primitives import all_reduce
+from shardwise.errors import ConfigError, ShardingError
+from shardwise.pipeline_parallel.actions import Action, Kind, Schedule
+from shardwise.pipeline_parallel.messages import Exchange, Message, Program, made_by, needed_by, programs
+
+T = TypeVar("T")
+
+ForwardStep = Callable[[int, int], Tensor]
+"""From micro-batch and chunk, what the chunk's forward returns."""
+
+LossStep = Callable[[int, Tensor], tuple[Tensor | None, T]]
+"""From micro-batch and the model's output, a scalar to call the backward on (None for none) and what to hand out."""
+
+_Key = tuple[int, int]
+
+_program_of = functools.lru_cache(maxsize=16)(programs)
+
+
+class Pipeline(Generic[T]):
+    """A pipeline stage's chunks of a model, run by a schedule.
+
+    Args:
+        chunks: this stage's parts of the model, in order. Each has ``set_input_tensor(tensor | None)``, which gives
+            its next forward the hidden states of the part before (None for the first part).
+        group: the ranks that hold the stages, in order.
+
+    Raises:
+        ConfigError: no chunk, or one without ``set_input_tensor``.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], *, group: ProcessGroup) -> None:
+        if not chunks:
+            raise ConfigError("a pipeline stage needs at least one chunk of the model; none was given")
+        self.chunks = list(chunks)
+        self.group = group
+        self._set_input = [_input_setter(chunk) for chunk in chunks]
+        self._agreed: set[Any] = set()
+
+    def run(
+        self,
+        schedule: Schedule,
+        forward: ForwardStep,
+        loss: LossStep[T],
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        forward_only: bool = False,
+        no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> list[T]:
+        """Run every micro-batch through the model, and back. Collective over the stages.
+
+        Gradients are added to those of the chunks' parameters, one micro-batch after the other.
+
+        Args:
+            schedule: the same on every stage.
+            forward: called in the schedule's order, with gradients off if ``forward_only``.
+            loss: called on the last part's output.
+            shape: of the hidden states between stages, ``[s, b, h]`` or this rank's shard of them.
+            dtype: of the hidden states.
+            device: where they are.
+            forward_only: no backward; ``schedule`` then has forward steps alone.
+            no_sync: a context for all backward steps but each chunk's last (as of a data-parallel wrapper).
+
+        Returns:
+            On the last stage what ``loss`` handed out, by micro-batch; nothing on the others.
+
+        Raises:
+            ShardwiseError: what went wrong on any stage, on every stage (an error of another kind stays itself on the
+                stage that had it, and the others get a DesyncError that names it). The stages have exchanged all their
+                messages by then and can go on.
+            ConfigError: the schedule is not made for these stages and chunks, or needs ``config.delay_wgrad_compute``.
+            DesyncError: stages that were given different schedules or shapes; another stage ended.
+        """
+        if (schedule.num_stages, schedule.num_chunks) != (self.group.size(), len(self.chunks)):
+            raise ConfigError(
+                f"schedule {schedule.name!r} is made for {schedule.num_stages} stages of {schedule.num_chunks} chunks; "
+                f"this pipeline has {self.group.size()} stages of {len(self.chunks)}"
+            )
+        if not forward_only:
+            self._check_weight_gradients(schedule)
+        facts = (schedule.name, schedule.num_micro_batches, schedule.num_chunks, tuple(shape), str(dtype))
+        if self.group.size() > 1 and facts not in self._agreed:
+            check_same(facts, "the pipeline's schedule, micro-batches, chunks, shape and dtype", group=self.group)
+            self._agreed.add(facts)
+        step = _Step(self, schedule, forward, loss, tuple(shape), dtype, device, no_sync)
+        with torch.set_grad_enabled(not forward_only):
+            step.run(_program_of(schedule)[self.group.rank()])
+        return step.results
+
+    def _check_weight_gradients(self, schedule: Schedule) -> None:
+        if any(action.kind is Kind.WEIGHT_GRADIENT for row in schedule.actions for action in row) and not any(
+            True for chunk in self.chunks for _ in _delayed(chunk)
+        ):
+            raise ConfigError(
+                f"schedule {schedule.name!r} computes weight gradients in steps of their own, and no layer of this "
+                "stage leaves them out of its backward pass; set config.delay_wgrad_compute=True"
+            )
+
+
+class _Step(Generic[T]):
+    """One run of a program: what is there between its actions."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline[T],
+        schedule: Schedule,
+        forward: ForwardStep,
+        loss: LossStep[T],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        no_sync: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.results: list[T] = []
+        self._pipeline = pipeline
+        self._schedule = schedule
+        self._forward_step = forward
+        self._loss_step = loss
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._no_sync = no_sync
+        self._stage = pipeline.group.rank()
+        self._failure: Exception | None = None
+        # By micro-batch and chunk: a part's input and where its backward starts, what it made for its neighbours, and
+        # its weight gradients that wait.
+        self._inputs: dict[_Key, Tensor] = {}
+        self._roots: dict[_Key, GradientEdge | None] = {}
+        self._waiting: dict[_Key, list[Callable[[], None]]] = {}
+        self._made: dict[Message, Tensor] = {}
+        self._coming: dict[Message, Pending] = {}
+        self._sent: deque[Pending] = deque()
+        self._backwards_left = [schedule.num_micro_batches] * schedule.num_chunks
+
+    def run(self, program: Program) -> None:
+        """Do everything, and end as every stage ends."""
+        for step in program:
+            if isinstance(step, Exchange):
+                self._exchange(step)
+            else:
+                self._act(step)
+        while self._sent:
+            self._sent.popleft().wait()
+        for chunk, set_input in zip(self._pipeline.chunks, self._pipeline._set_input, strict=True):
+            set_input(None)
+            if self._failure is not None:
+                for layer in _delayed(chunk):
+                    layer.take()
+        self._end_alike()
+
+    def _end_alike(self) -> None:
+        group = self._pipeline.group
+        failed = torch.tensor(float(self._failure is not None), device=self._device)
+        if not all_reduce(failed, group=group, op=dist.ReduceOp.MAX):
+            return
+        agree(self._raise_failure, group=group)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _exchange(self, step: Exchange) -> None:
+        sends = [Letter(self._made.pop(message), message.target, self._tag(message)) for message in step.sends]
+        receives = [
+            Letter(torch.empty(self._shape, dtype=self._dtype, device=self._device), message.source, self._tag(message))
+            for message in step.receives
+        ]
+        sent, coming = exchange(sends, receives, group=self._pipeline.group)
+        self._coming.update(zip(step.receives, coming, strict=True))
+        self._sent.extend(sent)
+        # A tensor is kept until it arrived. Waiting for an early one is safe: messages travel in one order.
+        while len(self._sent) > self._schedule.num_stages:
+            self._sent.popleft().wait()
+
+    def _tag(self, message: Message) -> int:
+        return 2 * (message.part * self._schedule.num_micro_batches + message.micro_batch) + message.is_gradient
+
+    def _act(self, action: Action) -> None:
+        """One action; from the first failure on only its messages are passed on, so that no stage waits in vain."""
+        part = self._schedule.part(self._stage, action.chunk)
+        needed = needed_by(self._schedule, self._stage, action)
+        received = None if needed is None else self._coming.pop(needed).wait()
+        made: Tensor | None = None
+        if self._failure is None:
+            try:
+                made = self._computed(action, part, received)
+            except Exception as error:
+                self._failure = error
+                for kept in (self._inputs, self._roots, self._waiting):
+                    kept.clear()
+        message = made_by(self._schedule, self._stage, action)
+        if message is not None:
+            # Zeros where there is nothing to say, as from an input that no output depends on.
+            if made is None:
+                made = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+            self._made[message] = made
+
+    def _computed(self, action: Action, part: int, received: Tensor | None) -> Tensor | None:
+        key = (action.micro_batch, action.chunk)
+        if action.kind is Kind.FORWARD:
+            return self._forward(key, part, received)
+        if action.kind is Kind.WEIGHT_GRADIENT:
+            for compute in self._waiting.pop(key):
+                compute()
+            return None
+        gradient = self._backward(key, received)
+        self._waiting[key] = [layer.take() for layer in _delayed(self._pipeline.chunks[action.chunk])]
+        if action.kind is Kind.BACKWARD:
+            for compute in self._waiting.pop(key):
+                compute()
+        return gradient
+
+    def _forward(self, key: _Key, part: int, received: Tensor | None) -> Tensor | None:
+        micro_batch, chunk = key
+        keeps = torch.is_grad_enabled()
+        if received is not None and keeps:
+            self._inputs[key] = received.requires_grad_()
+        self._pipeline._set_input[chunk](received)
+        output = self._forward_step(micro_batch, chunk)
+        if part == self._schedule.num_parts - 1:
+            scalar, result = self._loss_step(micro_batch, output)
+            self.results.append(result)
+            if keeps:
+                self._roots[key] = None if scalar is None or not scalar.requires_grad else get_gradient_edge(scalar)
+            return None
+        if tuple(output.shape) != self._shape:
+            raise ShardingError(
+                f"micro-batch {micro_batch}: stage {self._stage} made hidden states of shape {list(output.shape)}, and "
+                f"the stages exchange {list(self._shape)}; every micro-batch must have the same size and length"
+            )
+        output = output.to(self._dtype)
+        if keeps:
+            # The graph without the output itself, which is kept only until it was sent.
+            self._roots[key] = get_gradient_edge(output) if output.requires_grad else None
+        return output.detach().contiguous()
+
+    def _backward(self, key: _Key, received: Tensor | None) -> Tensor | None:
+        root, input_ = self._roots.pop(key), self._inputs.pop(key, None)
+        chunk = key[1]
+        self._backwards_left[chunk] -= 1
+        with self._no_sync() if self._backwards_left[chunk] else contextlib.nullcontext():
+            if root is not None:
+                torch.autograd.backward((root,), None if received is None else (received,))
+        return None if input_ is None or input_.grad is None else input_.grad.contiguous()
+
+
+def _delayed(chunk: nn.Module) -> Iterator[Any]:
+    """The weight gradients that the chunk's layers leave out of their backward passes."""
+    for module in chunk.modules():
+        delayed: Any = getattr(module, "delayed_weight_gradients", None)
+        if delayed is not None:
+            yield delayed
+
+
+def _input_setter(chunk: nn.Module) -> Callable[[Tensor | None], None]:
+    """``chunk.set_input_tensor``, or that of the module it wraps."""
+    module: Any = chunk
+    while not hasattr(module, "set_input_tensor"):
+        module = getattr(module, "module", None)
+        if module is None:
+            raise ConfigError(
+                f"a pipeline stage's chunk of type {type(chunk).__name__} has no set_input_tensor(tensor), through "
+                "which it would get its input"
+            )
+    setter: Callable[[Tensor | None], None] = module.set_input_tensor
+    return setter

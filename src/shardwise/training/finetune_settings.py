@@ -1,0 +1,155 @@
+"""What a fine-tuning run is told, beside what every run is: the model to start from, and whether to train adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from shardwise.errors import ConfigError
+from shardwise.training.settings import OptimizerSettings, ParallelSettings, RunSettings, TrainingSettings
+
+_LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
+
+
+@dataclass(frozen=True)
+class PretrainedSettings:
+    """What of the model may be chosen.
+
+    Attributes:
+        sequence_length: tokens in a training sample; 512, or the model's longest if that is less, if not given.
+        dropout: probability of dropping an element of residual branches and attention weights; what the folder's
+            config.json says if not given.
+    """
+
+    sequence_length: int | None = None
+    dropout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sequence_length is not None and self.sequence_length < 2:
+            raise ConfigError(f"model.sequence-length is {self.sequence_length} tokens; it must be at least 2")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout is {self.dropout}; it must be at least 0 and under 1")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters.
+
+    Attributes:
+        lora_rank: train adapters of this rank and leave the model's weights; all weights are trained if not given.
+        lora_alpha: strength of the adapters, whose product counts lora_alpha / lora_rank; twice the rank if not given.
+        lora_dropout: probability of dropping an element of an adapter's input.
+        lora_targets: linear layers that get adapters, by the folder's own names (q_proj, v_proj, ...); "all-linear" is
+            all of the transformer layers.
+        lora_rslora: divide the strength by the square root of the rank, so that high ranks learn as well.
+        lora_merge: write the whole model with the adapters merged into its weights, in place of the adapters.
+    """
+
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    lora_rslora: bool = False
+    lora_merge: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
+        if self.lora_rank is None:
+            changed = [
+                f"--{setting.name.replace('_', '-')}"
+                for setting in dataclasses.fields(self)
+                if getattr(self, setting.name) != setting.default
+            ]
+            if changed:
+                raise ConfigError(f"{', '.join(changed)} without --lora-rank: without a rank there are no adapters")
+            return
+        if self.lora_rank < 1:
+            raise ConfigError(f"--lora-rank is {self.lora_rank}; it must be at least 1")
+        if not 0 <= self.lora_dropout < 1:
+            raise ConfigError(f"--lora-dropout is {self.lora_dropout}; it must be at least 0 and under 1")
+        if not self.lora_targets:
+            raise ConfigError("--lora-targets names no layer; name at least one, such as q_proj")
+
+
+@dataclass(frozen=True)
+class FinetuneOptimizerSettings(OptimizerSettings):
+    """AdamW with a linear warm-up and a cosine decay.
+
+    Attributes:
+        learning_rate: highest learning rate; 2e-5, or 2e-4 for adapters, if not given.
+        final_learning_rate_ratio: last learning rate as a share of the highest, from 0 to 1.
+        warmup_steps: steps over which the learning rate rises from 0.
+        weight_decay: decoupled decay of weight matrices and embeddings, per unit of learning rate.
+        beta1: decay of the gradient's mean.
+        beta2: decay of the gradient's mean square.
+        epsilon: added to the root mean square.
+        clip_grad_norm: largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
+    """
+
+    # A number once the settings of the run are made, which know whether it is for adapters.
+    learning_rate: float | None = None  # type: ignore[assignment]
+    warmup_steps: int = 10
+    weight_decay: float = 0.0
+    beta2: float = 0.999
+
+    def __post_init__(self) -> None:
+        if self.learning_rate is not None:
+            super().__post_init__()
+        else:
+            dataclasses.replace(self, learning_rate=_LEARNING_RATE)
+
+
+@dataclass(frozen=True)
+class FinetuneSettings(RunSettings):
+    """One fine-tuning run.
+
+    Attributes:
+        base: Hugging Face folder to start from: config.json, safetensors and tokenizer.json.
+        data: files and folders of text or JSONL; "stdlib" is this machine's own Python standard library.
+        out: folder for the fine-tuned model or its adapters, for checkpoints, metrics and pictures.
+        resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
+            a folder that has checkpoints; "restart" starts anew and deletes them.
+        device: "auto", "cpu" or "cuda".
+        parallel: how the model is split.
+        optimizer: AdamW and its schedule.
+        training: how long, in which steps, and what is kept.
+        corpus: how the text is read.
+        model: what of the model may be chosen.
+        lora: low-rank adapters.
+    """
+
+    base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR")] = ""
+    out: str = "runs/finetune"
+    model: PretrainedSettings = field(default_factory=PretrainedSettings)
+    parallel: Annotated[ParallelSettings, tyro.conf.arg(name="")] = field(default_factory=ParallelSettings)
+    optimizer: FinetuneOptimizerSettings = field(default_factory=FinetuneOptimizerSettings)
+    training: TrainingSettings = field(
+        default_factory=lambda: TrainingSettings(steps=200, global_batch_size=8, eval_every=50)
+    )
+    lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
+
+    def __post_init__(self) -> None:
+        if not self.base:
+            raise ConfigError("no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
+        super().__post_init__()
+        if self.lora.lora_rank is not None and self.parallel.virtual_stages > 1:
+            raise ConfigError("--lora-rank and --virtual-stages over 1 exclude each other; use another schedule")
+        if self.optimizer.learning_rate is None:
+            rate = _LEARNING_RATE if self.lora.lora_rank is None else _LORA_LEARNING_RATE
+            object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, learning_rate=rate))
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a sample; there is a number once the model's folder was looked at."""
+        assert self.model.sequence_length is not None
+        return self.model.sequence_length
+
+    @property
+    def model_name(self) -> str:
+        """The folder's name, and what is trained."""
+        lora = self.lora
+        what = "all weights" if lora.lora_rank is None else f"adapters of rank {lora.lora_rank} ({', '.join(lora.lora_targets)})"  # fmt: skip # noqa: E501
+        return f"{self.base}, {what}"

@@ -1,0 +1,153 @@
+"""Tiny models of each architecture by transformers, with what they compute, on disk: the ranks only read it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.topology import Topology
+
+BATCH, LENGTH = 2, 11
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 300.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 200.0}
+
+_DECODER = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "max_position_embeddings": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Seven heads, five layers, a width of the MLP and a vocabulary that nothing divides.
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": 103, "n_positions": 13, "n_embd": 28, "n_layer": 5, "n_head": 7, "n_inner": 50},
+    ),
+    # ALiBi's slopes for a number of heads that is no power of two.
+    "bloom": ("BloomForCausalLM", {"vocab_size": 1003, "hidden_size": 24, "n_layer": 3, "n_head": 6}),
+    "llama": (
+        "LlamaForCausalLM",
+        _DECODER
+        | {"vocab_size": 1003, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2}
+        | {"head_dim": 8, "attention_bias": True, "rope_parameters": LLAMA3},
+    ),
+    "mistral": (
+        "MistralForCausalLM",
+        _DECODER | {"vocab_size": 101, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4},
+    ),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        _DECODER
+        | {"vocab_size": 97, "num_attention_heads": 6, "num_key_value_heads": 1, "tie_word_embeddings": True}
+        | {"rope_parameters": YARN},
+    ),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 98, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+        | {"head_dim": 10, "tie_word_embeddings": True},
+    ),
+    "bert": (
+        "BertForPreTraining",
+        {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+        | {"intermediate_size": 50, "max_position_embeddings": 17},
+    ),
+    "bert_masked_lm": (
+        "BertForMaskedLM",
+        {"vocab_size": 66, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
+        | {"intermediate_size": 41, "max_position_embeddings": 17},
+    ),
+}
+GPT_LIKE = tuple(name for name in MODELS if not name.startswith("bert"))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that transformers saved, and what it computes.
+
+    Attributes:
+        name: in ``MODELS``.
+        folder: as ``save_pretrained`` wrote it.
+    """
+
+    name: str
+    folder: Path
+
+    @property
+    def is_bert(self) -> bool:
+        return self.name not in GPT_LIKE
+
+    def values(self) -> dict[str, Tensor]:
+        """``input_ids``, ``labels``, ``logits``, ``loss``, and ``gradient.NAME`` for each stored tensor."""
+        return load_file(self.folder.parent / "values.safetensors")
+
+    def weights(self) -> dict[str, Tensor]:
+        """The stored tensors."""
+        return load_file(self.folder / "model.safetensors")
+
+
+def transformers_model(name: str, **changes: Any) -> Any:
+    """A model of ``MODELS`` in which every parameter is random, in evaluation mode."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    class_name, fields = MODELS[name]
+    model_class = getattr(transformers, class_name)
+    torch.manual_seed(len(name))
+    model = model_class(model_class.config_class(**(fields | changes), attn_implementation="eager"))
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            centre = 1.0 if "norm" in key.lower() and key.endswith("weight") else 0.0
+            param.copy_(centre + 0.2 * torch.randn_like(param))
+    return model.eval()
+
+
+def make_reference(name: str, root: Path) -> Reference:
+    """Save a model and what it computes below ``root``."""
+    model = transformers_model(name)
+    folder = root / name / "model"
+    model.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(1)
+    vocab_size = model.config.vocab_size
+    # Without BERT's padding, 0, which transformers gives no gradient from the lookup.
+    input_ids, labels = (torch.randint(1, vocab_size, (BATCH, LENGTH), generator=generator) for _ in range(2))
+    labels[:, 3] = -100
+    values = {"input_ids": input_ids, "labels": labels}
+    if name.startswith("bert"):
+        kinds = (torch.arange(LENGTH) >= 5).long().expand(BATCH, -1).contiguous()
+        mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+        mask[1, 9:] = 0
+        values |= {"token_types": kinds, "mask": mask}
+        output = model(input_ids=input_ids, token_type_ids=kinds, attention_mask=mask)
+        logits = output.prediction_logits if name == "bert" else output.logits
+        if name == "bert":
+            values["sentence_logits"] = output.seq_relationship_logits
+    else:
+        logits = model(input_ids=input_ids).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    total = loss + values["sentence_logits"].logsumexp(-1).sum() if "sentence_logits" in values else loss
+    total.backward()
+    values |= {"logits": logits, "loss": loss}
+    values |= {f"gradient.{key}": param.grad for key, param in model.named_parameters() if param.grad is not None}
+    save_file({key: value.detach().contiguous() for key, value in values.items()}, root / name / "values.safetensors")
+    return Reference(name, folder)
+
+
+def layouts(world_size: int) -> list[tuple[int, int]]:
+    """``(tp, pp)`` for so many ranks."""
+    return {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(4, 1), (2, 2)]}[world_size]
+
+
+def groups_of(tp: int, pp: int) -> ProcessGroupCollection:
+    """The groups of a topology with these sizes and no more."""
+    return ProcessGroupCollection.from_topology(Topology.create(tp=tp, pp=pp))

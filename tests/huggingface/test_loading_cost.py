@@ -1,0 +1,113 @@
+"""What loading reads and holds: this rank's part of the model, and one tensor more."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_references import MODELS, Reference, groups_of, layouts
+
+from shardwise.huggingface import (
+    build_model,
+    config_from_json,
+    load_pretrained,
+    save_pretrained,
+    transformer_config,
+)
+from shardwise.huggingface.folder import PretrainedFolder
+from shardwise.huggingface.reading import TensorFolder
+
+
+@pytest.fixture(scope="module")
+def every_reference(make: Callable[[str], Reference]) -> list[Reference]:
+    return [make(name) for name in MODELS]
+
+
+def own_bytes(model: torch.nn.Module) -> int:
+    return sum(param.nbytes for param in model.parameters())
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_each_rank_reads_its_own_bytes_once(
+    group: dist.ProcessGroup, every_reference: list[Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[TensorFolder] = []
+
+    class Watched(PretrainedFolder):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            opened.append(self.tensors)
+
+    monkeypatch.setattr("shardwise.huggingface.loading.PretrainedFolder", Watched)
+    for reference in every_reference:
+        for tp, pp in layouts(group.size()):
+            model = load_pretrained(reference.folder, pg_collection=groups_of(tp, pp))
+            assert opened[-1].bytes_read == own_bytes(model), (reference.name, tp, pp)
+            assert {param.dtype for param in model.parameters()} == {torch.float32}
+        half = load_pretrained(
+            reference.folder, pg_collection=groups_of(*layouts(group.size())[0]), dtype=torch.bfloat16
+        )
+        assert opened[-1].bytes_read == 2 * own_bytes(half)
+        assert {param.dtype for param in half.parameters()} == {torch.bfloat16}
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """By how many bytes ``call`` raises this process's resident memory at most, files that it maps included."""
+    # What was freed before goes back to the system, so that it is not used again unseen.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    call()
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures as Linux does")
+@pytest.mark.ranks(4)
+def test_peak_memory_at_four_ranks(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    """Two megabytes are allowed for what is no tensor: module objects, file headers."""
+    write_large_model(tmp_path / "large")
+    largest = 12289 * 512 * 4
+    loaded: list[torch.nn.Module] = []
+    for tp, pp in layouts(4):
+        groups = groups_of(tp, pp)
+        # Buffers, imports and connections of a first time are not of loading.
+        load_pretrained(tmp_path / "large", pg_collection=groups)
+        dist.barrier(group)
+        peak = peak_of(lambda groups=groups: loaded.append(load_pretrained(tmp_path / "large", pg_collection=groups)))
+        shard = own_bytes(loaded[-1])
+        loaded.clear()
+        allowed = 1.3 * (shard + largest) + (2 << 20)
+        assert shard < peak < allowed, f"tp {tp}, pp {pp}: {peak / 1e6:.1f} MB, shard {shard / 1e6:.1f} MB"
+        target = tmp_path / f"{tp}x{pp}"
+        model = load_pretrained(tmp_path / "large", pg_collection=groups)
+        peak = peak_of(lambda model=model, target=target: save_pretrained(model, target, max_file_size=10**7))
+        assert peak < 3 * largest + (4 << 20), f"export at tp {tp}, pp {pp}: {peak / 1e6:.1f} MB"
+
+
+def write_large_model(folder: Path) -> None:
+    """A Llama of about 110 MB; every rank calls."""
+    config = config_from_json(
+        {
+            "model_type": "llama",
+            "hidden_size": 512,
+            "intermediate_size": 1376,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 12289,
+            "tie_word_embeddings": False,
+        }
+    )
+    groups = groups_of(4, 1)
+    settings = transformer_config(config.description, tensor_model_parallel_size=4)
+    save_pretrained(build_model(config.description, settings, pg_collection=groups), folder, max_file_size=10**8)

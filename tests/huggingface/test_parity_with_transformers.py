@@ -1,0 +1,108 @@
+"""Each architecture, loaded from transformers' folder at every layout: logits, loss and gradients are transformers'."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from harness.parity import assert_close_to, gather_shards
+from hf_references import BATCH, LENGTH, MODELS, Reference, groups_of, layouts
+from torch import Tensor
+
+from shardwise.huggingface import load_pretrained, read_config
+from shardwise.huggingface.mapping import compose
+from shardwise.optimizer.gradients import finalize_gradients_
+from shardwise.pipeline_parallel import get_forward_backward_func
+from shardwise.process_groups_config import ProcessGroupCollection
+
+# Of the norm. fp32, and transformers has its rotary angles in fp32 too.
+RTOL = 2e-5
+
+
+class Step:
+    """One batch through a model of any number of stages, with what its last stage returned."""
+
+    def __init__(self, model: Any, reference: Reference, groups: ProcessGroupCollection) -> None:
+        self.model, self.reference, self.groups = model, reference, groups
+        self.values = reference.values()
+        self.outputs: dict[str, Tensor] = {}
+
+    def run(self, *, with_labels: bool) -> None:
+        """Forward; with labels backward too."""
+
+        def forward_step(iterator: object, model: Any) -> tuple[Tensor, Any]:
+            labels = self.values["labels"] if with_labels else None
+            if self.reference.is_bert:
+                inputs = [self.values[name] for name in ("input_ids", "mask", "token_types")]
+                output = model(*inputs, lm_labels=labels)
+            else:
+                output = model(self.values["input_ids"], labels=labels)
+            if model.post_process:
+                output = self.remember(output, labels)
+            return output, lambda scalar: (scalar, None)
+
+        run = get_forward_backward_func(self.groups.pp.size(), None)
+        run(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=self.model,
+            num_microbatches=1,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            forward_only=not with_labels,
+            pg_collection=self.groups,
+        )
+
+    def remember(self, output: Any, labels: Tensor | None) -> Tensor:
+        output, sentence_logits = output if self.reference.is_bert else (output, None)
+        if sentence_logits is not None:
+            self.outputs["sentence_logits"] = sentence_logits.detach()
+        if labels is None:
+            # [s, b, v], of which this rank has a part.
+            self.outputs["logits"] = output.detach().transpose(0, 1).contiguous()
+            return output
+        loss = output.sum() / (labels != -100).sum()
+        self.outputs["loss"] = loss.detach()
+        return loss if sentence_logits is None else loss + sentence_logits.logsumexp(-1).sum()
+
+
+def gathered_gradients(model: Any, reference: Reference) -> dict[str, Tensor]:
+    """The gradients of this rank's stage, whole, by transformers' names."""
+    config = read_config(reference.folder)
+    gradients: dict[str, Tensor] = {}
+    for key, shard in model.sharded_state_dict().items():
+        grad = shard.data.grad
+        assert grad is not None, f"{key} has no gradient"
+        whole = gather_shards(grad, shard.layout, model.tp_group)
+        composition = compose(config.architecture.table, key, shard.layout.global_shape, config.description.heads)
+        gradients |= composition.take_apart(whole)
+    return gradients
+
+
+@pytest.mark.ranks(1, 2, 3, 4, slow=(3, 4))
+@pytest.mark.parametrize("reference", MODELS, indirect=True)
+def test_logits_loss_and_gradients(group: dist.ProcessGroup, reference: Reference) -> None:
+    expected = reference.values()
+    for tp, pp in layouts(group.size()):
+        groups = groups_of(tp, pp)
+        model = load_pretrained(reference.folder, pg_collection=groups, hidden_dropout=0.0, attention_dropout=0.0)
+        model.parallel_output = False
+        step = Step(model, reference, groups)
+        step.run(with_labels=False)
+        step.run(with_labels=True)
+        finalize_gradients_(model, tp_group=groups.tp, dp_group=groups.dp, embd_group=groups.embd)
+        assert bool(step.outputs) == model.post_process
+        for name, value in step.outputs.items():
+            assert_close_to(value, expected[name], rtol_of_norm=RTOL, name=f"{name} at tp {tp}, pp {pp}")
+        gradients = gathered_gradients(model, reference)
+        every = [None] * pp
+        dist.all_gather_object(every, sorted(gradients), group=groups.pp)
+        names = {f"gradient.{name}" for stage in every for name in stage}
+        assert names == {name for name in expected if name.startswith("gradient.")}
+        norm = math.sqrt(sum(float(expected[name].double().square().sum()) for name in names))
+        for name, gradient in gradients.items():
+            error = float((gradient - expected[f"gradient.{name}"]).norm())
+            # Of the global norm: a key's bias, for one, has a gradient of zero in truth.
+            assert error <= RTOL * norm, f"gradient of {name} at tp {tp}, pp {pp}: {error / norm:.2e} of {norm:.2e}"

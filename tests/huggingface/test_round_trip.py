@@ -1,0 +1,93 @@
+"""Export, then import: bit-equal at every layout, and transformers loads what was written unchanged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.parity import assert_bit_equal
+from hf_references import GPT_LIKE, MODELS, Reference, groups_of, layouts
+from safetensors.torch import load_file
+
+from shardwise.huggingface import describe_model, load_pretrained, save_pretrained
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("reference", MODELS, indirect=True)
+def test_export_writes_what_was_imported(group: dist.ProcessGroup, reference: Reference, tmp_path: Path) -> None:
+    expected = reference.weights()
+    for tp, pp in layouts(group.size()):
+        groups = groups_of(tp, pp)
+        model = load_pretrained(reference.folder, pg_collection=groups)
+        for name, options in {
+            "one": {"source": reference.folder},
+            "many": {
+                "max_file_size": 5000,
+                "architecture": json.loads((reference.folder / "config.json").read_text())["model_type"],
+            },
+        }.items():
+            folder = tmp_path / f"{tp}x{pp}" / name
+            save_pretrained(model, folder, **options)
+            tensors = stored(folder)
+            assert tensors.keys() == expected.keys()
+            for key, tensor in tensors.items():
+                assert_bit_equal(tensor, expected[key], name=key)
+            again = load_pretrained(folder, pg_collection=groups)
+            assert describe_model(again) == describe_model(model)
+            for key, param in again.state_dict().items():
+                assert_bit_equal(param, model.state_dict()[key], name=key)
+        single = tmp_path / f"{tp}x{pp}" / "one"
+        assert (single / "model.safetensors").exists() == (pp == 1)
+        config = json.loads((single / "config.json").read_text())
+        written = json.loads((reference.folder / "config.json").read_text())
+        for changed in ("dtype", "torch_dtype"):
+            config.pop(changed, None), written.pop(changed, None)
+        assert config == written
+        assert len(list((tmp_path / f"{tp}x{pp}" / "many").glob("model-*.safetensors"))) > 2 * pp
+    dist.barrier()
+
+
+@pytest.mark.parametrize("reference", MODELS, indirect=True)
+@pytest.mark.parametrize("with_source", [True, False])
+def test_transformers_loads_the_export(
+    reference: Reference, with_source: bool, tmp_path: Path, one_rank: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    import transformers
+
+    model = load_pretrained(reference.folder, pg_collection=one_rank)
+    options: dict[str, Any] = {"source": reference.folder} if with_source else {"max_file_size": 20000}
+    if reference.name == "mistral":
+        options["architecture"] = "mistral"
+    save_pretrained(model, tmp_path / "out", **options)
+    kind = getattr(transformers, MODELS[reference.name][0])
+    automatic = {
+        "BertForPreTraining": transformers.AutoModelForPreTraining,
+        "BertForMaskedLM": transformers.AutoModelForMaskedLM,
+    }.get(kind.__name__, transformers.AutoModelForCausalLM)
+    loaded, report = automatic.from_pretrained(tmp_path / "out", output_loading_info=True, attn_implementation="eager")
+    assert type(loaded) is kind
+    assert not any(report.values()), report
+    original = kind.from_pretrained(reference.folder)
+    assert loaded.state_dict().keys() == original.state_dict().keys()
+    for key, tensor in original.state_dict().items():
+        assert_bit_equal(loaded.state_dict()[key], tensor, name=key)
+    values = reference.values()
+    inputs = {"input_ids": values["input_ids"]}
+    if reference.name not in GPT_LIKE:
+        inputs |= {"token_type_ids": values["token_types"], "attention_mask": values["mask"]}
+    with torch.no_grad():
+        output = loaded.eval()(**inputs)
+    logits = output.prediction_logits if reference.name == "bert" else output.logits
+    assert_bit_equal(logits, values["logits"], name="logits")

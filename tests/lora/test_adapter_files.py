@@ -1,0 +1,189 @@
+"""Adapters in peft's files, both ways, at every number of ranks."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.parity import assert_bit_equal, assert_close_to
+from lora.tiny_models import VOCABULARY, make_model, read_adapters, save_model, with_adapters
+from safetensors.torch import load_file, save_file
+
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.huggingface import load_pretrained, read_config
+from shardwise.lora import (
+    LoraConfig,
+    add_lora_,
+    load_adapter_,
+    lora_disabled,
+    lora_layers,
+    merge_lora_,
+    read_adapter_config,
+    remove_lora_,
+    save_adapter,
+)
+from shardwise.process_groups_config import ProcessGroupCollection
+
+KINDS = ("llama", "gpt2", "bloom")
+# Both sides compute in fp32, in other orders.
+CLOSE = 2e-6
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """For each kind: a model, its adapters by peft, some ids, and the logits without and with the adapters."""
+    root = tmp_path_factory.mktemp("adapters")
+    for kind in KINDS:
+        model = save_model(kind, root / kind)
+        ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            before = model(ids).logits
+            options = {"targets": ["q_proj", "v_proj", "up_proj", "down_proj"], "use_rslora": True}
+            adapted = with_adapters(model, **(options if kind == "llama" else {}))
+            adapted.save_pretrained(root / kind / "adapter")
+            after = adapted(ids).logits
+        save_file({"ids": ids, "before": before.clone(), "after": after.clone()}, root / kind / "expected")
+    return root
+
+
+def load(folder, group, **settings):
+    return load_pretrained(folder, pg_collection=ProcessGroupCollection(tp=group), **settings)
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    """``[b, s, v]``, as transformers has them."""
+    model.eval()
+    model.parallel_output = False
+    return model(ids).transpose(0, 1)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_an_adapter_by_peft_gives_its_logits(group, folders):
+    for kind in KINDS:
+        expected = load_file(folders / kind / "expected")
+        architecture = read_config(folders / kind).architecture
+        model = load(folders / kind, group, sequence_parallel=group.size() > 1)
+        assert_close_to(logits_of(model, expected["ids"]), expected["before"], rtol_of_norm=CLOSE, name=kind)
+        config = load_adapter_(model, folders / kind / "adapter", architecture)
+        assert (config.r, config.lora_alpha, config.use_rslora) == (4, 6, kind == "llama")
+        assert [param.requires_grad for name, param in model.named_parameters()] == [
+            "lora" in name for name, _ in model.named_parameters()
+        ]
+        assert_close_to(logits_of(model, expected["ids"]), expected["after"], rtol_of_norm=CLOSE, name=kind)
+        with lora_disabled(model):
+            assert_close_to(logits_of(model, expected["ids"]), expected["before"], rtol_of_norm=CLOSE, name=kind)
+        with pytest.raises(ConfigError, match="has adapters already"):
+            add_lora_(model, config, architecture)
+        merge_lora_(model)
+        remove_lora_(model)
+        assert not list(lora_layers(model))
+        assert_close_to(logits_of(model, expected["ids"]), expected["after"], rtol_of_norm=CLOSE, name=kind)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_an_adapter_written_again_is_the_same(group, folders, tmp_path):
+    for kind in KINDS:
+        architecture = read_config(folders / kind).architecture
+        model = load(folders / kind, group)
+        load_adapter_(model, folders / kind / "adapter", architecture)
+        save_adapter(model, tmp_path / kind, architecture, base_model="the/base")
+        dist.barrier(group=group)
+        ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / kind, folders / kind / "adapter"))  # fmt: skip # noqa: E501
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert_bit_equal(ours[name], tensor, name=name)
+        values, original = (
+            json.loads((folder / "adapter_config.json").read_text())
+            for folder in (tmp_path / kind, folders / kind / "adapter")
+        )
+        assert values.pop("base_model_name_or_path") == "the/base"
+        assert set(values.pop("target_modules")) == set(original["target_modules"])
+        assert values == {name: original[name] for name in values}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=120)
+def test_an_adapter_written_at_two_ranks_gives_its_logits_in_peft(group, folders, tmp_path):
+    for kind, targets in (("llama", ("q_proj", "k_proj", "o_proj", "gate_proj")), ("gpt2", ("c_attn", "c_proj")), ("bloom", ("all-linear",))):  # fmt: skip # noqa: E501
+        expected = load_file(folders / kind / "expected")
+        architecture = read_config(folders / kind).architecture
+        model = load(folders / kind, group, sequence_parallel=True)
+        torch.manual_seed(4)
+        add_lora_(model, LoraConfig(r=3, lora_alpha=5, target_modules=targets), architecture)
+        assert_close_to(logits_of(model, expected["ids"]), expected["before"], rtol_of_norm=CLOSE, name=kind)
+        with torch.no_grad():
+            for layer in lora_layers(model):
+                for adapter in layer.lora.values():
+                    layout = adapter.param_layouts["lora_B"]
+                    adapter.lora_B.copy_(layout.take(0.2 * torch.randn(layout.global_shape), group.rank()))
+        save_adapter(model, tmp_path / kind, architecture)
+        logits = logits_of(model, expected["ids"])
+        dist.barrier(group=group)
+        if group.rank() == 0:
+            theirs = read_adapters(make_model(kind), tmp_path / kind)
+            with torch.no_grad():
+                assert_close_to(logits, theirs(expected["ids"]).logits, rtol_of_norm=CLOSE, name=kind)
+            assert (logits - expected["before"]).norm() > 1e-2 * expected["before"].norm()
+        dist.barrier(group=group)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
+    architecture = read_config(folders / "llama").architecture
+    model = load(folders / "llama", group)
+    before = dict(model.named_parameters())
+
+    def refused(error, message, change):
+        """``change`` spoils a copy of the adapter: its configuration and its tensors."""
+        folder = tmp_path / "spoilt"
+        dist.barrier(group=group)
+        if group.rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(folders / "llama" / "adapter", folder)
+            config = json.loads((folder / "adapter_config.json").read_text())
+            tensors = load_file(folder / "adapter_model.safetensors")
+            change(config, tensors)
+            (folder / "adapter_config.json").write_text(json.dumps(config))
+            save_file(tensors, folder / "adapter_model.safetensors")
+        dist.barrier(group=group)
+        with pytest.raises(error, match=message):
+            load_adapter_(model, folder, architecture)
+        assert dict(model.named_parameters()).keys() == before.keys()
+
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    refused(CheckpointError, r"of another model: 'base_model.*q_proj.lora_A.weight' has shape \[4, 35\]",
+            lambda config, tensors: tensors.update({first: tensors[first][:, 1:].contiguous()}))  # fmt: skip
+    refused(CheckpointError, r"lacks 'base_model.*q_proj\.lora_A\.weight'|lacks base_model.*lora_A",
+            lambda config, tensors: tensors.pop(first))  # fmt: skip
+    refused(CheckpointError, r"has 'base_model.model.model.layers.7.*', for which this model has no place",
+            lambda config, tensors: tensors.update({first.replace("0", "7"): tensors[first].clone()}))  # fmt: skip
+    refused(CheckpointError, "lacks every tensor", lambda config, tensors: tensors.clear())
+    refused(ConfigError, "the LoRA rank is 0", lambda config, tensors: config.update(r=0))
+    refused(
+        ConfigError, "use_dora is True, which is not supported", lambda config, tensors: config.update(use_dora=True)
+    )
+    refused(ConfigError, "bias is 'all'", lambda config, tensors: config.update(bias="all"))
+    refused(ConfigError, "peft_type is 'IA3'", lambda config, tensors: config.update(peft_type="IA3"))
+    refused(ConfigError, "init_lora_weights is 'pissa'", lambda config, tensors: config.update(init_lora_weights="pissa"))  # fmt: skip # noqa: E501
+    with pytest.raises(CheckpointError, match=r"of another model: it has 'base_model\.model\.transformer"):
+        load_adapter_(model, folders / "gpt2" / "adapter", architecture)
+    with pytest.raises(CheckpointError, match=r"no adapter at '.*nowhere': it has no adapter_config\.json"):
+        load_adapter_(model, folders / "nowhere", architecture)
+    with pytest.raises(ConfigError, match="no linear layer 'qproj' to adapt; it has down_proj, gate_proj, k_proj"):
+        add_lora_(model, LoraConfig(target_modules=("v_proj", "qproj")), architecture)
+    with pytest.raises(ConfigError, match="no adapters to save"):
+        save_adapter(model, tmp_path / "none", architecture)
+    # Nothing of all this has touched it.
+    add_lora_(model, LoraConfig(target_modules=("self_attn.v_proj",)), architecture)
+    assert [list(layer.lora) for layer in lora_layers(model)] == [["v_proj"], ["v_proj"]]
+
+
+def test_files_that_are_no_adapter(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no adapter at"):
+        read_adapter_config(tmp_path)
+    for text in ("", "[]", '{"peft_type": "LORA"}', '{"peft_type": "LORA", "r": "x"}'):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match="is not an adapter's configuration"):
+            read_adapter_config(tmp_path)

@@ -1,0 +1,266 @@
+"""Fine-tuning is what transformers and peft do: the losses of ten steps, at every number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.parity import gather_shards
+from lora.tiny_models import save_model, with_adapters
+from safetensors.torch import load_file
+
+from shardwise.data import DataLoader, TokenDataset
+from shardwise.errors import CheckpointError, ConfigError, DataError
+from shardwise.lora.model import sites_of
+from shardwise.tensor_parallel.layers import named_param_layouts
+from shardwise.tokenizer import Tokenizer
+from shardwise.training.finetune import export, open_finetuning
+from shardwise.training.finetune_settings import (
+    FinetuneOptimizerSettings,
+    FinetuneSettings,
+    LoraSettings,
+    PretrainedSettings,
+)
+from shardwise.training.metrics import read_metrics
+from shardwise.training.ranks import Ranks
+from shardwise.training.run import train
+from shardwise.training.settings import CorpusSettings, ParallelSettings, TrainingSettings
+from shardwise.training.texts import encode_texts, read_data
+
+STEPS, BATCH, LENGTH, WARMUP, RATE, CLIP, DECAY = 10, 4, 20, 3, 1e-2, 0.7, 0.1
+CORPUS = CorpusSettings(held_out_fraction=0.02)
+# The rotary angles of transformers are of fp32 whatever the weights are; of GPT-2 all is fp64.
+KINDS = {"llama": torch.float32, "gpt2": torch.float64}
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-11}
+
+
+def settings_of(root, kind, out, *, tp=1, sequence_parallel=False, lora=None, resume="never", **training):
+    return FinetuneSettings(
+        base=str(root / kind),
+        data=(str(root / "text.txt"),),
+        out=str(out),
+        resume=resume,
+        device="cpu",
+        model=PretrainedSettings(sequence_length=LENGTH),
+        parallel=ParallelSettings(tp=tp, sequence_parallel=sequence_parallel),
+        optimizer=FinetuneOptimizerSettings(
+            learning_rate=RATE, warmup_steps=WARMUP, clip_grad_norm=CLIP, weight_decay=DECAY
+        ),
+        training=TrainingSettings(
+            **({"steps": STEPS, "global_batch_size": BATCH, "dtype": str(KINDS[kind])[len("torch.") :]} | training)
+        ),
+        corpus=CORPUS,
+        lora=lora or LoraSettings(),
+    )
+
+
+LORA = LoraSettings(lora_rank=3, lora_alpha=7)
+
+
+def reference_losses(model, batches):
+    """AdamW, clipping and schedule of PyTorch's own, on a model of transformers or peft."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for param in params if param.dim() >= 2], "weight_decay": DECAY},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.999), eps=1e-8)
+    losses = []
+    for step, (tokens, labels) in enumerate(batches):
+        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, CLIP)
+        rate = RATE * (step + 1) / WARMUP
+        if step >= WARMUP:
+            done = (step + 1 - WARMUP) / (STEPS - WARMUP)
+            rate = RATE * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Models with a tokenizer, a text, adapters by peft, and the losses of ten steps with transformers and peft."""
+    root = tmp_path_factory.mktemp("finetuning")
+    # For models as small as these, more only wait for each other.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    text = Path(argparse.__file__).read_text()[:30_000]
+    (root / "text.txt").write_text(text)
+    tokenizer = Tokenizer.train([text], 290)
+    stream = encode_texts_in(root, tokenizer)
+    loader = DataLoader(TokenDataset(stream, LENGTH), BATCH, seed=1234)
+    batches = [next(loader.batch(step)) for step in range(STEPS)]
+    expected = {}
+    for kind, dtype in KINDS.items():
+        # More rows than the tokenizer has ids, and a number that two ranks do not divide.
+        model = save_model(kind, root / kind, dtype=dtype, vocab_size=301)
+        tokenizer.save(root / kind)
+        with torch.no_grad():
+            still = [F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten()).item() for x, y in batches]
+        adapted = with_adapters(model, r=3, lora_alpha=7)
+        for name, param in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.zeros_(param)
+        adapted.save_pretrained(root / kind / "adapter")
+        lora = reference_losses(adapted, batches)
+        whole = reference_losses(save_model(kind, root / "again", dtype=dtype, vocab_size=301), batches)
+        expected[kind] = {"lora": lora, "full": whole, "still": still}
+    (root / "expected.json").write_text(json.dumps(expected))
+    torch.set_num_threads(num_threads)
+    return root
+
+
+def encode_texts_in(root, tokenizer):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CACHE", str(root / "cache"))
+        return encode_texts(read_data([str(root / "text.txt")], CORPUS), tokenizer, CORPUS).train_tokens
+
+
+def open_run(settings, root, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(root / "cache"))
+    ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return open_finetuning(settings, ranks)
+
+
+def start_from(adapters, session, base):
+    """Give the adapters the values of a file by peft."""
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    for site in sites_of(session.trainer.model, base.folder.architecture):
+        for name, layout in site.adapter.param_layouts.items():
+            param = site.adapter.get_parameter(name)
+            param.data.copy_(layout.take(tensors[f"base_model.model.{site.path}.{name}.weight"], site.adapter.tp_rank))
+
+
+def losses_of(session):
+    return [session.trainer.train_step(step, session.loader).loss for step in range(STEPS)]
+
+
+@pytest.mark.ranks(1, 2, 3, slow=(1, 3))
+def test_ten_steps_are_those_of_transformers_and_peft(group, root, tmp_path, monkeypatch):
+    expected = json.loads((root / "expected.json").read_text())
+    kinds_and_options = itertools.product(KINDS, (None, LORA), {False, group.size() > 1})
+    for kind, lora, sequence_parallel in kinds_and_options:
+        settings = settings_of(
+            root, kind, tmp_path / "run", tp=group.size(), sequence_parallel=sequence_parallel, lora=lora
+        )
+        session, base = open_run(settings, root, monkeypatch)
+        if lora is not None:
+            start_from(root / kind / "adapter", session, base)
+        losses = losses_of(session)
+        theirs = expected[kind]["full" if lora is None else "lora"]
+        assert theirs[-1] < expected[kind]["still"][-1] - 0.02, "nothing is learned"
+        assert losses == pytest.approx(theirs, rel=TOLERANCE[KINDS[kind]]), (kind, lora, sequence_parallel)
+        for name, param, layout in named_param_layouts(session.trainer.model, group.size()):
+            # Copies, such as those of key-value heads on three ranks, are still the same.
+            gather_shards(param.detach(), layout, group)
+            assert param.requires_grad == (lora is None or "lora" in name)
+            assert param.grad is not None or not param.requires_grad
+        session.topology.destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch):
+    """Stopped after six steps at tp 2 and resumed as two data-parallel ranks; checkpoints hold adapters only."""
+    lora = LoraSettings(lora_rank=2, lora_dropout=0.2, lora_targets=("c_attn", "mlp.c_proj"))
+    whole = settings_of(root, "gpt2", tmp_path / "whole", tp=2, lora=lora, steps=8)
+    session, base = open_run(whole, root, monkeypatch)
+    train(session)
+    export(session, base)
+    session.topology.destroy()
+    session, _ = open_run(settings_of(root, "gpt2", tmp_path / "run", tp=2, lora=lora, steps=8, save_every=6), root, monkeypatch)  # fmt: skip # noqa: E501
+    original = session.trainer.train_step
+
+    def stop_at_6(step, loader):
+        if step == 6:
+            raise KeyboardInterrupt
+        return original(step, loader)
+
+    session.trainer.train_step = stop_at_6
+    with pytest.raises(KeyboardInterrupt):
+        train(session)
+    dist.barrier(group=group)
+    session.topology.destroy()
+    names = set()
+    for file in (tmp_path / "run" / "checkpoints" / "step-00000006").glob("*.safetensors"):
+        names |= set(load_file(file))
+    assert names
+    assert all("lora" in name for name in names)
+    again = settings_of(root, "gpt2", tmp_path / "run", tp=1, lora=lora, steps=8, resume="auto", save_every=6)
+    session, base = open_run(again, root, monkeypatch)
+    train(session)
+    export(session, base)
+    dist.barrier(group=group)
+    session.topology.destroy()
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole")]
+    # Data-parallel ranks draw other masks than one, so only the six steps are the same.
+    assert losses[0][:6] == losses[1][:6]
+    assert len(losses[0]) == 8
+    other = settings_of(root, "gpt2", tmp_path / "run", tp=2, lora=LoraSettings(lora_rank=3), steps=8, resume="auto")
+    session, _ = open_run(other, root, monkeypatch)
+    with pytest.raises(CheckpointError, match=r"lora\.lora_rank was 2 and is 3"):
+        train(session)
+    session.topology.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_is_said_on_every_rank(group, root, tmp_path, monkeypatch):
+    def refused(error, message, base="gpt2", **options):
+        settings = settings_of(root, "gpt2", **({"out": tmp_path / "run"} | options))
+        dist.barrier(group=group)
+        with pytest.raises(error, match=message):
+            # An absolute path stands for itself.
+            open_run(dataclasses.replace(settings, base=str(root / base)), root, monkeypatch)
+
+    lora = LoraSettings(lora_rank=2, lora_targets=("q_proj",))
+    refused(ConfigError, "no linear layer 'q_proj' to adapt; it has c_attn, c_fc, c_proj", lora=lora)
+    refused(ConfigError, "is the model's own folder", out=root / "gpt2")
+    refused(ConfigError, r"has a config\.json, which no run put there", out=root / "llama")
+    refused(ConfigError, "of 2 data-parallel|multiple of the 2 data-parallel", tp=1, global_batch_size=3)
+    bare = tmp_path / "bare"
+    first = group.rank() == 0
+    if first:
+        bare.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (bare / name).write_bytes((root / "gpt2" / name).read_bytes())
+    refused(DataError, r"no tokenizer at '.*bare/tokenizer\.json'", base=bare)
+    if first:
+        Tokenizer.train([(root / "text.txt").read_text()], 320).save(bare)
+    refused(ConfigError, "has 320 ids, more than the 301 of the model's vocabulary", base=bare)
+    if first:
+        (bare / "config.json").unlink()
+    refused(CheckpointError, r"config\.json: No such file", base=bare)
+
+
+def test_settings_that_contradict_each_other():
+    for options, message in (
+        ({"lora_rank": 0}, "--lora-rank is 0; it must be at least 1"),
+        ({"lora_alpha": 3.0}, "--lora-alpha without --lora-rank"),
+        ({"lora_rank": 2, "lora_dropout": 1.0}, "--lora-dropout is 1.0"),
+        ({"lora_rank": 2, "lora_targets": ()}, "--lora-targets names no layer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LoraSettings(**options)
+    with pytest.raises(ConfigError, match="no model to start from"):
+        FinetuneSettings(data=("x",))
+    with pytest.raises(ConfigError, match="no text to train on"):
+        FinetuneSettings(base="x")
+    with pytest.raises(ConfigError, match=r"model\.sequence-length is 1"):
+        PretrainedSettings(sequence_length=1)
+    assert FinetuneSettings(base="x", data=("y",)).optimizer.learning_rate == 2e-5
+    assert FinetuneSettings(base="x", data=("y",), lora=LoraSettings(lora_rank=1)).optimizer.learning_rate == 2e-4
+    once = FinetuneSettings(base="x", data=("y",), lora=LORA)
+    assert FinetuneSettings.from_json(once.to_json()) == once

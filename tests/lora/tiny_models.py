@@ -1,0 +1,94 @@
+"""Tiny random models of Hugging Face's library, with adapters of ``peft``, in folders."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+VOCABULARY = 103
+
+
+def config_of(kind: str, **changes: Any) -> Any:
+    """A configuration of ``kind``: "llama" (6 query heads on 2 key-value heads), "gpt2", "bloom" or "qwen3"."""
+    import transformers
+
+    if kind in ("llama", "qwen3"):
+        cls = transformers.LlamaConfig if kind == "llama" else transformers.Qwen3Config
+        sizes = {
+            "hidden_size": 36,
+            "intermediate_size": 22,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 6,
+            "max_position_embeddings": 64,
+        }
+    elif kind == "gpt2":
+        cls = transformers.GPT2Config
+        sizes = {"n_embd": 30, "n_layer": 2, "n_head": 5, "n_positions": 64, "n_inner": 22}
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        cls = transformers.BloomConfig
+        sizes = {"hidden_size": 30, "n_layer": 2, "n_head": 5, "seq_length": 64}
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    return cls(**(sizes | special | {"vocab_size": VOCABULARY} | changes))
+
+
+def make_model(kind: str, *, seed: int = 0, dtype: Any = None, **changes: Any) -> Any:
+    """A causal model with random weights, norms and biases that are not their defaults, in evaluation mode."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_of(kind, **changes), attn_implementation="eager", dtype=dtype
+        )
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    return model.eval()
+
+
+def save_model(kind: str, folder: Path, **options: Any) -> Any:
+    """``make_model``, saved in ``folder`` too."""
+    model = make_model(kind, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    return model
+
+
+def with_adapters(model: Any, *, seed: int = 1, targets: Any = "all-linear", **options: Any) -> Any:
+    """The model with ``peft``'s adapters, no factor 0."""
+    import peft
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(
+            target_modules=list(targets) if not isinstance(targets, str) else targets,
+            task_type="CAUSAL_LM",
+            **({"r": 4, "lora_alpha": 6} | options),
+        )
+        torch.manual_seed(seed)
+        adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, param in adapted.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.2)
+    return adapted.eval()
+
+
+def read_adapters(model: Any, folder: Path) -> Any:
+    """The model with the adapters of a folder, as ``peft`` reads them, in evaluation mode."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.PeftModel.from_pretrained(model, folder).eval()

@@ -1,0 +1,55 @@
+"""What tests of models share: whole weights and gradients, logits of all ranks, small parameters that hide nothing."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from harness.parity import assert_close_to, gather_shards
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.optimizer.gradients import finalize_gradients_
+from shardwise.tensor_parallel.layers import named_param_layouts
+from shardwise.topology import Topology
+
+
+def randomise_small_parameters(model: nn.Module, group: ProcessGroup) -> None:
+    """Biases start at 0 and norms at 1, which would hide mistakes in them. The same numbers on every rank."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for _, param, layout in named_param_layouts(model, group.size()):
+            if len(layout.global_shape) == 1:
+                noise = torch.randn(layout.global_shape, generator=generator, dtype=param.dtype) * 0.2
+                param += layout.take(noise, group.rank())
+
+
+def whole_weights(model: nn.Module, group: ProcessGroup) -> dict[str, Tensor]:
+    """Every parameter, gathered, ready for gradients."""
+    return {
+        name: gather_shards(param, layout, group).requires_grad_()
+        for name, param, layout in named_param_layouts(model, group.size())
+    }
+
+
+def whole_logits(logits: Tensor, group: ProcessGroup) -> Tensor:
+    """``[s, b, v/t]`` to ``[b, s, v]``."""
+    parts: list[Tensor | None] = [None] * group.size()
+    dist.all_gather_object(parts, logits.detach().transpose(0, 1).contiguous(), group=group)
+    return torch.cat([part for part in parts if part is not None], dim=-1)
+
+
+def assert_gradients_are(weights: dict[str, Tensor], model: nn.Module, group: ProcessGroup, *, rtol: float) -> None:
+    """Finish the model's gradients and hold them against those of the whole weights, by the global norm.
+
+    By the global norm, because some gradients, such as a key bias's, are zero in truth.
+    """
+    finalize_gradients_(model, tp_group=group, dp_group=Topology.create(tp=group.size()).group("dp"))
+    norm = torch.stack([weight.grad.norm() for weight in weights.values()]).norm()
+    for name, param, layout in named_param_layouts(model, group.size()):
+        error = (gather_shards(param.grad, layout, group) - weights[name].grad).norm()
+        assert error <= rtol * norm, f"gradient of {name}: {float(error):.2e} of a norm of {float(norm):.2e}"
+        # Where it is not zero in truth, by its own norm too.
+        if weights[name].grad.norm() > 1e-6 * norm:
+            assert_close_to(
+                gather_shards(param.grad, layout, group), weights[name].grad, rtol_of_norm=100 * rtol, name=name
+            )

@@ -1,0 +1,153 @@
+"""GPT's options, each model of several, equal to the dense GPT that shares no code with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness.parity import assert_close_to
+from models.dense_gpt import DenseGPT
+from models.model_checks import assert_gradients_are, randomise_small_parameters, whole_logits, whole_weights
+from torch.distributed import ProcessGroup
+
+from shardwise.config import TransformerConfig
+from shardwise.errors import ConfigError, ShardingError
+from shardwise.models.gpt import GPTModel
+from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.transformer.layer import TransformerLayerSpec
+from shardwise.transformer.rotary import RotaryScaling
+
+V = 103
+
+
+@dataclass(frozen=True)
+class Options:
+    """A model: fields of the config, arguments of the model, and what the oracle is told."""
+
+    config: dict[str, Any]
+    model: dict[str, Any]
+    dense: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, group: ProcessGroup, **settings: Any) -> GPTModel:
+        config = {
+            "num_layers": 2,
+            "num_attention_heads": 6,
+            "kv_channels": 8,
+            "hidden_size": 36,
+            "ffn_hidden_size": 29,
+            "params_dtype": torch.float64,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "init_method_std": 0.3,
+            "tensor_model_parallel_size": group.size(),
+        }
+        return GPTModel(
+            TransformerConfig(**(config | self.config | settings)),
+            TransformerLayerSpec(),
+            V,
+            16,
+            pg_collection=ProcessGroupCollection(tp=group),
+            **self.model,
+        )
+
+    def oracle(self, model: GPTModel) -> DenseGPT:
+        config = model.config
+        return DenseGPT(
+            config.num_layers,
+            *config.heads,
+            rms_norm=config.normalization == "RMSNorm",
+            gated=config.gated_linear_unit,
+            rope=model.rotary is not None,
+            tied=model.share_embeddings_and_output_weights,
+            **self.dense,
+        )
+
+
+LLAMA = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "add_bias_linear": False,
+}
+OPTIONS = {
+    "bloom": Options(
+        {"num_attention_heads": 7, "embedding_layernorm": True},
+        {"position_embedding_type": "alibi", "share_embeddings_and_output_weights": True},
+        {"alibi": True},
+    ),
+    # Frequencies on each side of the blend and in it.
+    "llama3-scaled": Options(
+        LLAMA | {"num_query_groups": 2, "add_qkv_bias": True},
+        {
+            "position_embedding_type": "rope",
+            "rope_scaling": RotaryScaling(
+                "llama3", 8.0, original_max_position_embeddings=64, low_freq_factor=0.05, high_freq_factor=4.0
+            ),
+        },
+        {"llama3": (8.0, 0.05, 4.0, 64)},
+    ),
+    "no-positions-no-final-norm": Options(
+        {"final_layernorm": False, "num_query_groups": 1},
+        {"position_embedding_type": "none", "share_embeddings_and_output_weights": True},
+    ),
+}
+
+
+@pytest.mark.ranks(1, 2, 3, 4, slow=(3, 4))
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_logits_loss_and_gradients_are_the_dense_ones(group, options):
+    for sequence_parallel in {False, group.size() > 1}:
+        torch.manual_seed(3)
+        model = options.make(group, sequence_parallel=sequence_parallel)
+        randomise_small_parameters(model, group)
+        names = dict(model.named_parameters())
+        assert ("embedding.layernorm.weight" in names) == model.config.embedding_layernorm
+        assert ("decoder.final_layernorm.weight" in names) == model.config.final_layernorm
+        assert "embedding.position_embeddings.weight" not in names
+        weights, dense = whole_weights(model, group), options.oracle(model)
+        ids, labels = torch.randint(V, (3, 13)), torch.randint(V, (3, 13))
+        labels[0, 2] = -100
+        expected_loss = dense.loss(weights, ids, labels)
+        weighting = torch.rand(3, 13, dtype=torch.float64)
+        (expected_loss * weighting).sum().backward()
+
+        logits = whole_logits(model(ids), group)
+        loss = model(ids, labels=labels)
+        (loss * weighting).sum().backward()
+        assert_close_to(logits, dense.logits(weights, ids).detach(), rtol_of_norm=1e-12, name="logits")
+        assert_close_to(loss.detach(), expected_loss.detach(), rtol_of_norm=1e-12, name="loss")
+        assert_gradients_are(weights, model, group, rtol=1e-11)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["bloom", "llama3-scaled"])
+def test_texts_packed_into_a_row_do_not_see_each_other(group, name):
+    model = OPTIONS[name].make(group)
+    first, second = torch.randint(V, (2, 5)), torch.randint(V, (2, 8))
+    packed = torch.cat([first, second], dim=1)
+    document_ids = torch.tensor([3] * 5 + [1] * 8).expand(2, -1)
+    positions = torch.cat([torch.arange(5), torch.arange(8)])
+    logits = model(packed, positions, document_ids=document_ids)
+    assert_close_to(logits[:5], model(first), rtol_of_norm=1e-12)
+    assert_close_to(logits[5:], model(second), rtol_of_norm=1e-12)
+    assert not torch.allclose(model(packed, positions)[5:], model(second))
+
+
+@pytest.mark.ranks(1)
+def test_models_that_cannot_be_are_refused(group):
+    rope = OPTIONS["llama3-scaled"]
+    with pytest.raises(ConfigError, match="context_parallel_size is 2, and attention here needs the whole sequence"):
+        rope.make(group, context_parallel_size=2)
+    for kind in ("learned_absolute", "alibi"):
+        with pytest.raises(ConfigError, match=f"rope_scaling is given, and position_embedding_type is '{kind}'"):
+            Options(rope.config, rope.model | {"position_embedding_type": kind}).make(group)
+    with pytest.raises(ConfigError, match="position_embedding_type is 'rotary'; it must be one of learned_absolute, "):
+        Options({}, {"position_embedding_type": "rotary"}).make(group)
+    with pytest.raises(ConfigError, match="attention_backend 'flash' does not work on cpu"):
+        OPTIONS["bloom"].make(group, attention_backend="flash", attention_dropout=0.1)
+    model = Options({}, {}).make(group)
+    with pytest.raises(ShardingError, match="tokentype_ids are given, but the model has no token types"):
+        model.embedding(torch.zeros(1, 3, dtype=torch.int64), tokentype_ids=torch.zeros(1, 3, dtype=torch.int64))

@@ -1,0 +1,169 @@
+"""``get_forward_backward_func`` does what programs written for the reference expect of it."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+from harness.parity import assert_close_to
+from pipeline_parallel.pipelines import LENGTH, MICRO_BATCH_SIZE, random_batch, staged_gpt
+from torch import nn
+
+from shardwise import parallel_state
+from shardwise.errors import ConfigError, DataError
+from shardwise.pipeline_parallel import get_forward_backward_func
+
+NUM_MICRO_BATCHES = 4
+
+
+def loss_func(output, non_loss_data=False):
+    if non_loss_data:
+        return {"shape": tuple(output.shape)}
+    loss = output.mean()
+    return loss, {"lm loss": loss.detach()}
+
+
+def loss_and_tokens(output):
+    return output.sum(), torch.tensor(output.numel()), {"sum": output.detach().sum()}
+
+
+def forward_step(data_iterator, model, *, loss_func=loss_func):
+    tokens, labels = next(data_iterator)
+    return model(tokens, labels=labels), loss_func
+
+
+class Wrapped(nn.Module):
+    """As a data-parallel or a mixed-precision wrapper: the model is its ``module``."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments, **options):
+        return self.module(*arguments, **options)
+
+
+def arguments(staged, **others):
+    chunks = [Wrapped(chunk) for chunk in staged.chunks]
+    batch = random_batch(NUM_MICRO_BATCHES)
+    iterators = [zip(*batch, strict=True) for _ in chunks]
+    return {
+        "forward_step_func": forward_step,
+        "data_iterator": iterators if len(chunks) > 1 else iterators[0],
+        "model": chunks if len(chunks) > 1 else chunks[0],
+        "num_microbatches": NUM_MICRO_BATCHES,
+        "seq_length": LENGTH,
+        "micro_batch_size": MICRO_BATCH_SIZE,
+    } | others
+
+
+def whole_model(num_layers):
+    """Losses and gradients of the mean over micro-batches."""
+    staged = staged_gpt(num_layers=num_layers, tied=False)
+    losses = [staged.chunks[0](tokens, labels=labels).mean() for tokens, labels in zip(*random_batch(4), strict=True)]
+    (sum(losses) / NUM_MICRO_BATCHES).backward()
+    return [loss.item() for loss in losses], {k: s.data.grad for k, s in staged.parameters_by_key().items()}
+
+
+def assert_gradients(staged, expected, factor=1.0):
+    for key, shard in staged.parameters_by_key().items():
+        assert_close_to(shard.data.grad, factor * expected[key], rtol_of_norm=1e-12, name=key)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_with_the_references_arguments(group, chunks):
+    losses, expected = whole_model(4)
+    vp_size = chunks if chunks > 1 else None
+    parallel_state.initialize_model_parallel(1, 2, vp_size)
+    staged = staged_gpt(pp=2, num_chunks=chunks, num_layers=4, tied=False)
+    forward_backward_func = get_forward_backward_func()
+    assert forward_backward_func.keywords == {"schedule": "interleaved" if chunks > 1 else "1f1b"}
+    data = forward_backward_func(**arguments(staged), decoder_seq_length=LENGTH, forward_only=False)
+    last = parallel_state.is_pipeline_last_stage()
+    assert [round(item["lm loss"].item(), 12) for item in data] == ([round(x, 12) for x in losses] if last else [])
+    assert_gradients(staged, expected)
+
+    staged.chunks.zero_grad()
+    for options in (
+        {"forward_only": True, "first_val_step": True},
+        {"collect_non_loss_data": True, "forward_only": True},
+    ):
+        data = forward_backward_func(**arguments(staged), **options)
+        assert len(data) == (NUM_MICRO_BATCHES if last else 0)
+        assert all(param.grad is None for param in staged.chunks.parameters())
+    assert data == ([{"shape": (MICRO_BATCH_SIZE, LENGTH)}] * NUM_MICRO_BATCHES if last else [])
+
+
+@pytest.mark.ranks(2)
+def test_losses_with_their_number_of_tokens_and_the_configs_hooks(group):
+    _, expected = whole_model(4)
+    entered, finalized = [], []
+
+    @contextlib.contextmanager
+    def no_sync():
+        entered.append(True)
+        yield
+
+    staged = staged_gpt(
+        pp=2,
+        num_layers=4,
+        tied=False,
+        grad_scale_func=lambda loss: 8 * loss,
+        no_sync_func=no_sync,
+        finalize_model_grads_func=lambda *given, **named: finalized.append((given, named)),
+    )
+    parallel_state.initialize_model_parallel(1, 2)
+    given = arguments(staged, forward_step_func=partial(forward_step, loss_func=loss_and_tokens))
+    for schedule in ("gpipe", "1f1b"):
+        staged.chunks.zero_grad()
+        entered.clear()
+        get_forward_backward_func(schedule=schedule)(**given)
+        assert_gradients(staged, expected, factor=8.0)
+        # All backward steps but the last.
+        assert len(entered) == NUM_MICRO_BATCHES - 1
+        given["data_iterator"] = zip(*random_batch(NUM_MICRO_BATCHES), strict=True)
+    (chunks, num_tokens), named = finalized[-1]
+    assert (chunks, num_tokens, len(finalized)) == ([given["model"]], None, 2)
+    assert named["pg_collection"].pp.size() == 2
+
+
+@pytest.mark.ranks(1)
+def test_one_stage_needs_no_pipeline(group):
+    losses, expected = whole_model(4)
+    assert get_forward_backward_func().keywords == {"schedule": "1f1b"}
+    parallel_state.initialize_model_parallel()
+    staged = staged_gpt(num_layers=4, tied=False)
+    data = get_forward_backward_func()(**arguments(staged))
+    assert [item["lm loss"].item() for item in data] == losses
+    assert_gradients(staged, expected)
+
+
+@pytest.mark.ranks(2)
+def test_too_little_data_is_an_error_on_every_stage(group):
+    parallel_state.initialize_model_parallel(1, 2)
+    staged = staged_gpt(pp=2, num_layers=2)
+    with pytest.raises(DataError, match="the data ended at micro-batch 4 of 5"):
+        get_forward_backward_func()(**arguments(staged, num_microbatches=5))
+
+
+@pytest.mark.ranks(2)
+def test_arguments_that_do_not_fit(group):
+    with pytest.raises(ConfigError, match="schedule is '2f2b'"):
+        get_forward_backward_func(2, schedule="2f2b")
+    with pytest.raises(ConfigError, match="'1f1b' takes one chunk per stage, and there are 3"):
+        get_forward_backward_func(2, 3, schedule="1f1b")
+    parallel_state.initialize_model_parallel(1, 2, 2)
+    staged = staged_gpt(pp=2, num_chunks=2, num_layers=4)
+    given = arguments(staged)
+    for wrong, words in (
+        ({"data_iterator": given["data_iterator"][:1]}, "1 data iterators for 2 chunks"),
+        ({"data_iterator": given["data_iterator"][0]}, "one data iterator for 2 chunks"),
+        ({"decoder_seq_length": 5}, "decoder_seq_length is 5 and seq_length 11"),
+        ({"num_microbatches": 3}, "groups of 2, .* and 3 micro-batches do not fit"),
+        ({"model": [nn.Linear(2, 2), nn.Linear(2, 2)]}, "type Linear has no config"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            get_forward_backward_func()(**given | wrong)

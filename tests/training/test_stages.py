@@ -1,0 +1,185 @@
+"""Training in pipeline stages is the training of the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.parity import assert_bit_equal, assert_close_to
+from training.test_run import open_tiny
+from training.tiny import tiny_settings
+
+from shardwise.errors import ParityError
+from shardwise.pipeline_parallel import Pipeline
+from shardwise.sharded_state import sharded_state_dict
+from shardwise.tensor_parallel.gather import gather_parameter
+from shardwise.topology import Topology
+from shardwise.training.metrics import read_metrics
+from shardwise.training.parity import check_parity
+from shardwise.training.run import banner, train
+from shardwise.training.session import count_parameters, make_trainer
+from shardwise.training.settings import ParallelSettings
+
+VOCAB = 101
+STEPS = 10
+GPIPE = ParallelSettings(pp=2, pipeline_schedule="gpipe")
+
+
+def trainer_of(folder, parallel, **model):
+    settings = tiny_settings(
+        folder, model={"num_layers": 5, "hidden_size": 24, **model}, dtype="float64", steps=STEPS, micro_batch_size=1
+    )
+    settings = dataclasses.replace(settings, parallel=parallel)
+    texts = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=VOCAB))
+    topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
+    return make_trainer(settings, texts, topology, torch.device("cpu")), topology
+
+
+def curve(trainer, steps=STEPS):
+    """Losses and gradient norms of 4 samples a step, shared out over data-parallel ranks."""
+    generator = torch.Generator().manual_seed(2)
+    share = 4 // trainer.dp_group.size()
+    mine = slice(trainer.dp_group.rank() * share, (trainer.dp_group.rank() + 1) * share)
+    results = []
+    for step in range(steps):
+        start = torch.randint(VOCAB, (4, 1), generator=generator)
+        ids = (start + torch.arange(trainer.settings.model.sequence_length + 1) * 7) % VOCAB
+        tokens, labels = ids[mine, :-1], ids[mine, 1:]
+        result = trainer.step(step, zip(tokens.split(1), labels.split(1), strict=True))
+        results.append((result.loss, result.grad_norm))
+    return torch.tensor(results, dtype=torch.float64)
+
+
+LAYOUTS = {
+    2: [
+        GPIPE,
+        ParallelSettings(pp=2),
+        ParallelSettings(pp=2, pipeline_schedule="interleaved", virtual_stages=2),
+        ParallelSettings(pp=2, pipeline_schedule="zero-bubble"),
+    ],
+    4: [
+        ParallelSettings(tp=2),
+        ParallelSettings(pp=2),
+        ParallelSettings(tp=2, pp=2),
+        ParallelSettings(tp=2, pp=2, sequence_parallel=True, pipeline_schedule="zero-bubble"),
+        ParallelSettings(tp=2, pp=2, sequence_parallel=True, pipeline_schedule="interleaved", virtual_stages=2),
+        ParallelSettings(pp=4),
+    ],
+}
+
+
+@pytest.mark.ranks(2, 4, timeout=120)
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+def test_loss_curve_is_the_same_in_stages(group, tmp_path, architecture):
+    model = {"architecture": architecture, "tie_embeddings": architecture == "llama", "sequence_length": 13}
+    whole, alone = trainer_of(tmp_path, ParallelSettings(), **model)
+    whole.dp_group = alone.group("tp")
+    expected = curve(whole)
+    assert expected[-1, 0] < expected[0, 0] - 0.1
+    final = sharded_state_dict(whole.model, group=alone.group("tp"))
+    for parallel in LAYOUTS[group.size()]:
+        trainer, topology = trainer_of(tmp_path, parallel, **model)
+        assert_close_to(curve(trainer), expected, rtol_of_norm=1e-11, name=str(parallel))
+        assert count_parameters(trainer.model, topology) == sum(p.numel() for p in whole.model.parameters())
+        for key, shard in sharded_state_dict(trainer.model, group=trainer.tp_group).items():
+            gathered = gather_parameter(shard.data, shard.layout, group=trainer.tp_group)
+            assert_close_to(gathered, final[key].data.detach(), rtol_of_norm=1e-7, name=f"{key}, {parallel}")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_tied_copies_stay_bit_equal_and_dropout_is_reproducible(group, tmp_path, schedule):
+    parallel = ParallelSettings(pp=2, pipeline_schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
+    curves = []
+    for _ in range(2):
+        trainer, topology = trainer_of(tmp_path, parallel, dropout=0.1)
+        curves.append(curve(trainer))
+        tied = sharded_state_dict(trainer.model, group=trainer.tp_group)["embedding.word_embeddings.weight"].data
+        copies = [torch.empty_like(tied) for _ in range(2)]
+        dist.all_gather(copies, tied.detach(), group=topology.group("embd"))
+        assert_bit_equal(copies[0], copies[1], name="the copies of the tied weight")
+        assert copies[0].std() > 0
+    assert_bit_equal(curves[0], curves[1], name="the curve of the same seed")
+
+
+def staged_settings(folder, parallel, **training):
+    settings = tiny_settings(
+        folder,
+        model={"num_layers": 4, "tie_embeddings": True},
+        resume="auto",
+        dtype="float64",
+        **{"steps": 6, "eval_every": 3, **training},
+    )
+    return dataclasses.replace(settings, parallel=parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_a_run_goes_on_at_other_stages(group, tmp_path, monkeypatch):
+    """Two steps each at pp 2, tp 2, interleaved and as data parallelism: the curve of one run, to rounding."""
+    layouts = [
+        ParallelSettings(pp=2, pipeline_schedule="zero-bubble"),
+        ParallelSettings(tp=2),
+        ParallelSettings(pp=2, pipeline_schedule="interleaved", virtual_stages=2),
+        ParallelSettings(),
+    ]
+    whole = dataclasses.replace(staged_settings(tmp_path, ParallelSettings(), steps=8), out=str(tmp_path / "whole"))
+    reference = train(open_tiny(whole, monkeypatch, tmp_path))
+    for done, parallel in zip((2, 4, 6, 8), layouts, strict=True):
+        # Saved at 2, 4 and 6 by a run that was to take 8.
+        session = open_tiny(staged_settings(tmp_path, parallel, steps=8, save_every=2), monkeypatch, tmp_path)
+        original = session.trainer.train_step
+
+        def stop(step, loader, done=done, original=original):
+            if step == done:
+                raise KeyboardInterrupt
+            return original(step, loader)
+
+        session.trainer.train_step = stop
+        with contextlib.suppress(KeyboardInterrupt):
+            outcome = train(session)
+        dist.barrier(group=group)
+    assert outcome.held_out_bits_per_byte == pytest.approx(reference.held_out_bits_per_byte, rel=1e-9)
+    rows = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "whole")}
+    for name in ("loss", "grad_norm"):
+        curves = {of: [row[name] for row in rows[of]] for of in rows}
+        assert len(curves["run"]) == 8
+        assert curves["run"] == pytest.approx(curves["whole"], rel=1e-9)
+    # One layout measures what another does, also while it trains.
+    measured = {
+        of: [row["held_out_bits_per_byte"] for row in rows[of] if "held_out_bits_per_byte" in row] for of in rows
+    }
+    assert measured["run"] == pytest.approx(measured["whole"], rel=1e-9)
+    assert len(measured["run"]) == 3
+
+
+@pytest.mark.ranks(2)
+def test_parity_is_proved_in_stages_too(group, tmp_path, monkeypatch):
+    settings = staged_settings(tmp_path, ParallelSettings(pp=2))
+    session = open_tiny(settings, monkeypatch, tmp_path)
+    parity = check_parity(session, steps=2)
+    assert parity.line().startswith("tp=1 pp=2 equals tp=1 over 2 steps")
+    assert "tensor parallel 1, 2 stages (1f1b), data parallel 1" in banner(session)
+    # A mistake on one stage alone is found.
+    if group.rank() == 1:
+        monkeypatch.setattr(Pipeline, "run", halved(Pipeline.run))
+    with pytest.raises(ParityError, match="more than rounding explains"):
+        check_parity(session, steps=2)
+
+
+def halved(run):
+    """``Pipeline.run`` whose gradients on this stage are wrong."""
+
+    def wrong(self, *arguments, **options):
+        result = run(self, *arguments, **options)
+        for chunk in self.chunks:
+            for param in chunk.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        return result
+
+    return wrong
