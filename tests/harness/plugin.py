@@ -7,8 +7,8 @@
     @pytest.mark.ranks(4, timeout=120)   # with a time limit of its own, in seconds
     @pytest.mark.ranks(1, 2, 4, slow=(1, 4))  # some of its sizes have the mark `slow` too (see below)
 
-Without ``slow`` in the mark, sizes above the first of several ranks are slow: of 1, 2, 3 and 4 those are 3 and 4. A size of
-4 or more is, too, where a smaller one is there.
+Without ``slow`` in the mark, sizes above the first of several ranks are slow: of 1, 2, 3 and 4 those are 3 and 4. A
+size of 4 or more is, too, where a smaller one is there.
 
 The body runs in the ranks, everything around it in pytest's process: collection, fixtures, set-up methods.
 The values of fixtures and parameters are pickled and sent, the same to every rank (so ``tmp_path`` is one folder).
@@ -38,7 +38,7 @@ _NOT_CONNECTED = "Gloo connectFullMesh failed"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compute on one thread here, as in the ranks: threads that wait for each other spin, and the ranks need the cores."""
+    """Compute on one thread here, as in the ranks: threads that wait for each other spin, and ranks need the cores."""
     torch.set_num_threads(1)
 
 

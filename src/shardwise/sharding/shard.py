@@ -147,7 +147,7 @@ class ParamShard(TensorPieces):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # What torch.distributed.checkpoint copies a state with (`async_save`), and allocates what is on the meta device.
+        # What torch.distributed.checkpoint copies a state with (`async_save`), and allocates of the meta device.
         kwargs = kwargs or {}
         if func in (_aten.detach.default, _aten.zeros_like.default, _aten.empty_like.default):
             return args[0].with_data(func(args[0].data, **kwargs))
