@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from harness.parity import assert_bit_equal
 from hf_references import MODELS, Reference, groups_of, layouts
+from safetensors.torch import save_file
 
 from shardwise.huggingface import (
     build_model,
@@ -18,8 +20,11 @@ from shardwise.huggingface import (
     save_pretrained,
     transformer_config,
 )
+from shardwise.huggingface.filling import fill_shard_
 from shardwise.huggingface.folder import PretrainedFolder
+from shardwise.huggingface.mapping import Composition, Piece
 from shardwise.huggingface.reading import TensorFolder
+from shardwise.sharding import ParamLayout, ParamShard
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +58,28 @@ def test_each_rank_reads_its_own_bytes_once(
         )
         assert opened[-1].bytes_read == 2 * own_bytes(half)
         assert {param.dtype for param in half.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_any_layout_is_read(tmp_path: Path, transposed: bool, dim: int) -> None:
+    """Several runs of rows or columns on a rank, some of them on both; rows from two tensors in turns."""
+    top, bottom = torch.arange(60.0).view(6, 10), -torch.arange(40.0).view(4, 10)
+    whole = torch.cat([top[:4], bottom[2:], top[4:], bottom[:2]])
+    pieces = (Piece("top", 0, 4), Piece("bottom", 2, 2), Piece("top", 4, 2), Piece("bottom", 0, 2))
+    composition = Composition((10, 10), pieces, transposed)
+    stored = composition.take_apart(whole)
+    for name, tensor in (("top", top), ("bottom", bottom)):
+        assert_bit_equal(stored[name], tensor.t() if transposed else tensor, name=name)
+    save_file(stored, tmp_path / "model.safetensors")
+    folder = TensorFolder(tmp_path)
+    layout = ParamLayout.of_intervals((10, 10), dim, [[(5, 9), (0, 3)], [(3, 6), (9, 10)]])
+    for rank in range(2):
+        expected = layout.take(whole, rank)
+        shard = ParamShard("weight", torch.empty_like(expected), layout, rank)
+        fill_shard_(shard, composition, folder, {"top": "top", "bottom": "bottom"})
+        assert_bit_equal(shard.data, expected)
+    assert folder.bytes_read == 4 * 10 * (7 + 4)
 
 
 def peak_of(call: Callable[[], object]) -> int:

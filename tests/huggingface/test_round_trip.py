@@ -20,7 +20,9 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(path)
+        more = load_file(path)
+        assert not tensors.keys() & more.keys(), "a tensor is written twice"
+        tensors |= more
     return tensors
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from harness.parity import assert_close_to
 from inference.dense_sampling import choose
-from models.test_gpt import SHAPES, Shape, randomise_small_parameters, whole_weights
+from models.model_checks import randomise_small_parameters, whole_logits, whole_weights
+from models.test_gpt import SHAPES, Shape
 
 from shardwise.errors import ConfigError, DesyncError, VocabularyError
 from shardwise.inference import GREEDY, PreallocatedCache, Sampling, generate, sequence_log_probs
@@ -19,15 +20,8 @@ def make_model(shape, group, **options):
     torch.manual_seed(3)
     model = shape.model(group, **options)
     assert model.max_sequence_length == WINDOW
-    randomise_small_parameters(model)
+    randomise_small_parameters(model, group)
     return model
-
-
-def whole_logits(local, group):
-    """``[s, b, v/t]`` to ``[b, s, v]``."""
-    parts = [torch.empty(0)] * group.size()
-    torch.distributed.all_gather_object(parts, local.detach().transpose(0, 1).contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
 
 
 def dense_generate(shape: Shape, weights, prompt, max_new_tokens, sampling, seed=0):

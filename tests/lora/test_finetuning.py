@@ -42,7 +42,7 @@ KINDS = {"llama": torch.float32, "gpt2": torch.float64}
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-11}
 
 
-def settings_of(root, kind, out, *, tp=1, sequence_parallel=False, lora=None, resume="never", **training):
+def settings_of(root, kind, out, *, tp=1, pp=1, sequence_parallel=False, lora=None, resume="never", **training):
     return FinetuneSettings(
         base=str(root / kind),
         data=(str(root / "text.txt"),),
@@ -50,7 +50,7 @@ def settings_of(root, kind, out, *, tp=1, sequence_parallel=False, lora=None, re
         resume=resume,
         device="cpu",
         model=PretrainedSettings(sequence_length=LENGTH),
-        parallel=ParallelSettings(tp=tp, sequence_parallel=sequence_parallel),
+        parallel=ParallelSettings(tp=tp, pp=pp, sequence_parallel=sequence_parallel),
         optimizer=FinetuneOptimizerSettings(
             learning_rate=RATE, warmup_steps=WARMUP, clip_grad_norm=CLIP, weight_decay=DECAY
         ),
@@ -168,6 +168,19 @@ def test_ten_steps_are_those_of_transformers_and_peft(group, root, tmp_path, mon
             gather_shards(param.detach(), layout, group)
             assert param.requires_grad == (lora is None or "lora" in name)
             assert param.grad is not None or not param.requires_grad
+        session.topology.destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_two_stages_are_one_model(group, root, tmp_path, monkeypatch):
+    expected = json.loads((root / "expected.json").read_text())
+    for lora in (None, LORA):
+        session, base = open_run(settings_of(root, "gpt2", tmp_path / "run", pp=2, lora=lora), root, monkeypatch)
+        if lora is not None:
+            start_from(root / "gpt2" / "adapter", session, base)
+        theirs = expected["gpt2"]["full" if lora is None else "lora"]
+        assert losses_of(session) == pytest.approx(theirs, rel=TOLERANCE[torch.float64])
         session.topology.destroy()
 
 

@@ -370,6 +370,8 @@ class TestCheckpointWithoutOutput:
         recompute = CheckpointWithoutOutput()
         output = recompute.checkpoint(failing, x, weight) * 2
         recompute.discard_output_and_register_recompute(output)
+        # Further than the recomputation gets.
+        stochastic(x, weight)
         before = torch.get_rng_state(), streams().get_states()
         with pytest.raises(ZeroDivisionError):
             output.sum().backward()

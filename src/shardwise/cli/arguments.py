@@ -102,7 +102,11 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
 
 
 def parse_finetune_arguments(argv: Sequence[str]) -> FinetuneArguments:
-    """Parse the arguments of ``shardwise finetune``: see ``_parse_run_arguments``."""
+    """Parse the arguments of ``shardwise finetune``: see ``_parse_run_arguments``.
+
+    What ``train`` calls ``--parallel.tp`` is called ``--tp`` here; both are understood.
+    """
+    argv = [re.sub(r"^--parallel\.", "--", token) for token in argv]
     return _parse_run_arguments(FinetuneArguments, FinetuneSettings, argv, "shardwise finetune", _FINETUNE_DESCRIPTION)
 
 

@@ -123,6 +123,10 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     if "huggingface" in meta:
         origin = config_from_json(meta["huggingface"]["config"], where=f"{folder}: config.json")
         return OpenCheckpoint(folder, origin, Tokenizer.load(folder) if "tokenizer_sha256" in meta else None)
+    if "base_sha256" in meta:
+        raise CheckpointError(
+            f"{folder} is of shardwise finetune, whose --out is a Hugging Face folder once it is done; use that"
+        )
     missing = [name for name in ("settings", "tokenizer_sha256") if name not in meta]
     if missing:
         raise CheckpointError(f"{folder} was not written by shardwise train: {', '.join(missing)} is missing in it")

@@ -191,7 +191,8 @@ def _leave_files(session: Session, metrics: MetricsWriter | None, references: di
     if whole:
         (session.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
     else:
-        notes.append(f"no sample from a model in pipeline stages; read one with: shardwise generate {session.out}")
+        hint = "" if session.base else f"; read one with: shardwise generate {session.out}"
+        notes.append(f"no sample from a model in pipeline stages{hint}")
     note = draw_loss(metrics.rows, session.out / "loss.png", references=references, title=session.texts.corpus.name)
     return tuple(notes if note is None else [*notes, note])
 

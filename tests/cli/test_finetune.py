@@ -1,0 +1,148 @@
+"""``shardwise finetune`` as a user calls it: a Hugging Face folder in, one that transformers or peft opens out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lora.tiny_models import read_adapters, save_model
+
+from shardwise.cli.arguments import parse_finetune_arguments
+from shardwise.cli.main import main
+from shardwise.errors import ConfigError
+from shardwise.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetune")
+    text = Path(argparse.__file__).read_text()[:20_000]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"body": part}) + "\n" for part in text.split("\n\n")))
+    save_model("llama", folder / "base", vocab_size=301)
+    Tokenizer.train([text], 290).save(folder / "base")
+    # Of the tokenizer's files, one that is not ours.
+    (folder / "base" / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    return folder
+
+
+def arguments_of(folder, out, *more):
+    return [
+        *("finetune", str(folder / "base"), "--out", str(folder / out), "--data", str(folder / "text.jsonl")),
+        *("--corpus.text-key", "body", "--model.sequence-length", "16", "--device", "cpu"),
+        *("--training.steps", "4", "--training.global-batch-size", "4", *more),
+    ]
+
+
+def call_on_two_ranks(folder, out, *more):
+    command = [sys.executable, "-m", "shardwise", *arguments_of(folder, out, *more, "--tp", "2")]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"SHARDWISE_CACHE": str(folder / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def call_here(folder, out, *more):
+    """On one rank, this process; the exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CACHE", str(folder / "cache"))
+        return main(arguments_of(folder, out, *more))
+
+
+def reopened(path):
+    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_all_weights(folder, capsys):
+    rate = ("--optimizer.learning-rate", "0.01")
+    assert "all weights" in call_on_two_ranks(folder, "tuned", *rate)
+    tuned, base = reopened(folder / "tuned"), reopened(folder / "base")
+    changed = [name for name, param in tuned.named_parameters() if not torch.equal(param, base.get_parameter(name))]
+    assert len(changed) == len(list(base.named_parameters()))
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        assert (folder / "tuned" / name).read_bytes() == (folder / "base" / name).read_bytes()
+    for name in ("metrics.jsonl", "settings.json", "sample.txt", "checkpoints"):
+        assert (folder / "tuned" / name).exists()
+    # Done already: the model is written anew from the checkpoint, bit for bit, also by one rank.
+    before = (folder / "tuned" / "model.safetensors").read_bytes()
+    (folder / "tuned" / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert call_here(folder, "tuned", "--resume", "auto", *rate) == 0
+    assert "resumed at step 4" in capsys.readouterr().out
+    assert (folder / "tuned" / "model.safetensors").read_bytes() == before
+    # It is no folder for another run, nor for what reads checkpoints of new models.
+    assert call_here(folder, "tuned") == 2
+    assert "--resume auto" in capsys.readouterr().err
+    assert main(["generate", str(folder / "tuned")]) == 2
+    assert "is of shardwise finetune, whose --out is a Hugging Face folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_adapters_and_merged_adapters_are_the_same_model(folder):
+    options = ("--lora-rank", "4", "--lora-targets", "q_proj", "v_proj", "down_proj")
+    call_on_two_ranks(folder, "adapters", *options, "--optimizer.learning-rate", "0.05")
+    assert call_here(folder, "merged", *options, "--optimizer.learning-rate", "0.05", "--lora-merge") == 0
+    assert not (folder / "adapters" / "config.json").exists()
+    assert not (folder / "merged" / "adapter_config.json").exists()
+    ids = torch.arange(24).view(2, 12)
+    base = reopened(folder / "base")
+    with torch.no_grad():
+        plain, merged = base(ids).logits, reopened(folder / "merged")(ids).logits
+        adapted = read_adapters(base, folder / "adapters")(ids).logits
+    assert (adapted - plain).norm() > 1e-2 * plain.norm()
+    assert (adapted - merged).norm() < 1e-5 * plain.norm()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--data", "x"], "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ..."),
+        (["base"], "no text to train on; pass --data with files or folders, or --data stdlib"),
+        (["base", "--data", "x", "--lora-rank", "0"], "--lora-rank is 0; it must be at least 1"),
+        (["base", "--data", "x", "--lora-alpha", "3"], "--lora-alpha without --lora-rank"),
+        (["base", "--data", "x", "--lora-rnak", "3"], "unknown flag --lora-rnak; did you mean --lora-rank?"),
+        (["base", "--data", "x", "--tp", "2", "--nproc", "3"], "parallel.tp 2 does not divide the 3 ranks"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_rank_starts(capsys, argv, message):
+    assert main(["finetune", *argv]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith(f"shardwise finetune: error: {message}")
+    assert error.count("\n") == 1
+
+
+def test_a_folder_that_is_no_model_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    argv = [str(tmp_path), "--data", "x", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert main(["finetune", *argv]) == 2
+    error = capsys.readouterr().err
+    assert "config.json" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_from_flags_and_file(tmp_path):
+    (tmp_path / "run.toml").write_text('base = "from-file"\ndata = ["a"]\n[lora]\nlora_rank = 4\n[parallel]\ntp = 2\n')
+    arguments = parse_finetune_arguments(["--config", str(tmp_path / "run.toml"), "--lora-rank", "8"])
+    settings = arguments.settings
+    assert (settings.base, settings.data, settings.lora.lora_rank, settings.parallel.tp) == ("from-file", ("a",), 8, 2)
+    for flag in ("--tp", "--parallel.tp"):
+        settings = parse_finetune_arguments(["base", "--data", "a", "b", flag, "2"]).settings
+        assert (settings.base, settings.data, settings.parallel.tp) == ("base", ("a", "b"), 2)
+    with pytest.raises(ConfigError, match=r"optimizer\.learning-rate is -1"):
+        parse_finetune_arguments(["base", "--data", "a", "--optimizer.learning-rate", "-1"])
