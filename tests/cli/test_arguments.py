@@ -154,4 +154,5 @@ def test_help_explains_every_setting_with_its_default(capsys, monkeypatch):
             assert entry is not None, flag
             assert entry[1] == str(getattr(part, setting.name)), flag
             assert len(entry[0].split()) > 5, flag
-    assert "--nproc INT ranks to start on this machine; as many as parallel.tp if not given." in words
+    nproc = "ranks to start on this machine; as many as parallel.tp x parallel.pp if not given."
+    assert f"--nproc INT {nproc}" in words
