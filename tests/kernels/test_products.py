@@ -6,10 +6,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.kernels import huge_pages, products
+from shardwise.kernels import host_memory, products
 
-# n, i, o: large enough for oneDNN, and dividing nothing.
-SHAPES = [(131, 257, 301), (64, 1, 140_001), (1, 3001, 3011)]
+# n, i, o, and how many of the forward's, input gradient's and weight gradient's products oneDNN computes; dividing
+# nothing.
+SHAPES = [
+    (131, 257, 301, (2, 1, 0)),
+    (1, 3001, 3011, (2, 1, 0)),
+    # The output alone is 34 MiB, and the weight gradient narrow.
+    (64, 1, 140_001, (0, 1, 1)),
+    (4099, 33, 2051, (0, 1, 1)),
+    (140, 33, 2051, (2, 1, 1)),
+    # Large, but a sum of many terms.
+    (4099, 513, 2051, (2, 1, 0)),
+]
 
 
 @pytest.fixture
@@ -48,8 +58,8 @@ def _assert_close(actual: torch.Tensor, exact: torch.Tensor, num_terms: int) -> 
 
 
 @pytest.mark.usefixtures("onednn")
-@pytest.mark.parametrize(("n", "i", "o"), SHAPES)
-def test_products_equal_the_exact_ones(used: list[int], n: int, i: int, o: int) -> None:
+@pytest.mark.parametrize(("n", "i", "o", "by_onednn"), SHAPES)
+def test_products_equal_the_exact_ones(used: list[int], n: int, i: int, o: int, by_onednn: tuple[int, ...]) -> None:
     x, weight, grad, bias = _matrices(n, i, o, torch.float32)
     copies = [tensor.clone() for tensor in (x, weight, grad, bias)]
     wide_x, wide_weight, wide_grad, wide_bias = (tensor.double() for tensor in (x, weight, grad, bias))
@@ -58,10 +68,10 @@ def test_products_equal_the_exact_ones(used: list[int], n: int, i: int, o: int) 
         _assert_close(
             products.linear(x.unsqueeze(1), weight, bias), F.linear(wide_x, wide_weight, wide_bias).unsqueeze(1), i
         )
+    assert len(used) == by_onednn[0]
     _assert_close(products.input_gradient(grad, weight), wide_grad @ wide_weight, o)
     _assert_close(products.weight_gradient(grad, x), wide_grad.t() @ wide_x, n)
-    # The weight gradient is PyTorch's own product.
-    assert used == [n * i * o] * 3
+    assert used == [n * i * o] * sum(by_onednn)
     for tensor, copy in zip((x, weight, grad, bias), copies, strict=True):
         assert torch.equal(tensor, copy)
 
@@ -99,7 +109,7 @@ def test_what_onednn_is_not_for_stays_with_pytorch(used: list[int]) -> None:
 
 def test_a_large_weight_gradient_lies_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     advised: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda *call: advised.append(call) or 0)
+    monkeypatch.setattr(host_memory, "_c_function", lambda *_: lambda *call: advised.append(call) or 0)
     grad, x = torch.ones(3, 3000), torch.full((3, 1500), 2.0)
     gradient = products.weight_gradient(grad, x)
     ((start, length, _),) = advised
@@ -108,6 +118,25 @@ def test_a_large_weight_gradient_lies_in_huge_pages(monkeypatch: pytest.MonkeyPa
     assert gradient.data_ptr() + gradient.nbytes - (2 << 20) < start + length <= gradient.data_ptr() + gradient.nbytes
     assert bool((gradient == 6.0).all())
     products.weight_gradient(grad[:, :300], x)
+    assert len(advised) == 1
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_large_output_lies_in_huge_pages(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[int] = []
+    monkeypatch.setattr(host_memory, "_c_function", lambda *_: lambda *call: advised.append(call[1]) or 0)
+    x, weight = torch.ones(3, 5, 2), torch.full((600_001, 2), 3.0)
+    bias = torch.full((600_001,), 0.5) if biased else None
+    with torch.no_grad():
+        output = products.linear(x, weight, bias)
+    assert output.shape == (3, 5, 600_001)
+    assert bool((output == (6.5 if biased else 6.0)).all())
+    assert sum(advised) > output.nbytes - (4 << 20)
+    with torch.no_grad():
+        products.linear(x, weight[:400_000], None)
+        # Recorded by autograd, which takes no output tensor.
+        torch.set_grad_enabled(True)
+        assert products.linear(x, weight.requires_grad_(), bias).requires_grad
     assert len(advised) == 1
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import products
 from shardwise.kernels.choice import choose
-from shardwise.kernels.huge_pages import empty_in_huge_pages
+from shardwise.kernels.host_memory import empty_in_huge_pages
 from shardwise.kernels.loss_reference import finite, wide
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.loss.linear_head import Head, finished_hidden_gradient, times_rows

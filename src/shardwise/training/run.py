@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.collectives.agreement import agree
 from shardwise.errors import ConfigError, DivergenceError
+from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.training.metrics import MetricsWriter
 from shardwise.training.pictures import draw_loss
 from shardwise.training.progress import Progress
@@ -96,6 +97,8 @@ def train(session: Session) -> Outcome:
     settings, trainer, ranks = session.settings, session.trainer, session.ranks
     world = dist.group.WORLD
     assert world is not None
+    if ranks.device.type == "cpu":
+        keep_freed_memory()
     agree(lambda: _make_folder(session), group=world)
     first_step = start_or_resume(session)
     if first_step and ranks.is_first:

@@ -1,4 +1,4 @@
-"""The norms of a transformer, PyTorch's own."""
+"""The norms of a transformer: PyTorch's own modules, RMSNorm with our function on a CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import TransformerConfig
+from shardwise.kernels.rms_norm import rms_norm
 
 
 class ZeroCenteredLayerNorm(nn.LayerNorm):
@@ -21,7 +22,15 @@ class ZeroCenteredLayerNorm(nn.LayerNorm):
         return F.layer_norm(input_, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
-class ZeroCenteredRMSNorm(nn.RMSNorm):
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm over the last dimension (``kernels.rms_norm``)."""
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """``[..., n]`` to the same."""
+        return rms_norm(input_, self.weight, self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
     """RMSNorm that keeps its weight minus 1."""
 
     def reset_parameters(self) -> None:
@@ -30,13 +39,13 @@ class ZeroCenteredRMSNorm(nn.RMSNorm):
 
     def forward(self, input_: Tensor) -> Tensor:
         """``[..., n]`` to the same."""
-        return F.rms_norm(input_, self.normalized_shape, self.weight + 1, self.eps)
+        return rms_norm(input_, self.weight + 1, self.eps)
 
 
-_NORMS: dict[tuple[str, bool], type[nn.LayerNorm] | type[nn.RMSNorm]] = {
+_NORMS: dict[tuple[str, bool], type[nn.LayerNorm] | type[RMSNorm]] = {
     ("LayerNorm", False): nn.LayerNorm,
     ("LayerNorm", True): ZeroCenteredLayerNorm,
-    ("RMSNorm", False): nn.RMSNorm,
+    ("RMSNorm", False): RMSNorm,
     ("RMSNorm", True): ZeroCenteredRMSNorm,
 }
 

@@ -1,0 +1,56 @@
+"""Freed memory is kept when asked for, and the user's own settings stand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is the GNU C library's")
+
+_PROGRAM = """
+import resource
+import sys
+
+import torch
+
+from shardwise.kernels.host_memory import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        # More than the C library ever keeps by itself.
+        torch.ones(10 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+# With huge pages for every program there are few faults to begin with.
+torch.ones(10 << 20)
+fresh = faults()
+assert keep_freed_memory()
+# An aligned block may not fit where the last one lay, until the heap has grown.
+faults()
+faults()
+print(fresh, faults())
+"""
+
+
+def _faults(**environment: str) -> tuple[int, int]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    output = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], env=clean | environment, capture_output=True, text=True, check=True
+    ).stdout
+    fresh, kept = output.split()
+    return int(fresh), int(kept)
+
+
+def test_freed_memory_is_kept() -> None:
+    fresh, kept = _faults()
+    assert fresh >= 200
+    assert kept < fresh / 20
+
+
+def test_the_users_settings_stand() -> None:
+    fresh, kept = _faults(MALLOC_TRIM_THRESHOLD_="65536", MALLOC_MMAP_THRESHOLD_="65536")
+    assert kept > fresh / 2
