@@ -184,12 +184,7 @@ def _serve(connection: Connection, spec: WorkerSpec) -> None:
         try:
             import torch
 
-            from shardwise.kernels.host_memory import keep_freed_memory
-
             torch.set_num_threads(spec.num_threads)
-            # For all candidates alike: whose blocks happen to lie at the end of the heap, and are faulted in again in
-            # every step, is chance.
-            keep_freed_memory()
             served = spec.factory(*spec.arguments)
             # What is there by now stays: a benchmark collects the garbage before each timing, but not among all that.
             gc.freeze()

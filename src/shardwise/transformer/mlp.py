@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.config import TransformerConfig
+from shardwise.kernels.elementwise_cpu import swiglu
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -54,9 +56,14 @@ class MLP(nn.Module):
         """
         inner, _ = self.linear_fc1(hidden, sequence_length=sequence_length)
         if self.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self.activation_func(gate) * up
+            inner = self._gate(inner)
         else:
             inner = self.activation_func(inner)
         output: Tensor = self.linear_fc2(inner)[0]
         return output
+
+    def _gate(self, inner: Tensor) -> Tensor:
+        if self.activation_func is F.silu:
+            return swiglu(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self.activation_func(gate) * up

@@ -14,6 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardwise.errors import ConfigError
+from shardwise.kernels.elementwise_cpu import rotate_halves
 from shardwise.transformer.rotary_scaling import RotaryScaling
 
 __all__ = ["RotaryEmbedding", "RotaryScaling", "apply_rotary"]
@@ -26,16 +27,20 @@ class _Rotate(Function):
     def forward(ctx: Any, input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rotate(input_, cos, sin, interleaved)
+        return _rotate(input_, cos, sin, interleaved, backwards=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad_output, cos, -sin, ctx.interleaved), None, None, None
+        return _rotate(grad_output, cos, sin, ctx.interleaved, backwards=True), None, None, None
 
 
-def _rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backwards: bool) -> Tensor:
+    if not interleaved and (turned_halves := rotate_halves(input_, cos, sin, backwards=backwards)) is not None:
+        return turned_halves
+    if backwards:
+        sin = -sin
     rotated = 2 * cos.size(-1)
     first, second = _pairs(input_, rotated, interleaved)
     if torch.compiler.is_compiling():

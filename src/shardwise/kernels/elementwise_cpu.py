@@ -1,0 +1,179 @@
+"""SwiGLU, rotary embedding and RMSNorm on a CPU, fp32, in one pass over memory (``elementwise_cpu.c``).
+
+The first two choose for themselves, ``kernels.rms_norm`` for the third: small tensors, other dtypes, devices and layouts, ``torch.compile``, autocast, and machines
+without a compiler have PyTorch's single operations, whose results differ by rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardwise.kernels.compiled import address, compile_c, over_rows
+
+# The choice depends on nothing but the call, so that a run that is resumed computes the same bits.
+MIN_ELEMENTS = 1 << 16
+
+
+def swiglu(inner: Tensor) -> Tensor:
+    """``silu(gate) * up`` (Shazeer 2020, arXiv:2002.05202).
+
+    Args:
+        inner: ``[..., 2f]``, the gates first.
+
+    Returns:
+        ``[..., f]``.
+    """
+    if applies(inner) and inner.is_contiguous():
+        output: Tensor = _SwiGLU.apply(inner)
+        return output
+    gate, up = inner.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate_halves(input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool = False) -> Tensor | None:
+    """Turn the pairs ``(i, i + d/2)`` of every head by its position's angles; not recorded by autograd.
+
+    Args:
+        input_: ``[s, b, heads, d]``.
+        cos: ``[s, 1, 1, d/2]``.
+        sin: like ``cos``.
+        backwards: by the negative angles.
+
+    Returns:
+        A new tensor like ``input_``; None where compiled code is not for it.
+    """
+    rows, batch, heads, width = input_.shape
+    if not (
+        applies(input_)
+        and cos.shape == sin.shape == (rows, 1, 1, width // 2)
+        and cos.dtype == sin.dtype == input_.dtype
+        and input_.stride(3) == 1
+        and (batch == 1 or input_.stride(1) == heads * input_.stride(2))
+    ):
+        return None
+    output = torch.empty(input_.shape, dtype=input_.dtype)
+    cos, sin = cos.contiguous(), sin.contiguous()
+
+    def compute(start: int, stop: int) -> None:
+        _kernel("rotate")(
+            address(input_, start),
+            *(ctypes.c_int64(stride) for stride in (input_.stride(0), input_.stride(2))),
+            address(output, start),
+            *(ctypes.c_int64(size) for size in (stop - start, batch * heads, width // 2)),
+            address(cos, start),
+            address(sin, start),
+            ctypes.c_float(-1.0 if backwards else 1.0),
+        )
+
+    over_rows(compute, rows, batch * heads * width)
+    return output
+
+
+def rms_norm(input_: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``kernels.rms_norm`` of a contiguous ``input_`` that ``applies``; not recorded by autograd.
+
+    Returns:
+        The output, and ``rsqrt(mean(x^2) + eps)`` of each row, ``[..., 1]``.
+    """
+    output = torch.empty_like(input_)
+    scale = input_.new_empty(*input_.shape[:-1], 1)
+    flat = [_rows_of(tensor) for tensor in (input_, output, scale)]
+
+    def compute(start: int, stop: int) -> None:
+        rows, out, scales = (address(tensor, start) for tensor in flat)
+        sizes = (ctypes.c_int64(stop - start), ctypes.c_int64(weight.numel()))
+        _kernel("rms_norm")(rows, address(weight, 0), out, scales, *sizes, ctypes.c_float(eps))
+
+    over_rows(compute, *flat[0].shape)
+    return output, scale
+
+
+def rms_norm_gradient(
+    input_: Tensor, grad_output: Tensor, weight: Tensor, scale: Tensor, *, needs_input: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of input and weight, where needed, from what ``rms_norm`` had and gave."""
+    grad_input = torch.empty_like(input_) if needs_input else None
+    flat = [_rows_of(tensor) for tensor in (input_, grad_output.contiguous(), scale)]
+    flat_grad = None if grad_input is None else _rows_of(grad_input)
+    sums: dict[int, Tensor] = {}
+
+    def compute(start: int, stop: int) -> None:
+        rows, grad, scales = (address(tensor, start) for tensor in flat)
+        to_input = ctypes.c_void_p(None) if flat_grad is None else address(flat_grad, start)
+        to_weight = ctypes.c_void_p(None)
+        if needs_weight:
+            # Each thread has sums of its own.
+            sums[start] = torch.zeros(weight.shape, dtype=torch.float64)
+            to_weight = address(sums[start], 0)
+        sizes = (ctypes.c_int64(stop - start), ctypes.c_int64(weight.numel()))
+        _kernel("rms_norm_gradient")(rows, grad, address(weight, 0), scales, to_input, to_weight, *sizes)
+
+    over_rows(compute, *flat[0].shape)
+    # In the order of the rows, whichever thread was done first.
+    grad_weight = sum(sums[start] for start in sorted(sums)).to(weight.dtype) if needs_weight else None
+    return grad_input, grad_weight
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor) -> Tensor:
+        ctx.save_for_backward(inner)
+        output = inner.new_empty(*inner.shape[:-1], inner.size(-1) // 2)
+        _over_flat_rows("swiglu", inner, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (inner,) = ctx.saved_tensors
+        grad_inner = torch.empty_like(inner)
+        _over_flat_rows("swiglu_gradient", inner, grad_output.contiguous(), grad_inner)
+        return grad_inner
+
+
+def _over_flat_rows(name: str, *tensors: Tensor) -> None:
+    flat = [_rows_of(tensor) for tensor in tensors]
+    width = flat[0].size(1) // 2
+
+    def compute(start: int, stop: int) -> None:
+        _kernel(name)(*(address(x, start) for x in flat), ctypes.c_int64(stop - start), ctypes.c_int64(width))
+
+    over_rows(compute, *flat[0].shape)
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1, tensor.size(-1))
+
+
+def applies(tensor: Tensor) -> bool:
+    """Whether compiled code is for a tensor, as far as its kind and size tell, and can be had."""
+    return (
+        tensor.numel() >= MIN_ELEMENTS
+        and tensor.is_cpu
+        and tensor.dtype == torch.float32
+        # A subclass (fake, functional, distributed) has no memory of its own.
+        and type(tensor) is Tensor
+        and tensor.size(-1) % 2 == 0
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+        and isinstance(_library(), ctypes.CDLL)
+    )
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    return getattr(_library(), name)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The compiled file, or why there is none."""
+    return compile_c("elementwise_cpu.c")
