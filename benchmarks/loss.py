@@ -90,7 +90,14 @@ def memory_goals(contest: str, dtype: str, sizes: LossSizes) -> dict[str, float]
 
 
 def benchmark_contest(
-    workers: Workers, contest: str, dtype: str, sizes: LossSizes, *, num_rounds: int, num_steps: int
+    workers: Workers,
+    contest: str,
+    dtype: str,
+    sizes: LossSizes,
+    *,
+    num_rounds: int,
+    num_steps: int,
+    chosen: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Check, weigh and time all candidates of one contest.
 
@@ -101,6 +108,7 @@ def benchmark_contest(
         sizes: of the batch.
         num_rounds: rounds that count.
         num_steps: steps that a candidate is timed for in a round.
+        chosen: the candidates that are weighed and timed; all if None.
 
     Returns:
         What ``--json`` writes of this contest.
@@ -115,7 +123,9 @@ def benchmark_contest(
     check_errors(errors, contest, dtype)
     # In the order of the ratios, each once; not all exist in every PyTorch.
     compared = dict.fromkeys(name for pair in RATIOS[contest] for name in pair)
-    candidates = [name for name in compared if name in errors or is_limit(name)]
+    candidates = [
+        name for name in compared if (name in errors or is_limit(name)) and (chosen is None or name in chosen)
+    ]
 
     extra: dict[str, float | None] = {}
     for name in candidates:
@@ -213,6 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--contest", choices=(*CONTESTS, "all"), default="all", help="default: all")
     parser.add_argument("--dtype", choices=(*DTYPES, "both"), default="both", help="default: both")
+    parser.add_argument("--candidates", nargs="+", metavar="NAME", help="weigh and time these only, by their names")
     add_common_flags(parser, default_rounds=7)
     parser.add_argument("--steps", type=positive_int, default=1, help="timed steps in a round; default: 1")
     for field in dataclasses.fields(LossSizes):
@@ -232,6 +243,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(str(error))
     contests = list(CONTESTS) if arguments.contest == "all" else [arguments.contest]
+    known = sorted({name for contest in contests for pair in RATIOS[contest] for name in pair})
+    if unknown := sorted(set(arguments.candidates or ()) - set(known)):
+        parser.error(f"no candidates of this contest: {', '.join(unknown)}; there are {', '.join(known)}")
     dtypes = list(DTYPES) if arguments.dtype == "both" else [arguments.dtype]
 
     def measure() -> dict[str, Any]:
@@ -240,7 +254,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             for contest in contests:
                 for dtype in dtypes:
                     result = benchmark_contest(
-                        workers, contest, dtype, sizes, num_rounds=arguments.rounds, num_steps=arguments.steps
+                        workers,
+                        contest,
+                        dtype,
+                        sizes,
+                        num_rounds=arguments.rounds,
+                        num_steps=arguments.steps,
+                        chosen=arguments.candidates,
                     )
                     print(describe(result), end="\n\n", flush=True)
                     results.append(result)

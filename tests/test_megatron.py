@@ -17,6 +17,7 @@ from shardwise.models import language_module
 from shardwise.models.bert import BertModel
 from shardwise.models.embedding import LanguageModelEmbedding
 from shardwise.models.gpt import GPTModel
+from shardwise.pipeline_parallel import get_forward_backward_func
 
 
 @pytest.fixture
@@ -37,6 +38,8 @@ def test_imports_of_every_kind_find_the_same_objects():
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding as TheirEmbedding
     from megatron.core.models.common.language_module import language_module as theirs
     from megatron.core.models.gpt.gpt_model import GPTModel as TheirGPT
+    from megatron.core.pipeline_parallel import get_forward_backward_func as theirs_of_package
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func as theirs_of_module
     from megatron.core.tensor_parallel.mappings import _CopyToModelParallelRegion
     from megatron.core.transformer.transformer_config import TransformerConfig as TheirTransformerConfig
 
@@ -49,6 +52,7 @@ def test_imports_of_every_kind_find_the_same_objects():
     assert TheirTransformerConfig is TransformerConfig
     assert theirs is language_module
     assert (TheirGPT, TheirBert, TheirEmbedding) == (GPTModel, BertModel, LanguageModelEmbedding)
+    assert theirs_of_package is theirs_of_module is get_forward_backward_func
     assert _CopyToModelParallelRegion is tensor_parallel.mappings._CopyToModelParallelRegion
 
 

@@ -28,6 +28,8 @@ _PACKAGES = (
     "megatron.core.models.common.embeddings",
     "megatron.core.models.common.language_module",
     "megatron.core.models.gpt",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.pipeline_parallel.schedules",
     "megatron.core.transformer",
 )
 
@@ -50,6 +52,10 @@ _ALIASES = {
     "megatron.core.utils": "shardwise.utils",
 }
 
+_SCHEDULES: dict[str, tuple[str, str | None]] = {
+    "get_forward_backward_func": ("shardwise.pipeline_parallel", "get_forward_backward_func"),
+}
+
 # Names that a package itself has, besides its modules: package -> name -> where it is.
 _NAMES: dict[str, dict[str, tuple[str, str | None]]] = {
     "megatron.core": {
@@ -59,6 +65,8 @@ _NAMES: dict[str, dict[str, tuple[str, str | None]]] = {
     },
     "megatron.core.models.bert": {"BertModel": ("shardwise.models.bert", "BertModel")},
     "megatron.core.models.gpt": {"GPTModel": ("shardwise.models.gpt", "GPTModel")},
+    "megatron.core.pipeline_parallel": _SCHEDULES,
+    "megatron.core.pipeline_parallel.schedules": _SCHEDULES,
     "megatron.core.transformer": {"TransformerConfig": ("shardwise.config", "TransformerConfig")},
 }
 

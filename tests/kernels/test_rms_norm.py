@@ -61,6 +61,15 @@ def test_views_and_frozen_parts() -> None:
     weight = weight[:10]
     output = rms_norm(view, weight, EPS)
     torch.testing.assert_close(output, F.rms_norm(view, (10,), weight, EPS), rtol=1e-13, atol=1e-14)
+    # Of another layout in memory than its shape, as what was transposed: so is then what is computed from it.
+    across = grad.view(2, 3, 10).permute(1, 0, 2)
+    turned = input_.view(2, 3, 10).permute(1, 0, 2)
+    gradients, expected = (
+        torch.autograd.grad(output, (input_, weight), across)
+        for output in (rms_norm(turned, weight, EPS), F.rms_norm(turned, (10,), weight, EPS))
+    )
+    for actual, exact in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-13)
     frozen = rms_norm(input_, weight.detach(), EPS)
     (only_input,) = torch.autograd.grad(frozen, input_, grad)
     frozen = rms_norm(input_.detach(), weight, EPS)

@@ -1,12 +1,12 @@
 """Output layer and loss in one: what it sends and when, what it keeps, and that it compiles."""
 
-import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness.live_bytes import LiveBytes
+from harness.overlap import ArrivesAfter, ProductsDone
 from harness.parity import assert_close_to
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -130,46 +130,13 @@ def test_collectives_are_in_flight_during_products(group, monkeypatch, plan, seq
     assert seen == [reduction, *["product"] * BACKWARD[plan], "wait"]
 
 
-class LastProduct(TorchDispatchMode):
-    """Tells when the given number of products has been computed."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.left = number
-        self.done = threading.Event()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.left -= func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_")
-        if self.left == 0:
-            self.done.set()
-        return result
-
-
-class ArrivesAfter:
-    """A collective whose result arrives when an event has happened, or late."""
-
-    def __init__(self, pending, event):
-        self.pending = pending
-        self.arrived_early = False
-        self.thread = threading.Thread(target=self.arrive, args=(event,))
-        self.thread.start()
-
-    def arrive(self, event):
-        self.arrived_early = event.wait(timeout=2.0)
-
-    def wait(self):
-        self.thread.join()
-        return self.pending.wait()
-
-
 @pytest.mark.ranks(2, timeout=20)
 @pytest.mark.parametrize(("plan", "products"), [("local_logits", 2), ("chunked", 6)])
 def test_the_statistics_may_arrive_as_late_as_the_hidden_gradient(group, monkeypatch, plan, products):
     """A delay of the exchange that is shorter than a product costs nothing: who waited before it would wait in vain."""
     hidden, weight, target = tensors(group)
     expected = run(group, hidden, weight, target, plan=plan)
-    product, delayed = LastProduct(products), []
+    product, delayed = ProductsDone(products), []
     launch = linear_head.all_gather_async
 
     def delayed_launch(*args, **kwargs):

@@ -226,3 +226,37 @@ def test_a_tied_weight_counts_once(group):
     clip_grad_norm_(model, float(whole.norm()) / 2, tp_group=group)
     gathered = gather_shards(model[0].weight.grad, layout, group)
     assert_close_to(gathered, whole / 2, rtol_of_norm=1e-6)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_gradients_in_main_grad_are_completed_measured_and_clipped_alike(group):
+    """Key-value copies, partial sums, and what autograd left in ``grad``; a bystander has no ``main_grad``."""
+
+    def model_with(fused):
+        model = model_of(group)
+        model.norm.weight.sequence_parallel = True
+        # Rows 0 to 5 in two halves, each of which several ranks hold if there are enough of them.
+        model.keys = nn.Parameter(torch.zeros(6 if group.size() == 1 else 3, 2, dtype=torch.float64))
+        held = [(0, 6)] if group.size() == 1 else [(0, 3), (3, 6)]
+        intervals = [[held[rank * len(held) // group.size()]] for rank in range(group.size())]
+        model.param_layouts = {"keys": ParamLayout.of_intervals((6, 2), 0, intervals)}
+        torch.manual_seed(group.rank())
+        for name, param in model.named_parameters():
+            gradient = torch.randn_like(param)
+            if fused and name != "scale":
+                param.main_grad = gradient if name == "unused" else 0.25 * gradient
+                param.grad = None if name == "unused" else 0.75 * gradient
+            else:
+                param.grad = gradient
+        return model
+
+    plain, fused = model_with(False), model_with(True)
+    norms = []
+    for model in (plain, fused):
+        finalize_gradients_(model, tp_group=group, dp_group=alone(group))
+        norms.append(clip_grad_norm_(model, 0.5, tp_group=group))
+    assert_close_to(norms[1], norms[0], rtol_of_norm=1e-14)
+    for (name, param), expected in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        assert (param.grad is None) == (name != "scale")
+        gradient = param.grad if name == "scale" else param.main_grad
+        assert_close_to(gradient, expected.grad, rtol_of_norm=1e-14)

@@ -1,11 +1,11 @@
 """The linear with its communication: what it computes, what it sends, what it keeps, and when."""
 
-import threading
 import time
 
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.overlap import ArrivesAfter, ProductsDone
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -284,46 +284,13 @@ def test_the_weight_gradient_is_computed_while_the_input_gradient_travels(group,
     case.assert_equals_dense(output)
 
 
-class SecondProduct(TorchDispatchMode):
-    """Tells when the second matrix product of a backward, the weight's gradient, has been computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.products = 0
-        self.done = threading.Event()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.products += func._schema.name == "aten::mm"
-        if self.products == 2:
-            self.done.set()
-        return result
-
-
-class ArrivesAfter:
-    """A collective whose result arrives when an event has happened, or late."""
-
-    def __init__(self, pending, event):
-        self.pending = pending
-        self.arrived_early = False
-        self.thread = threading.Thread(target=self.arrive, args=(event,))
-        self.thread.start()
-
-    def arrive(self, event):
-        self.arrived_early = event.wait(timeout=2.0)
-
-    def wait(self):
-        self.thread.join()
-        return self.pending.wait()
-
-
 @pytest.mark.ranks(2, timeout=20)
 @pytest.mark.parametrize("parallelism", [COLUMN, COLUMN_SEQUENCE], ids=str)
 def test_the_input_gradient_may_arrive_as_late_as_the_weight_gradient(group, monkeypatch, parallelism):
     """Whoever waits for the first before computing the second waits in vain."""
     case = Case(parallelism, group, (12, 2), 6, 9)
     output = case.run()
-    product, delayed = SecondProduct(), []
+    product, delayed = ProductsDone(2), []
     name = "all_reduce_async" if parallelism is COLUMN else "reduce_scatter_async"
     launch = getattr(linear, name)
 

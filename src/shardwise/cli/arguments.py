@@ -185,9 +185,9 @@ def _flag_types(cls: type, prefix: str = "") -> dict[str, Any]:
         marks: list[Any] = []
         if get_origin(annotation) is Annotated:
             annotation, *marks = get_args(annotation)
-        if dataclasses.is_dataclass(annotation):
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             unnamed = any(getattr(mark, "name", None) == "" for mark in marks)
-            flags |= _flag_types(annotation, prefix if unnamed else f"{prefix}{name}.")  # type: ignore[arg-type]
+            flags |= _flag_types(annotation, prefix if unnamed else f"{prefix}{name}.")
         else:
             flags[f"--{prefix}{name}".replace("_", "-")] = annotation
             if annotation is bool and tyro.conf.FlagCreatePairsOff not in marks:

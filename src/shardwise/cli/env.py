@@ -107,6 +107,7 @@ def versions() -> dict[str, str]:
 def fast_paths(devices: Iterable[torch.device]) -> list[FastPath]:
     """What ``shardwise train`` uses to be fast on ``devices``, each tried out."""
     from shardwise.collectives.shared_memory import why_not_here
+    from shardwise.kernels.elementwise_cpu import why_not_compiled
     from shardwise.kernels.products import why_not_onednn
 
     paths = []
@@ -115,9 +116,14 @@ def fast_paths(devices: Iterable[torch.device]) -> list[FastPath]:
         paths.append(FastPath(f"fused AdamW on {device.type}", refusal is None, refusal or "always"))
         paths.append(_fused_attention(device))
         paths.append(_loss_kernels(device))
-    refusal, no_onednn = why_not_here(), why_not_onednn()
+    refusal, no_onednn, no_compiler = why_not_here(), why_not_onednn(), why_not_compiled()
     return [
         *paths,
+        FastPath(
+            "compiled SwiGLU, rotary and RMSNorm on cpu",
+            no_compiler is None,
+            no_compiler or "for fp32, 2^16 elements or more",
+        ),
         FastPath("oneDNN's fp32 products on cpu", no_onednn is None, no_onednn or "for large matrices"),
         FastPath("shared memory between CPU ranks", refusal is None, refusal or "ranks of one machine, 2 to 8 of them"),
         FastPath("CUDA graphs", False, "shardwise has none yet"),

@@ -50,8 +50,8 @@ def _setting_types(cls: type, prefix: str = "") -> dict[str, Any]:
     types: dict[str, Any] = {}
     for name, annotation in get_type_hints(cls).items():
         types[prefix + name] = annotation
-        if dataclasses.is_dataclass(annotation):
-            types |= _setting_types(annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+            types |= _setting_types(annotation, f"{prefix}{name}.")
     return types
 
 
@@ -66,11 +66,11 @@ def _filled(cls: type[_T], values: dict[str, Any], where: str, prefix: str, know
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         name = prefix + field.name
         annotation = known[name]
-        if dataclasses.is_dataclass(annotation):
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             table = given.get(field.name, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"{where}{name} must be a table, [{name}], got {table!r}")
-            value: Any = _filled(annotation, table, where, f"{name}.", known)  # type: ignore[arg-type]
+            value: Any = _filled(annotation, table, where, f"{name}.", known)
         elif field.name in given:
             value = _checked(given[field.name], annotation, f"{where}{name}")
         elif field.default is not dataclasses.MISSING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -126,10 +127,9 @@ def build_model(
         "vp_stage": vp_stage,
     }
     model_class: Any = BertModel if description.kind == "bert" else GPTModel
-    if device is None:
-        return model_class(config, **arguments)  # type: ignore[no-any-return]
-    with device:
-        return model_class(config, **arguments)  # type: ignore[no-any-return]
+    with device or nullcontext():
+        model: Model = model_class(config, **arguments)
+    return model
 
 
 def describe_model(model: nn.Module) -> ModelDescription:

@@ -1,8 +1,8 @@
 """C for the CPU, compiled by the machine's own compiler when first needed.
 
-Plain PyTorch goes over a tensor once for each operation; a loop in C reads and writes it once. Compiling one of the files
-beside this one takes a fraction of a second. Nothing is kept on disk: the library is built in a temporary folder and
-loaded from there. Where there is no compiler, callers compute the same with PyTorch.
+Plain PyTorch goes over a tensor once for each operation; a loop in C reads and writes it once. Compiling one of the
+files beside this one takes a fraction of a second. Nothing is kept on disk: the library is built in a temporary folder
+and loaded from there. Where there is no compiler, callers compute the same with PyTorch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """SwiGLU, rotary embedding and RMSNorm on a CPU, fp32, in one pass over memory (``elementwise_cpu.c``).
 
-The first two choose for themselves, ``kernels.rms_norm`` for the third: small tensors, other dtypes, devices and layouts, ``torch.compile``, autocast, and machines
-without a compiler have PyTorch's single operations, whose results differ by rounding.
+The first two choose for themselves, ``kernels.rms_norm`` for the third: small tensors, other dtypes, devices and
+layouts, ``torch.compile``, autocast, and machines without a compiler have PyTorch's single operations, whose results
+differ by rounding.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from shardwise.kernels.compiled import address, compile_c, over_rows
 
 # The choice depends on nothing but the call, so that a run that is resumed computes the same bits.
 MIN_ELEMENTS = 1 << 16
+
+
+def why_not_compiled() -> str | None:
+    """Why there is no compiled code on this machine; None if there is. Compiles when first asked."""
+    library = _library()
+    return library if isinstance(library, str) else None
 
 
 def swiglu(inner: Tensor) -> Tensor:
@@ -118,8 +125,8 @@ def rms_norm_gradient(
 
     over_rows(compute, *flat[0].shape)
     # In the order of the rows, whichever thread was done first.
-    grad_weight = sum(sums[start] for start in sorted(sums)).to(weight.dtype) if needs_weight else None
-    return grad_input, grad_weight
+    in_order = [sums[start] for start in sorted(sums)]
+    return grad_input, torch.stack(in_order).sum(0).to(weight.dtype) if needs_weight else None
 
 
 class _SwiGLU(Function):
@@ -164,7 +171,7 @@ def applies(tensor: Tensor) -> bool:
         and tensor.size(-1) % 2 == 0
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
-        and isinstance(_library(), ctypes.CDLL)
+        and why_not_compiled() is None
     )
 
 

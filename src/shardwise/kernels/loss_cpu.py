@@ -1,8 +1,8 @@
 """The loss' work on this rank's logits on a CPU: C for large logits, compiled when first needed, else the reference.
 
 Plain PyTorch goes over the logits once for each operation, even if in cache. ``loss_cpu.c`` reads them once for the
-statistics, and reads and writes them once for the gradient. Where there is no compiler, ``why_not_compiled`` says so and
-the reference computes the same.
+statistics, and reads and writes them once for the gradient. Where there is no compiler, ``why_not_compiled`` says so
+and the reference computes the same.
 """
 
 from __future__ import annotations

@@ -30,9 +30,11 @@ _MIN_MULTIPLICATIONS = 1 << 23
 _MIN_MAPPED_BYTES = 32 << 20
 # The page faults of an output take longer than oneDNN wins on sums of up to so many terms.
 _MAX_SHORT_SUM = 512
-# A narrow weight gradient is computed transposed by oneDNN, which then needs no copy of a wide factor.
-_MAX_NARROW = 256
+# A narrow weight gradient is computed transposed by oneDNN, which then needs no copy of a wide factor, but a temporary
+# of the gradient's size.
+_NARROW = range(64, 257)
 _MIN_WIDE = 2048
+_MAX_TEMPORARY_BYTES = 4 << 20
 _SWITCH = "SHARDWISE_ONEDNN"
 
 
@@ -62,6 +64,9 @@ def prefers_onednn(input_: Tensor, weight: Tensor) -> bool:
         and input_.dtype == torch.float32
         and input_.numel() * weight.size(0) >= _MIN_MULTIPLICATIONS
         and type(weight) in (Tensor, Parameter)
+        # For a matrix that lies neither by rows nor by columns oneDNN may have no code but its slow reference.
+        and _lies_evenly(input_)
+        and _lies_evenly(weight)
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
         and why_not_onednn() is None
@@ -109,10 +114,14 @@ def weight_gradient(grad_output: Tensor, input_: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return grad_output.t().mm(input_)
     out = empty_in_huge_pages((grad_output.size(1), input_.size(1)), input_)
-    narrow = input_.size(1) <= _MAX_NARROW and grad_output.size(1) >= _MIN_WIDE
+    narrow = input_.size(1) in _NARROW and grad_output.size(1) >= _MIN_WIDE and out.nbytes <= _MAX_TEMPORARY_BYTES
     if narrow and prefers_onednn(input_.t(), grad_output.t()):
         return out.copy_(_onednn(input_.t(), grad_output.t(), None).t())
     return torch.mm(grad_output.t(), input_, out=out)
+
+
+def _lies_evenly(matrix: Tensor) -> bool:
+    return matrix.is_contiguous() or (matrix.dim() == 2 and matrix.t().is_contiguous())
 
 
 def _is_large_output(input_: Tensor, weight: Tensor) -> bool:

@@ -66,7 +66,8 @@ class _RMSNorm(Function):
         squares = torch.linalg.vector_norm(input_, dim=-1, keepdim=True).square_()
         scale = squares.div_(input_.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(input_, weight, scale)
-        return (input_ * scale).mul_(weight)
+        result: Tensor = (input_ * scale).mul_(weight)
+        return result
 
     @staticmethod
     @once_differentiable
@@ -83,7 +84,7 @@ class _RMSNorm(Function):
         # The sums of a row's products with the weight, before the products become the weight gradient's.
         sums = products.matmul(weight).unsqueeze_(-1) if needs_input else None
         # ``sum`` adds in pairs; a matrix product with the scales would be quicker, and six times less exact.
-        grad_weight = products.mul_(scale).view(-1, width).sum(0) if needs_weight else None
+        grad_weight = products.mul_(scale).reshape(-1, width).sum(0) if needs_weight else None
         grad_input = None
         if sums is not None:
             factors = sums.mul_(scale**3).mul_(-1.0 / width)

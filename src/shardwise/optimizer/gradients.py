@@ -28,14 +28,18 @@ def finalize_gradients_(
     copies of a key-value head. Copies are then the same on their ranks, bit for bit. All gradients are summed over
     ``dp_group``. Divide the loss by the whole batch's number of tokens for a mean.
 
+    The gradient of a parameter with a ``main_grad`` (``config.gradient_accumulation_fusion``) is that: what else
+    autograd left in its ``grad`` is added to it first, and ``grad`` is None afterwards. So it is with all functions
+    here.
+
     Args:
-        model: its parameters' ``grad`` are overwritten; a parameter without one is left out, on every rank alike.
+        model: its parameters' gradients are overwritten; a parameter without one is left out, on every rank alike.
         tp_group: the ranks that split each layer.
         dp_group: the ranks that see different samples.
         embd_group: the stages that hold a tied weight, as in ``sum_tied_embedding_gradients_``; None if this rank is in
             no such group.
     """
-    params = [param for param in model.parameters() if param.grad is not None]
+    params = list(model.parameters())
     if tp_group.size() > 1:
         partial = [param for param in params if getattr(param, "sequence_parallel", False)]
         copies = _Copies(model, tp_group)
@@ -77,8 +81,8 @@ def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup, pp_group: Proc
     counted = [
         part
         for _, param, layout in named_param_layouts(model, tp_group.size())
-        if param.grad is not None and not getattr(param, "shared", False)
-        for part in _counted_here(param.grad, layout, tp_group.rank())
+        if (gradient := _gradient(param)) is not None and not getattr(param, "shared", False)
+        for part in _counted_here(gradient, layout, tp_group.rank())
     ]
     device = next(model.parameters()).device
     squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -142,19 +146,20 @@ class _Copies:
         self.buffers: list[Tensor] = []
         self._views: list[tuple[Tensor, Tensor]] = []
         for _, param, layout in named_param_layouts(model, group.size()):
-            if param.grad is None or layout.dim is None or not has_copies(layout):
+            gradient = _gradient(param)
+            if gradient is None or layout.dim is None or not has_copies(layout):
                 continue
             shared = [run for run, ranks in holders(layout).items() if len(ranks) > 1]
-            shape = list(param.grad.shape)
+            shape = list(gradient.shape)
             shape[layout.dim] = sum(stop - start for start, stop in shared)
-            buffer = param.grad.new_zeros(shape)
+            buffer = gradient.new_zeros(shape)
             here = {start: local_start for start, _, local_start in segments(layout, group.rank())}
             offset = 0
             for start, stop in shared:
                 if start in here:
                     view = buffer.narrow(layout.dim, offset, stop - start)
-                    gradient = param.grad.narrow(layout.dim, here[start], stop - start)
-                    self._views.append((view.copy_(gradient), gradient))
+                    own = gradient.narrow(layout.dim, here[start], stop - start)
+                    self._views.append((view.copy_(own), own))
                 offset += stop - start
             self.buffers.append(buffer)
 
@@ -164,8 +169,18 @@ class _Copies:
             gradient.copy_(view)
 
 
+def _gradient(param: Parameter) -> Tensor | None:
+    main_grad: Tensor | None = getattr(param, "main_grad", None)
+    if main_grad is None:
+        return param.grad
+    if param.grad is not None:
+        main_grad.add_(param.grad)
+        param.grad = None
+    return main_grad
+
+
 def _gradients(params: Iterable[Parameter]) -> list[Tensor]:
-    return [param.grad for param in params if param.grad is not None]
+    return [gradient for param in params if (gradient := _gradient(param)) is not None]
 
 
 def _sum_over_ranks_(gradients: Sequence[Tensor], *, group: ProcessGroup) -> None:
