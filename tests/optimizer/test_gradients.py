@@ -10,9 +10,15 @@ from torch import nn
 
 from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.config import ModelParallelConfig
+from shardwise.errors import ConfigError
 from shardwise.initialization import Normal
 from shardwise.optimizer import gradients as gradients_module
-from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_, global_grad_norm
+from shardwise.optimizer.gradients import (
+    clip_grad_norm_,
+    finalize_gradients_,
+    global_grad_norm,
+    sum_tied_embedding_gradients_,
+)
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, named_param_layouts
 from shardwise.topology import Topology
@@ -260,3 +266,17 @@ def test_gradients_in_main_grad_are_completed_measured_and_clipped_alike(group):
         assert (param.grad is None) == (name != "scale")
         gradient = param.grad if name == "scale" else param.main_grad
         assert_close_to(gradient, expected.grad, rtol_of_norm=1e-14)
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_weight_frozen_on_one_stage_only_is_refused_on_both(group):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model.weight.shared_embedding = True
+    if group.rank() == 0:
+        model.weight.grad = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="has a gradient on 1 of the 2 pipeline stages"):
+        sum_tied_embedding_gradients_(model, embd_group=group)
+    model.weight.grad = None
+    sum_tied_embedding_gradients_(model, embd_group=group)
+    assert model.weight.grad is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import re
 
 import pytest
 
@@ -186,3 +187,22 @@ def test_a_table_that_waits_for_ever_is_refused():
     forward, backward = Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)
     with pytest.raises(ConfigError, match="schedule 'mine': stage 0 would wait for ever before B0"):
         Schedule("mine", 2, 1, 1, ((backward, forward), (forward, backward)))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("F0 B0", "stage 1 does nothing with micro-batch 1"),
+        ("F0 F1 B0", "stage 1 does F with micro-batch 1 of chunk 0; it must be FB or FIW"),
+        ("F0 F1 B0 B1 B0", "stage 1 does FBB with micro-batch 0"),
+        ("F0 F1 B0 I1", "stage 1 does FI with micro-batch 1"),
+        ("F0 F1 B0 B1 F2", "stage 1 does F2, and there are 2 micro-batches and 1 chunks"),
+    ],
+)
+def test_a_table_that_leaves_something_out_or_does_it_twice_is_refused(row, message):
+    def table(text):
+        return tuple(Action(Kind(word[0]), int(word[1])) for word in text.split())
+
+    Schedule("mine", 2, 2, 1, (table("F0 F1 B0 B1"), table("F0 F1 I0 B1 W0")))
+    with pytest.raises(ConfigError, match=re.escape(f"schedule 'mine': {message}")):
+        Schedule("mine", 2, 2, 1, (table("F0 F1 B0 B1"), table(row)))

@@ -10,7 +10,8 @@ from pipeline_parallel.pipelines import random_batch, run_whole, staged_gpt
 
 from shardwise.errors import ConfigError, DesyncError, ShardingError
 from shardwise.pipeline_parallel import Kind, Pipeline, make_schedule
-from shardwise.tensor_parallel import weight_gradient
+from shardwise.pipeline_parallel import stage as stage_module
+from shardwise.tensor_parallel import checkpoint, weight_gradient
 
 ORDER = {
     ("gpipe", 0): "F0 F1 F2 F3 B0 B1 B2 B3",
@@ -142,7 +143,8 @@ def test_1f1b_holds_less_than_gpipe(group):
     rest = gpipe - 4 * of_one
     for m in (4, 8):
         held, _ = peak("1f1b", m)
-        assert held < 0.85 * gpipe
+        # The rest is the same for both; the memory that the ranks share is most of it.
+        assert held - rest < 0.85 * (gpipe - rest)
         # Its forward steps come after backward steps, so there are gradients too; GPipe's do not.
         assert (held - rest - gradients) / of_one == pytest.approx(2 if group.rank() == 0 else 1, abs=0.25)
 
@@ -240,3 +242,72 @@ def test_what_a_pipeline_refuses(group):
     with pytest.raises(ConfigError, match="type Linear has no set_input_tensor"):
         Pipeline([torch.nn.Linear(2, 2)], group=pp)
     assert {kind.value for kind in Kind} == set("FBIW")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_a_whole_chunk_may_be_recomputed(group, name):
+    """It asks for its input again when later micro-batches have had theirs."""
+    num_chunks = 2 if name == "interleaved" else 1
+    batch = random_batch(2 * group.size())
+    gradients = []
+    for recomputed in (False, True):
+        options = {"delay_wgrad_compute": name == "zero-bubble"}
+        staged = staged_gpt(pp=group.size(), num_chunks=num_chunks, num_layers=2 * group.size() + 1, **options)
+        if recomputed:
+            for chunk in staged.chunks:
+                forward = chunk.forward
+                chunk.forward = lambda tokens, labels, forward=forward: checkpoint(
+                    lambda ids: forward(ids, labels=labels), False, tokens
+                )
+        staged.run(make_schedule(name, group.size(), 2 * group.size(), num_chunks), batch)
+        gradients.append({key: shard.data.grad for key, shard in staged.parameters_by_key().items()})
+    assert gradients[0]
+    for key, gradient in gradients[0].items():
+        assert_close_to(gradients[1][key], gradient, rtol_of_norm=1e-14, name=key)
+
+
+@pytest.mark.ranks(2)
+def test_the_first_error_is_the_one_that_is_told(group):
+    """Whoever failed says why, even where its neighbours cannot be told any more."""
+    staged, num_chunks = staged_for("1f1b", 2)
+    schedule = make_schedule("1f1b", 2, 4, num_chunks)
+
+    def fail(*_):
+        raise MemoryError("too much")
+
+    staged.chunks[0].register_forward_hook(fail)
+
+    def broken(*_args, **_kwargs):
+        raise DesyncError("the other stage is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_module._Step, "_end_alike", lambda _: None)
+        patch.setattr(stage_module, "exchange", broken)
+        with pytest.raises(MemoryError if group.rank() == 0 else DesyncError) as caught:
+            staged.run(schedule, random_batch(4))
+    if group.rank() == 0:
+        assert isinstance(caught.value.__cause__, DesyncError)
+
+
+@pytest.mark.ranks(2)
+def test_stages_that_disagree_in_a_later_step_hear_of_it(group):
+    staged, num_chunks = staged_for("1f1b", 2)
+    pipeline = Pipeline(list(staged.chunks), group=group)
+
+    def run(m):
+        tokens, labels = random_batch(m)
+        return pipeline.run(
+            make_schedule("1f1b", 2, m, num_chunks),
+            lambda micro_batch, _: staged.chunks[0](tokens[micro_batch], labels=labels[micro_batch]),
+            lambda _, losses: (losses.sum(), None),
+            shape=(tokens.size(2), tokens.size(1), 24),
+            dtype=torch.float64,
+            device=torch.device("cpu"),
+        )
+
+    run(4)
+    run(2)
+    with pytest.raises(DesyncError, match="micro-batches"):
+        run(4 if group.rank() else 2)
+    run(4)

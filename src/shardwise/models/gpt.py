@@ -105,7 +105,7 @@ class GPTModel(TransformerModel):
             input_ids: ``[b, s]`` token ids. A stage that is not the first reads only their shape, and its input from
                 ``set_input_tensor``.
             position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
-            attention_mask: bools, True where attention is forbidden, broadcast to ``[b, heads, s, keys]``; what comes
+            attention_mask: bools, True where attention is forbidden, broadcast to ``[b, heads/t, s, keys]``; what comes
                 after a token is forbidden anyway.
             labels: ``[b, s]`` ids to predict; -100 costs nothing.
             document_ids: ``[b, s]`` integers, for several texts packed into one row: tokens see those with their own

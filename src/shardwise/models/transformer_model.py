@@ -79,7 +79,8 @@ class TransformerModel(LanguageModule):
         vp_stage: int | None,
     ) -> None:
         super().__init__(config, pg_collection)
-        self.rope_scaling = rope_scaling
+        # False is the reference's way to say none.
+        self.rope_scaling = rope_scaling or None
         self._check(vocab_size, max_sequence_length, position_embedding_type)
         self.config = config = self._without_needless_sequence_parallelism()
         self.vocab_size = vocab_size
@@ -112,7 +113,7 @@ class TransformerModel(LanguageModule):
                 )
         self.rotary: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
-            self.rotary = RotaryEmbedding(config.heads[2], rotary_percent, rotary_base, rope_scaling)
+            self.rotary = RotaryEmbedding(config.heads[2], rotary_percent, rotary_base, self.rope_scaling)
         self.alibi_slopes: Tensor | None = None
         if position_embedding_type == "alibi":
             self.alibi_slopes = local_alibi_slopes(config, self.tp_group)
@@ -157,6 +158,11 @@ class TransformerModel(LanguageModule):
         if position_embedding_type not in _POSITIONS:
             raise ConfigError(
                 f"position_embedding_type is {position_embedding_type!r}; it must be one of {', '.join(_POSITIONS)}"
+            )
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RotaryScaling):
+            raise ConfigError(
+                f"rope_scaling is {self.rope_scaling!r}; it must be a shardwise.transformer.rotary.RotaryScaling, such "
+                'as RotaryScaling("linear", 2.0), or None'
             )
         if self.rope_scaling is not None and position_embedding_type != "rope":
             raise ConfigError(

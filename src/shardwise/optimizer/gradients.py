@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.collectives.primitives import all_reduce
+from shardwise.errors import ConfigError
 from shardwise.sharding import ParamLayout, has_copies, holders, segments
 from shardwise.tensor_parallel.layers import named_param_layouts
 
@@ -59,9 +60,23 @@ def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup)
     Args:
         model: this rank's stage; the copy is its parameter with ``shared_embedding``.
         embd_group: the ranks that hold a copy.
+
+    Raises:
+        ConfigError: on every stage, if only some of them have a gradient.
     """
     tied = [param for param in model.parameters() if getattr(param, "shared_embedding", False)]
-    _sum_over_ranks_(_gradients(tied), group=embd_group)
+    if not tied or embd_group.size() == 1:
+        return
+    gradients = _gradients(tied)
+    # Who has none would leave the others waiting, and its copy would go another way than theirs.
+    holders = int(all_reduce(tied[0].new_tensor(float(bool(gradients))), group=embd_group))
+    if holders not in (0, embd_group.size()):
+        raise ConfigError(
+            f"the tied embedding and output weight has a gradient on {holders} of the {embd_group.size()} pipeline "
+            f"stages that hold it ({'with' if gradients else 'without'} one here); freeze its copies on all of them, "
+            "or on none"
+        )
+    _sum_over_ranks_(gradients, group=embd_group)
 
 
 def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup, pp_group: ProcessGroup | None = None) -> Tensor:

@@ -81,7 +81,8 @@ class Schedule:
         actions: ``[stage]``, what it does, in order.
 
     Raises:
-        ConfigError: several chunks on one stage alone, or a stage that would wait for ever.
+        ConfigError: several chunks on one stage alone, a stage that would wait for ever, or an action that is missing,
+            twice or too much.
     """
 
     name: str
@@ -96,7 +97,32 @@ class Schedule:
                 f"schedule {self.name!r}: one pipeline stage with {self.num_chunks} chunks has nothing to interleave; "
                 "give it one chunk, or use at least 2 stages"
             )
+        self._check_actions()
         self.timeline()
+
+    def _check_actions(self) -> None:
+        """Every micro-batch goes once through every part, and once back if any does."""
+        trains = any(action.kind is not Kind.FORWARD for row in self.actions for action in row)
+        backwards = ("FB", "FIW") if trains else ("F",)
+        keys = {
+            (micro_batch, chunk) for micro_batch in range(self.num_micro_batches) for chunk in range(self.num_chunks)
+        }
+        for stage, row in enumerate(self.actions):
+            done: dict[tuple[int, int], str] = dict.fromkeys(keys, "")
+            for action in row:
+                key = (action.micro_batch, action.chunk)
+                if key not in done:
+                    raise ConfigError(
+                        f"schedule {self.name!r}: stage {stage} does {action}, and there are {self.num_micro_batches} "
+                        f"micro-batches and {self.num_chunks} chunks"
+                    )
+                done[key] += action.kind.value
+            for (micro_batch, chunk), kinds in done.items():
+                if sorted(kinds) not in [sorted(wanted) for wanted in backwards]:
+                    raise ConfigError(
+                        f"schedule {self.name!r}: stage {stage} does {kinds or 'nothing'} with micro-batch "
+                        f"{micro_batch} of chunk {chunk}; it must be {' or '.join(backwards)}"
+                    )
 
     def __str__(self) -> str:
         return drawn(self.timeline())

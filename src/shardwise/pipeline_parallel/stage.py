@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -54,7 +55,6 @@ class Pipeline(Generic[T]):
         self.chunks = list(chunks)
         self.group = group
         self._set_input = [_input_setter(chunk) for chunk in chunks]
-        self._agreed: set[Any] = set()
 
     def run(
         self,
@@ -100,13 +100,23 @@ class Pipeline(Generic[T]):
         if not forward_only:
             self._check_weight_gradients(schedule)
         facts = (schedule.name, schedule.num_micro_batches, schedule.num_chunks, tuple(shape), str(dtype))
-        if self.group.size() > 1 and facts not in self._agreed:
-            check_same(facts, "the pipeline's schedule, micro-batches, chunks, shape and dtype", group=self.group)
-            self._agreed.add(facts)
+        self._check_agreed(facts, device)
         step = _Step(self, schedule, forward, loss, tuple(shape), dtype, device, no_sync)
         with torch.set_grad_enabled(not forward_only):
             step.run(_program_of(schedule)[self.group.rank()])
         return step.results
+
+    def _check_agreed(self, facts: tuple[object, ...], device: torch.device) -> None:
+        """Stages that were given different facts would wait for each other's messages."""
+        if self.group.size() == 1:
+            return
+        # The same on every stage if the largest is the smallest: one small collective in place of everyone's words.
+        number = float(zlib.crc32(repr(facts).encode()))
+        largest = all_reduce(
+            torch.tensor([number, -number], dtype=torch.float64, device=device), group=self.group, op=dist.ReduceOp.MAX
+        ).tolist()
+        if largest[0] != -largest[1]:
+            check_same(facts, "the pipeline's schedule, micro-batches, chunks, shape and dtype", group=self.group)
 
     def _check_weight_gradients(self, schedule: Schedule) -> None:
         if any(action.kind is Kind.WEIGHT_GRADIENT for row in schedule.actions for action in row) and not any(
@@ -153,13 +163,19 @@ class _Step(Generic[T]):
 
     def run(self, program: Program) -> None:
         """Do everything, and end as every stage ends."""
-        for step in program:
-            if isinstance(step, Exchange):
-                self._exchange(step)
-            else:
-                self._act(step)
-        while self._sent:
-            self._sent.popleft().wait()
+        try:
+            for step in program:
+                if isinstance(step, Exchange):
+                    self._exchange(step)
+                else:
+                    self._act(step)
+            while self._sent:
+                self._sent.popleft().wait()
+        except Exception as error:
+            # What went wrong here first says more than a neighbour who gave up waiting.
+            if self._failure is not None:
+                raise self._failure from error
+            raise
         for chunk, set_input in zip(self._pipeline.chunks, self._pipeline._set_input, strict=True):
             set_input(None)
             if self._failure is not None:
@@ -256,10 +272,13 @@ class _Step(Generic[T]):
     def _backward(self, key: _Key, received: Tensor | None) -> Tensor | None:
         root, input_ = self._roots.pop(key), self._inputs.pop(key, None)
         chunk = key[1]
+        # A chunk that is recomputed asks for its input again, when that of a later micro-batch has long been set.
+        self._pipeline._set_input[chunk](input_)
         self._backwards_left[chunk] -= 1
         with self._no_sync() if self._backwards_left[chunk] else contextlib.nullcontext():
             if root is not None:
                 torch.autograd.backward((root,), None if received is None else (received,))
+        self._pipeline._set_input[chunk](None)
         return None if input_ is None or input_.grad is None else input_.grad.contiguous()
 
 

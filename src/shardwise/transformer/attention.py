@@ -126,7 +126,7 @@ class SelfAttention(nn.Module):
         Args:
             hidden: ``[s, b, h]``, or ``[s/t, b, h]`` with sequence parallelism.
             attention_mask: True where attention is forbidden, beyond what ``attn_mask_type`` and the window forbid,
-                broadcast to ``[b, heads, s, keys]``; or with documents and ALiBi, an ``AttentionMask``.
+                broadcast to ``[b, heads/t, s, keys]``; or with documents and ALiBi, an ``AttentionMask``.
             rotary: cosine and sine of the positions; no rotation if None.
             cache: keys and values of earlier tokens; what is new is appended.
             sequence_length: ``s``, which sequence parallelism must be told where the ranks do not divide it.

@@ -37,7 +37,7 @@ class AttentionMask:
     It keeps the tensor that it makes, so that all layers share one: make it anew for each forward pass.
 
     Args:
-        forbidden: bools, True where a token may not see another, broadcast to ``[b, heads, s, keys]``. A token that
+        forbidden: bools, True where a token may not see another, broadcast to ``[b, heads/t, s, keys]``. A token that
             sees nothing gets zeros.
         document_ids: ``[b, s]`` integers: tokens see those with their own number only. For several texts packed into
             one row; without a cache.
@@ -80,7 +80,8 @@ class AttentionMask:
             None where all that there is to say is ``is_causal``.
 
         Raises:
-            ShardingError: document numbers that are not those of the queries, or with a cache.
+            ShardingError: a mask of another shape; document numbers that are not those of the queries, or with a
+                cache.
         """
         new = query.size(2)
         before, after = (-1, -1) if window is None else window
@@ -109,7 +110,7 @@ class AttentionMask:
         if self.document_ids is not None:
             forbidden.append(self._other_document(query, num_keys))
         if self.forbidden is not None:
-            forbidden.append(self.forbidden)
+            forbidden.append(self._checked(query, num_keys))
         # Of the query's dtype, not of bools, of which each layer would make such a tensor for itself, and keep it.
         bias = torch.zeros((), dtype=query.dtype, device=device)
         if self.alibi_slopes is not None:
@@ -119,6 +120,18 @@ class AttentionMask:
         if forbidden:
             bias = bias.masked_fill(functools.reduce(torch.logical_or, forbidden), -torch.inf)
         return bias
+
+    def _checked(self, query: Tensor, num_keys: int) -> Tensor:
+        assert self.forbidden is not None
+        wanted = (*query.shape[:3], num_keys)
+        sizes = self.forbidden.shape
+        missing = len(wanted) - len(sizes)
+        if missing < 0 or any(size not in (1, want) for size, want in zip(sizes, wanted[missing:], strict=True)):
+            raise ShardingError(
+                f"attention_mask has shape {list(sizes)}; it must broadcast to [batch, query heads of this rank, "
+                f"queries, keys], here {list(wanted)}"
+            )
+        return self.forbidden
 
     def _other_document(self, query: Tensor, num_keys: int) -> Tensor:
         ids = self.document_ids
