@@ -359,3 +359,11 @@ def _eos_token_of_config(path: Path) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+class PaddedTokenizer(Tokenizer):
+    """The tokenizer of a model whose vocabulary may be larger, as published models' often are."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As ``Tokenizer.decode``; ids that only the model has stand for nothing."""
+        return super().decode([token for token in ids if token < self.vocab_size])

@@ -115,17 +115,18 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     """
     from shardwise.checkpoint import read_meta
     from shardwise.huggingface import config_from_json
-    from shardwise.tokenizer import Tokenizer
+    from shardwise.tokenizer import PaddedTokenizer, Tokenizer
     from shardwise.training.settings import Settings
 
     folder = find_checkpoint(path)
     meta = read_meta(folder)
     if "huggingface" in meta:
         origin = config_from_json(meta["huggingface"]["config"], where=f"{folder}: config.json")
-        return OpenCheckpoint(folder, origin, Tokenizer.load(folder) if "tokenizer_sha256" in meta else None)
+        return OpenCheckpoint(folder, origin, PaddedTokenizer.load(folder) if "tokenizer_sha256" in meta else None)
     if "base_sha256" in meta:
         raise CheckpointError(
-            f"{folder} is of shardwise finetune, whose --out is a Hugging Face folder once it is done; use that"
+            f"{folder} is of shardwise finetune, whose --out is a Hugging Face folder, or adapters, once it is done; "
+            "run shardwise import-hf on that folder (adapters: repeat finetune with --resume auto --lora-merge first)"
         )
     missing = [name for name in ("settings", "tokenizer_sha256") if name not in meta]
     if missing:

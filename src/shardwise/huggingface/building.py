@@ -164,12 +164,16 @@ def describe_model(model: nn.Module) -> ModelDescription:
 def _layer_spec(description: ModelDescription) -> TransformerLayerSpec:
     if description.attention_bias == description.mlp_bias:
         return TransformerLayerSpec()
-    return TransformerLayerSpec(attention=partial(_attention_with_bias, description.attention_bias))
+    biases = (description.attention_bias, description.qkv_bias)
+    return TransformerLayerSpec(attention=partial(_attention_with_biases, *biases))
 
 
-def _attention_with_bias(bias: bool, config: TransformerConfig, *args: Any, **kwargs: Any) -> SelfAttention:
+def _attention_with_biases(
+    projection: bool, qkv: bool, config: TransformerConfig, *args: Any, **kwargs: Any
+) -> SelfAttention:
     """Attention with a bias on its projections where the MLP has none, or the other way round."""
-    return SelfAttention(dataclasses.replace(config, add_bias_linear=bias), *args, **kwargs)
+    own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv)
+    return SelfAttention(own, *args, **kwargs)
 
 
 def _place(groups: ProcessGroupCollection) -> tuple[int, int]:

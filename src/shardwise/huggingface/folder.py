@@ -12,7 +12,7 @@ from shardwise.errors import CheckpointError
 from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.pretrained import PretrainedConfig, read_config
-from shardwise.huggingface.reading import TensorFolder, weight_dtype
+from shardwise.huggingface.reading import TensorFolder, is_weight_dtype, weight_dtype
 
 
 class PretrainedFolder:
@@ -45,8 +45,10 @@ class PretrainedFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights: what ``config.json`` says, or else the first tensor's."""
-        first = next(iter(self.tensors.tensors.values()), None)
+        """Of the weights: what ``config.json`` says, or else the first weight's."""
+        stored = list(self.tensors.tensors.values())
+        # Old files have positions among their tensors, too. Where no dtype is a weight's, the first says which it is.
+        first = next((tensor for tensor in stored if is_weight_dtype(tensor)), next(iter(stored), None))
         if self.config.dtype is not None or first is None:
             return self.config.dtype or torch.float32
         return weight_dtype(first)

@@ -19,13 +19,18 @@ INDEX_NAME = "model.safetensors.index.json"
 _WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
+def is_weight_dtype(stored: StoredTensor) -> bool:
+    """Whether a weight can be of the stored tensor's dtype."""
+    return stored.dtype in _WEIGHT_DTYPES
+
+
 def weight_dtype(stored: StoredTensor) -> torch.dtype:
     """The dtype of a stored weight.
 
     Raises:
         CheckpointError: it is one that a weight cannot have.
     """
-    if stored.dtype not in _WEIGHT_DTYPES:
+    if not is_weight_dtype(stored):
         raise CheckpointError(
             f"tensor {stored.name!r} of {stored.file} is of dtype {stored.dtype}; weights must be of one of "
             f"{', '.join(_WEIGHT_DTYPES)} (quantized checkpoints are not supported)"

@@ -23,7 +23,7 @@ from shardwise.files import write_atomically
 from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.ranks import agree_everywhere, model_groups, tell_stages
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
-from shardwise.lora.model import Site, add_adapters_, all_paths, sites_of
+from shardwise.lora.model import Site, add_adapters_, all_paths, is_chosen, sites_of
 from shardwise.models.gpt import GPTModel
 from shardwise.models.language_module import LanguageModule
 from shardwise.tensor_parallel.gather import gather_parameter
@@ -154,12 +154,18 @@ def save_adapter(
         for site, adapter in pairs
         for name, layout in adapter.param_layouts.items()
     }
-    if not pairs:
+    facts = [(_lora_config(site), site.transposed) for site, _ in pairs[:1]]
+    of_stages = tell_stages((tensors, facts), "the adapters of each pipeline stage", model.pg_collection)
+    tensors = {key: tensor for of_stage, _ in of_stages for key, tensor in of_stage.items()}
+    facts = [fact for _, of_stage in of_stages for fact in of_stage]
+    if not facts:
         raise ConfigError("the model has no adapters to save")
-    of_stages = tell_stages(tensors, "the adapters of each pipeline stage", model.pg_collection)
-    tensors = {key: tensor for of_stage in of_stages for key, tensor in of_stage.items()}
     paths = sorted({match[1] for key in tensors if (match := _KEY.fullmatch(key))})
-    config = _config_json(pairs[0][0], paths, is_causal=isinstance(model, GPTModel), base_model=base_model)
+    named = {path for path in all_paths(model, architecture) if is_chosen(path, facts[0][0].target_modules)}
+    # BERT's heads have layers of the same names, and a pattern of peft's is not kept as one.
+    exact = isinstance(model, GPTModel) and named == set(paths)
+    config = _config_json(*facts[0], paths, names_will_do=exact, base_model=base_model)
+    config["task_type"] = "CAUSAL_LM" if isinstance(model, GPTModel) else None
     agree_everywhere(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, model.pg_collection)
 
 
@@ -169,20 +175,24 @@ def _writes(model: LanguageModule) -> bool:
     return all(group.rank() == 0 for group in (*model_groups(model.pg_collection), *([copies] if copies else [])))
 
 
-def _config_json(site: Site, paths: list[str], *, is_causal: bool, base_model: str | None) -> dict[str, Any]:
-    """What ``adapter_config.json`` says about a model with adapters at ``paths``, one of them ``site``."""
+def _lora_config(site: Site) -> LoraConfig:
     layer: Any = site.layer
     config: LoraConfig = layer.lora_config
+    return config
+
+
+def _config_json(
+    config: LoraConfig, transposed: bool, paths: list[str], *, names_will_do: bool, base_model: str | None
+) -> dict[str, Any]:
+    """What ``adapter_config.json`` says about a model with adapters at ``paths``."""
     alpha = int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha
     targets = sorted(config.target_modules)
     if ALL_LINEAR in targets:
         targets = sorted({path.rpartition(".")[2] for path in paths})
-    if not is_causal:
-        # BERT's heads have layers of the same names.
+    if not names_will_do:
         targets = paths
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if is_causal else None,
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": config.r,
@@ -191,7 +201,7 @@ def _config_json(site: Site, paths: list[str], *, is_causal: bool, base_model: s
         "use_rslora": config.use_rslora,
         "target_modules": targets,
         "bias": "none",
-        "fan_in_fan_out": site.transposed,
+        "fan_in_fan_out": transposed,
         "init_lora_weights": True,
     }
 

@@ -94,21 +94,28 @@ def add_lora_(model: LanguageModule, config: LoraConfig, architecture: Architect
     Raises:
         ConfigError: a target that the model lacks, or a model that has adapters already.
     """
+    check_targets(all_paths(model, architecture), config.target_modules)
     add_adapters_(model, config, choose(sites_of(model, architecture), config.target_modules))
 
 
-def choose(sites: Iterable[Site], targets: Iterable[str]) -> list[Site]:
-    """The sites that the targets name, as ``peft`` reads them: a target is a path or the end of one.
-
-    Raises:
-        ConfigError: a target that names none.
-    """
-    sites, targets = list(sites), list(targets)
+def check_targets(paths: Iterable[str], targets: Iterable[str]) -> None:
+    """Raise ConfigError for a target that names none of ``paths``, those of all stages."""
+    paths = list(paths)
     for target in targets:
-        if target != ALL_LINEAR and not any(_names(target, site.path) for site in sites):
-            known = sorted({site.name for site in sites})
+        if target != ALL_LINEAR and not any(_names(target, path) for path in paths):
+            known = sorted({path.rpartition(".")[2] for path in paths})
             raise ConfigError(f"the model has no linear layer {target!r} to adapt; it has {', '.join(known)}")
-    return [site for site in sites if any(target == ALL_LINEAR or _names(target, site.path) for target in targets)]
+
+
+def is_chosen(path: str, targets: Iterable[str]) -> bool:
+    """Whether a target names the path, as ``peft`` reads it: a target is a path or the end of one."""
+    return any(target == ALL_LINEAR or _names(target, path) for target in targets)
+
+
+def choose(sites: Iterable[Site], targets: Iterable[str]) -> list[Site]:
+    """The sites that the targets name; none on a stage without any."""
+    targets = list(targets)
+    return [site for site in sites if is_chosen(site.path, targets)]
 
 
 def add_adapters_(model: LanguageModule, config: LoraConfig, chosen: Iterable[Site]) -> None:

@@ -25,7 +25,7 @@ from shardwise.lora.adapter_files import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPTModel
 from shardwise.process_groups_config import ProcessGroupCollection
-from shardwise.tokenizer import Tokenizer
+from shardwise.tokenizer import PaddedTokenizer
 from shardwise.topology import Topology
 from shardwise.training.build import DTYPES
 from shardwise.training.finetune_settings import FinetuneSettings
@@ -39,14 +39,10 @@ _USUAL_SEQUENCE_LENGTH = 512
 _LOOKED_AT_BYTES = 1 << 20
 
 
-class FolderTokenizer(Tokenizer):
+class FolderTokenizer(PaddedTokenizer):
     """The tokenizer of a Hugging Face folder, whose files are copied as they are."""
 
     source: Path
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """As ``Tokenizer.decode``; ids that only the model's larger vocabulary has stand for nothing."""
-        return super().decode([token for token in ids if token < self.vocab_size])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Copy the tokenizer's files.
@@ -229,6 +225,8 @@ def export(session: Session, base: Base) -> None:
     if settings.lora.lora_rank is not None:
         assert isinstance(model, GPTModel)
         if not settings.lora.lora_merge:
+            # Beside a model of an earlier run they would be taken for that one's.
+            agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=world)
             save_adapter(model, out, architecture, base_model=settings.base)
             dist.barrier()
             return
@@ -246,12 +244,24 @@ def export(session: Session, base: Base) -> None:
     agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=world)
 
 
-def _move_into_place(partial: Path, out: Path) -> None:
-    """Replace an earlier export by the one in ``partial``."""
+# What a reader looks for first comes first, so that a folder half emptied is one without a model.
+_MODEL_FILES = (CONFIG_NAME, "model*.safetensors", "model*.safetensors.index.json")
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model*.safetensors")
+
+
+def _remove(out: Path, patterns: Sequence[str]) -> None:
+    """Remove what an earlier run left in ``out``."""
     try:
-        (out / CONFIG_NAME).unlink(missing_ok=True)
-        for stale in (*out.glob("model*.safetensors"), *out.glob("model*.safetensors.index.json")):
-            stale.unlink()
+        for stale in [path for pattern in patterns for path in out.glob(pattern)]:
+            stale.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot remove the files of an earlier run from {out}: {error.strerror or error}") from error
+
+
+def _move_into_place(partial: Path, out: Path) -> None:
+    """Replace an earlier export, or adapters, by the one in ``partial``."""
+    _remove(out, (*_ADAPTER_FILES, *_MODEL_FILES))
+    try:
         for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):
             path.replace(out / path.name)
         partial.rmdir()

@@ -121,7 +121,13 @@ def _check_belongs(session: Session, folder: Path) -> int:
         raise CheckpointError(f"{folder} was not written by a training run: {error!r} is missing") from error
     ours = session.settings.to_json()
     fixed = (*_FIXED_TRAINING, "rng") if _draws_dropout(session) else _FIXED_TRAINING
-    sections = {name: tuple(ours[name]) for name in _FIXED_SECTIONS if name in ours} | {"training": fixed}
+    sections = {
+        # Whether adapters are merged at the end changes nothing before it.
+        name: tuple(setting for setting in ours[name] if setting != "lora_merge")
+        for name in _FIXED_SECTIONS
+        if name in ours
+    }
+    sections["training"] = fixed
     differences = [
         f"{section}.{name} was {saved.get(section, {}).get(name)!r} and is {value!r}"
         for section, names in sections.items()
