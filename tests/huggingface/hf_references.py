@@ -41,6 +41,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"vocab_size": 1003, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2}
         | {"head_dim": 8, "attention_bias": True, "rope_parameters": LLAMA3},
     ),
+    # All of it at once, and biases that only the MLP has.
+    "llama_tied": (
+        "LlamaForCausalLM",
+        _DECODER
+        | {"vocab_size": 1003, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2}
+        | {"mlp_bias": True, "tie_word_embeddings": True},
+    ),
     "mistral": (
         "MistralForCausalLM",
         _DECODER | {"vocab_size": 101, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4},

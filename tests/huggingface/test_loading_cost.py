@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal
 from hf_references import MODELS, Reference, groups_of, layouts
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from shardwise.huggingface import (
     build_model,
@@ -58,6 +59,31 @@ def test_each_rank_reads_its_own_bytes_once(
         )
         assert opened[-1].bytes_read == 2 * own_bytes(half)
         assert {param.dtype for param in half.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("reference", ["llama_tied"], indirect=True)
+def test_a_copy_of_a_tied_weight_is_not_read_whole(
+    group: dist.ProcessGroup, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = reference.folder
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if group.rank() == 0:
+        for path in source.iterdir():
+            shutil.copy(path, tmp_path)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    dist.barrier(group)
+    opened: list[PretrainedFolder] = []
+
+    def watched(folder: Path) -> PretrainedFolder:
+        opened.append(PretrainedFolder(folder))
+        return opened[-1]
+
+    monkeypatch.setattr("shardwise.huggingface.loading.PretrainedFolder", watched)
+    model = load_pretrained(tmp_path, pg_collection=groups_of(group.size(), 1))
+    rows = 32 * tensors["lm_head.weight"].size(1) * 4
+    assert opened[0].tensors.bytes_read == own_bytes(model) + rows < 1.1 * own_bytes(model)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -83,6 +83,19 @@ def test_a_copy_of_a_tied_weight_must_be_equal(make: Callable[[str], Reference],
         load_pretrained(rewritten(source, tmp_path / "other", other_copy), pg_collection=one_rank)
 
 
+def test_positions_of_old_files_are_no_weights(make: Callable[[str], Reference], tmp_path: Path, one_rank: Any) -> None:
+    """safetensors has integers before numbers, and ``bert-base-uncased`` says no dtype."""
+
+    def with_positions(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"bert.embeddings.position_ids": torch.arange(17).unsqueeze(0)} | tensors
+
+    source = make("bert").folder
+    folder = rewritten(source, tmp_path / "old", with_positions, dtype=None, torch_dtype=None)
+    expected = load_pretrained(source, pg_collection=one_rank).state_dict()
+    for key, param in load_pretrained(folder, pg_collection=one_rank).state_dict().items():
+        assert_bit_equal(param, expected[key], name=key)
+
+
 def test_bert_as_it_was_converted_from_tensorflow(
     make: Callable[[str], Reference], tmp_path: Path, one_rank: Any
 ) -> None:

@@ -24,6 +24,7 @@ from shardwise.lora import (
     save_adapter,
 )
 from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.topology import Topology
 
 KINDS = ("llama", "gpt2", "bloom")
 # Both sides compute in fp32, in other orders.
@@ -101,6 +102,42 @@ def test_an_adapter_written_again_is_the_same(group, folders, tmp_path):
         assert values.pop("base_model_name_or_path") == "the/base"
         assert set(values.pop("target_modules")) == set(original["target_modules"])
         assert values == {name: original[name] for name in values}
+
+
+@pytest.mark.ranks(1)
+def test_an_adapter_for_a_pattern_is_written_with_its_paths(group, folders, tmp_path):
+    architecture = read_config(folders / "llama").architecture
+    pattern = r".*layers\.1\..*(q_proj|down_proj)"
+    with_adapters(make_model("llama"), targets=pattern).save_pretrained(tmp_path / "theirs")
+    model = load(folders / "llama", group)
+    load_adapter_(model, tmp_path / "theirs", architecture)
+    save_adapter(model, tmp_path / "ours", architecture)
+    values = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert values["target_modules"] == ["model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj"]
+    ids = load_file(folders / "llama" / "expected")["ids"]
+    theirs = read_adapters(make_model("llama"), tmp_path / "ours")
+    with torch.no_grad():
+        assert_close_to(logits_of(model, ids), theirs(ids).logits, rtol_of_norm=CLOSE)
+
+
+@pytest.mark.ranks(2)
+def test_adapters_of_one_stage_only(group, folders, tmp_path):
+    """The other stage has none to add, and none to save."""
+    groups = ProcessGroupCollection.from_topology(Topology.create(pp=2))
+    architecture = read_config(folders / "llama").architecture
+    for stage in (0, 1):
+        target = f"layers.{stage}.mlp.down_proj"
+        model = load_pretrained(folders / "llama", pg_collection=groups)
+        add_lora_(model, LoraConfig(r=3, target_modules=(target,)), architecture)
+        assert bool(list(lora_layers(model))) == (group.rank() == stage)
+        save_adapter(model, tmp_path / str(stage), architecture)
+        dist.barrier(group=group)
+        stored = load_file(tmp_path / str(stage) / "adapter_model.safetensors")
+        assert {name.partition(".lora_")[0] for name in stored} == {f"base_model.model.model.{target}"}
+        with pytest.raises(ConfigError, match=r"no linear layer 'layers\.2\.mlp\.down_proj'"):
+            add_lora_(model, LoraConfig(r=3, target_modules=("layers.2.mlp.down_proj",)), architecture)
+    with pytest.raises(ConfigError, match="no adapters to save"):
+        save_adapter(load_pretrained(folders / "llama", pg_collection=groups), tmp_path / "none", architecture)
 
 
 @pytest.mark.slow

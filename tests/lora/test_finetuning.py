@@ -22,6 +22,7 @@ from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.lora.model import sites_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.tokenizer import Tokenizer
+from shardwise.training import finetune as finetune_module
 from shardwise.training.finetune import export, open_finetuning
 from shardwise.training.finetune_settings import (
     FinetuneOptimizerSettings,
@@ -277,3 +278,19 @@ def test_settings_that_contradict_each_other():
     assert FinetuneSettings(base="x", data=("y",), lora=LoraSettings(lora_rank=1)).optimizer.learning_rate == 2e-4
     once = FinetuneSettings(base="x", data=("y",), lora=LORA)
     assert FinetuneSettings.from_json(once.to_json()) == once
+
+
+def test_a_folder_holds_what_was_asked_for_last(tmp_path):
+    """Adapters beside a model, of whichever run, would be taken for that model's."""
+    out, partial = tmp_path / "out", tmp_path / "out" / "export.partial"
+    partial.mkdir(parents=True)
+    kept, adapters = {"checkpoints", "settings.json"}, {"adapter_config.json", "adapter_model.safetensors"}
+    of_model = {"config.json", "model.safetensors"}
+    for name in kept | adapters | {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}:
+        (out / name).touch()
+    for name in of_model:
+        (partial / name).touch()
+    finetune_module._move_into_place(partial, out)
+    assert {path.name for path in out.iterdir()} == kept | of_model
+    finetune_module._remove(out, finetune_module._MODEL_FILES)
+    assert {path.name for path in out.iterdir()} == kept

@@ -220,3 +220,12 @@ def test_a_layer_is_one_graph(group):
         compiled = torch.compile(forward, fullgraph=True, backend=backend)
         for actual, expected in zip(results(compiled), results(forward), strict=True):
             assert_close_to(actual, expected, rtol_of_norm=1e-12, name=name)
+
+
+def test_a_mask_of_another_shape_is_refused():
+    query = torch.zeros(2, 3, 5, 4)
+    for shape in ((5, 5), (2, 1, 1, 5), (1, 3, 5, 5), (1,)):
+        AttentionMask(torch.zeros(shape, dtype=torch.bool)).bias(query, 5, causal=True, window=None)
+    for shape in ((2, 5), (2, 6, 5, 5), (2, 1, 5, 4), (1, 1, 1, 5, 5)):
+        with pytest.raises(ShardingError, match=r"must broadcast to .* here \[2, 3, 5, 5\]"):
+            AttentionMask(torch.zeros(shape, dtype=torch.bool)).bias(query, 5, causal=True, window=None)
