@@ -14,7 +14,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from shardwise import tokenizer as tokenizer_module
 from shardwise.errors import ConfigError, DataError, VocabularyError
-from shardwise.tokenizer import END_OF_TEXT, Tokenizer
+from shardwise.tokenizer import END_OF_TEXT, PaddedTokenizer, Tokenizer
 
 TEXTS = (
     "def encode(self, text):\n    if self.is_local:\n        return self.encode_batch([text])[0]\n    return None\n",
@@ -312,3 +312,14 @@ def test_the_pre_tokenizer_is_spelled_out_in_the_file(tokenizer, tmp_path):
     assert isinstance(plain.pre_tokenizer, pre_tokenizers.Sequence)
     for text in TEXTS:
         assert plain.encode(text).ids == tokenizer.encode(text)
+
+
+def test_ids_that_only_a_padded_vocabulary_has_are_no_text(tmp_path):
+    tokenizer = Tokenizer.train(TEXTS, 300)
+    tokenizer.save(tmp_path)
+    padded = PaddedTokenizer.load(tmp_path)
+    ids = [int(token) for token in padded.encode("some text")]
+    assert padded.decode([ids[0], 300, *ids[1:], 10**6]) == tokenizer.decode(ids) == "some text"
+    # A negative id is in no vocabulary.
+    with pytest.raises(VocabularyError, match="token id -1"):
+        padded.decode([-1])

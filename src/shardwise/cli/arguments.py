@@ -123,7 +123,8 @@ def _parse_run_arguments(
     """
     config = None if _asks_for_help(argv) else _value_of("--config", argv)
     values = {} if config is None else read_toml(Path(config))
-    # Validated when tyro makes them anew: what contradicts itself in the file may be mended by a flag.
+    # Validated when tyro makes them anew: what contradicts itself in the file may be mended by a flag. The class is the
+    # one that the arguments' own field is of, which mypy does not see.
     defaults = cls(settings_defaults(settings_class, values, config))  # type: ignore[arg-type]
     arguments = parse_command(cls, argv, prog, description=description, default=defaults)
     if arguments.nproc is not None and arguments.nproc < 1:

@@ -63,6 +63,7 @@ def _filled(cls: type[_T], values: dict[str, Any], where: str, prefix: str, know
             hint = f"; did you mean {close}?" if close else ""
             raise ConfigError(f"{where}unknown setting {prefix}{key}{hint}")
     instance = object.__new__(cls)
+    # Only dataclasses come here.
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         name = prefix + field.name
         annotation = known[name]

@@ -135,6 +135,7 @@ class ModelParallelConfig:
     cpu_offloading_activations: bool = unused(True, _OFFLOADING)
     cpu_offloading_weights: bool = unused(False, _OFFLOADING)
     cpu_offloading_double_buffering: bool = unused(False, _OFFLOADING)
+    # The reference's name.
     barrier_with_L1_time: bool = unused(True, "nothing here is timed by it")  # noqa: N815
 
     def __post_init__(self) -> None:

@@ -102,6 +102,7 @@ def check_copies(
         pieces = tuple(Piece(copy, piece.start, piece.rows) for piece in composition.pieces)
         repeated = Composition(composition.shape, pieces, composition.transposed)
         check_shapes(source.tensors, repeated, names)
+        # No tied weight is split by columns.
         if layout.dim != 1 and not _same_rows(shard, repeated, own, source.tensors, names):
             raise CheckpointError(
                 f"{source.path} has tensors {names[original]!r} and {names[copy]!r}, which differ, but its config.json "

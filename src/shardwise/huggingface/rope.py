@@ -78,6 +78,7 @@ def _read_scaling(kind: str, rope: Fields, fields: Fields, longest: int) -> Rota
         if values["factor"] is None:
             values["factor"] = longest / values["original_max_position_embeddings"]
     try:
+        # A key of the table, which has the kinds that there are.
         return RotaryScaling(kind=kind, **values)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{rope.where}: {error}") from error

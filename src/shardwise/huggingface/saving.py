@@ -157,6 +157,7 @@ def _plan(
 def _write_folder(target: Path, plan: _Plan, groups: ProcessGroupCollection, max_file_size: int) -> None:
     is_first = all(group.rank() == 0 for group in model_groups(groups))
     keys = tell_stages(list(plan.parts), "the names of parameters", groups)
+    # With several stages there is their group.
     stage = 0 if len(keys) == 1 else groups.pp.rank()  # type: ignore[union-attr]
     # The last stage's copy of a tied weight is not written again.
     before = {key for earlier in keys[:stage] for key in earlier}

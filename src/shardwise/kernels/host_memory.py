@@ -69,5 +69,6 @@ def _c_function(name: str, *argument_types: type) -> Callable[..., int] | None:
     # Another C library than GNU's has no mallopt.
     function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
+        # It is ctypes' own type of function, of which a Callable has no attributes.
         function.argtypes = list(argument_types)  # type: ignore[attr-defined]
     return function

@@ -70,6 +70,7 @@ class TensorPieces(Tensor):
         """The view that holds the piece at ``index.offset``."""
         return dict(self.pieces())[tuple(index.offset)]
 
+    # Tensor's takes an argument more, which only PyTorch's printing gives.
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -81,7 +82,7 @@ class TensorPieces(Tensor):
 
     __hash__ = Tensor.__hash__
 
-    # Without it PyTorch would look for an overriding function before every look at a shape.
+    # Without it PyTorch would look for an overriding function before every look at a shape. It stands in for a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
