@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.checkpoint.folder import fsync
@@ -61,7 +62,7 @@ def save_pretrained(
 
     Collective over the model's tensor-, pipeline- and data-parallel groups (those of its ``pg_collection``), which
     share the file system. Parameters are gathered one at a time, and each is written before the next: beside its part
-    of the model a rank needs memory for some three of the largest parameters. The folder appears under its name when
+    of the model a rank needs memory for less than three of the largest parameters. The folder appears under its name when
     every byte is on the disk.
 
     Args:
@@ -226,19 +227,24 @@ def _write_files(
         tensors = {key: tensor for part in parts for key, tensor in part.tensors.items()}
         for part in parts:
             whole = gather_parameter(part.shard.data, part.shard.layout, group=group)
-            if not writes or failure is not None:
-                continue
-            try:
-                file = file or TensorFile(partial / name, tensors)
-                for key, tensor in part.composition.take_apart(whole.to(part.dtype)).items():
-                    file.write(key, tensor)
-                    if not file.missing:
-                        file.close()
-            except Exception as error:
-                failure = error
-                if file is not None:
-                    file.abandon()
+            if writes and failure is None:
+                try:
+                    file = file or TensorFile(partial / name, tensors)
+                    _write_part(file, part, whole)
+                except Exception as error:
+                    failure = error
+                    if file is not None:
+                        file.abandon()
+            # Not kept while the next is gathered.
+            del whole
     return failure
+
+
+def _write_part(file: TensorFile, part: _Part, whole: Tensor) -> None:
+    for key, tensor in part.composition.take_apart(whole.to(part.dtype)).items():
+        file.write(key, tensor)
+    if not file.missing:
+        file.close()
 
 
 def _raise(failure: Exception | None) -> None:

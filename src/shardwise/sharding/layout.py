@@ -150,20 +150,28 @@ class ParamLayout:
         """
         if len(shards) != self.world_size:
             raise ShardingError(f"expected {self.world_size} shards, one per rank, got {len(shards)}")
-        for rank, shard in enumerate(shards):
-            if tuple(shard.shape) != self.local_shape(rank):
-                raise ShardingError(
-                    f"shard of rank {rank} has shape {list(shard.shape)}, expected {list(self.local_shape(rank))}"
-                )
-        if self.dim is None:
-            return shards[0].clone()
         whole = shards[0].new_empty(self.global_shape)
         for rank, shard in enumerate(shards):
-            offset = 0
-            for start, stop in self.intervals[rank]:
-                whole.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, offset, stop - start))
-                offset += stop - start
+            self.place_(whole, rank, shard)
         return whole
+
+    def place_(self, whole: Tensor, rank: int, shard: Tensor) -> None:
+        """Copy the part that ``rank`` holds to its place in ``whole`` (shape ``global_shape``).
+
+        Raises:
+            ShardingError: the part is not of the shape that this layout gives the rank.
+        """
+        if tuple(shard.shape) != self.local_shape(rank):
+            raise ShardingError(
+                f"shard of rank {rank} has shape {list(shard.shape)}, expected {list(self.local_shape(rank))}"
+            )
+        if self.dim is None:
+            whole.copy_(shard)
+            return
+        offset = 0
+        for start, stop in self.intervals[rank]:
+            whole.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, offset, stop - start))
+            offset += stop - start
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; the inverse of ``from_json``."""

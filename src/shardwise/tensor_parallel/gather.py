@@ -14,7 +14,8 @@ from shardwise.sharding import ParamLayout
 def gather_parameter(local: Tensor, layout: ParamLayout, *, group: ProcessGroup) -> Tensor:
     """The whole parameter, on every rank.
 
-    Collective; every rank then holds all of it, so this is not for models that need the ranks' memory together.
+    Collective; every rank then holds all of it, so this is not for models that need the ranks' memory together. On the
+    way, it takes the memory of the whole and of one part.
 
     Args:
         local: this rank's part, or something of its shape such as its gradient; not modified.
@@ -26,8 +27,8 @@ def gather_parameter(local: Tensor, layout: ParamLayout, *, group: ProcessGroup)
     """
     if layout.dim is None or group.size() == 1:
         return local.detach().clone()
-    shards = []
+    whole = local.new_empty(layout.global_shape)
     for rank in range(group.size()):
-        shard = local.detach().clone() if rank == group.rank() else local.new_empty(layout.local_shape(rank))
-        shards.append(broadcast_(shard, group=group, group_src=rank))
-    return layout.assemble(shards)
+        shard = local.detach().contiguous() if rank == group.rank() else local.new_empty(layout.local_shape(rank))
+        layout.place_(whole, rank, broadcast_(shard, group=group, group_src=rank))
+    return whole
