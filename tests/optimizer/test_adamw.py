@@ -163,6 +163,9 @@ def test_what_decays(group):
     assert {rule["lr"] for rule in optimizer.param_groups} == {0.5}
     only_vectors = make_adamw(nn.LayerNorm(3), **OPTIONS)
     assert [rule["weight_decay"] for rule in only_vectors.param_groups] == [0.0]
+    nothing_to_train = make_adamw(nn.LayerNorm(3).requires_grad_(False), **OPTIONS)
+    nothing_to_train.step()
+    assert [rule["params"] for rule in nothing_to_train.param_groups] == [[]]
 
 
 def rate(step, *, steps=100, warmup_steps=10, highest=2.0, final_ratio=0.1):

@@ -149,6 +149,27 @@ def test_too_little_data_is_an_error_on_every_stage(group):
         get_forward_backward_func()(**arguments(staged, num_microbatches=5))
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_shorter_micro_batch_ends_ranks_that_share_the_sequence(group, schedule):
+    """Of 11 tokens they hold 6 and 5, of 10 they hold 5 and 5: one rank's part alone has another length."""
+    parallel_state.initialize_model_parallel(2, 2)
+    staged = staged_gpt(tp=2, pp=2, sequence_parallel=True, delay_wgrad_compute=schedule == "zero-bubble")
+    run = get_forward_backward_func(schedule=schedule)
+    batches = list(zip(*random_batch(NUM_MICRO_BATCHES), strict=True))
+    shorter = [*batches[:2], tuple(part[:, :10] for part in batches[2]), batches[3]]
+    with pytest.raises(DataError, match=r"input_ids have the shape \[2, 10\]; .* \[2, 11\]"):
+        run(**arguments(staged, data_iterator=iter(shorter)))
+    run(**arguments(staged))
+
+
+@pytest.mark.ranks(1)
+def test_without_stages_any_length_will_do(group):
+    parallel_state.initialize_model_parallel()
+    shorter = [tuple(part[:, :n] for part in batch) for n, batch in enumerate(zip(*random_batch(4), strict=True), 8)]
+    assert len(get_forward_backward_func()(**arguments(staged_gpt(), data_iterator=iter(shorter)))) == 4
+
+
 @pytest.mark.ranks(2)
 def test_arguments_that_do_not_fit(group):
     with pytest.raises(ConfigError, match="schedule is '2f2b'"):

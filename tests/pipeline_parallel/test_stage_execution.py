@@ -311,3 +311,35 @@ def test_stages_that_disagree_in_a_later_step_hear_of_it(group):
     with pytest.raises(DesyncError, match="micro-batches"):
         run(4 if group.rank() else 2)
     run(4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_messages_of_another_dtype(group, recomputed):
+    """Layers compute in their own; what is sent is rounded, and the gradient that comes back."""
+    tokens, labels = random_batch(4)
+
+    def gradients(dtype):
+        staged = staged_gpt(pp=2)
+        chunk = staged.chunks[0]
+
+        def forward(micro_batch, _):
+            if recomputed:
+                return checkpoint(lambda ids: chunk(ids, labels=labels[micro_batch]), False, tokens[micro_batch])
+            return chunk(tokens[micro_batch], labels=labels[micro_batch])
+
+        Pipeline([chunk], group=group).run(
+            make_schedule("1f1b", 2, 4),
+            forward,
+            lambda _, losses: (losses.sum() / tokens.numel(), None),
+            shape=(tokens.size(2), tokens.size(1), 24),
+            dtype=dtype,
+            device=torch.device("cpu"),
+        )
+        return {key: shard.data.grad for key, shard in staged.parameters_by_key().items()}
+
+    expected, rounded = gradients(torch.float64), gradients(torch.float32)
+    norm = sum(gradient.square().sum() for gradient in expected.values()).sqrt()
+    difference = sum((rounded[key] - gradient).square().sum() for key, gradient in expected.items()).sqrt()
+    # Rounded to fp32 on the way, and no coarser.
+    assert 1e-12 < difference / norm < 1e-6

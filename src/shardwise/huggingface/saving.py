@@ -62,8 +62,8 @@ def save_pretrained(
 
     Collective over the model's tensor-, pipeline- and data-parallel groups (those of its ``pg_collection``), which
     share the file system. Parameters are gathered one at a time, and each is written before the next: beside its part
-    of the model a rank needs memory for less than three of the largest parameters. The folder appears under its name when
-    every byte is on the disk.
+    of the model a rank needs memory for less than three of the largest parameters. The folder appears under its name
+    when every byte is on the disk.
 
     Args:
         model: ``GPTModel`` or ``BertModel``, or this stage's chunks; not modified.

@@ -44,9 +44,9 @@ def make_adamw(
     fused = all(
         param.device.type != "cpu" or not has_copies(layout) for _, param, layout in named_param_layouts(model, 1)
     )
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=epsilon, fused=fused
-    )
+    # Where nothing is trained (all of a stage may be frozen), one group without parameters: torch refuses to have none.
+    filled = [group for group in groups if group["params"]] or groups[:1]
+    return torch.optim.AdamW(filled, lr=learning_rate, betas=betas, eps=epsilon, fused=fused)
 
 
 def learning_rate_at(step: int, *, steps: int, warmup_steps: int, highest: float, final_ratio: float) -> float:

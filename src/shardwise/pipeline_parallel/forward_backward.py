@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError, DataError
 from shardwise.pipeline_parallel.schedules import forward_only as forward_only_schedule
 from shardwise.pipeline_parallel.schedules import make_schedule
-from shardwise.pipeline_parallel.stage import Pipeline
+from shardwise.pipeline_parallel.stage import Pipeline, wrapped
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharding import balanced_sizes, divide
 
@@ -95,7 +96,7 @@ def forward_backward_func(
 
     Raises:
         ConfigError: arguments that do not fit each other or the schedule.
-        DataError: ``data_iterator`` has too few micro-batches.
+        DataError: ``data_iterator`` has too few micro-batches, or one of another size or length.
         ShardwiseError: what went wrong on any stage, on every stage.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -136,22 +137,26 @@ def forward_backward_func(
 
     first = next(chunks[0].parameters())
     pipeline: Pipeline[Any] = Pipeline(chunks, group=groups.pp)
-    results = pipeline.run(
-        table,
-        forward,
-        loss,
-        shape=hidden_shape(
-            config,
-            seq_length,
-            micro_batch_size,
-            tp_group=getattr(groups, "tp", None),
-            cp_group=getattr(groups, "cp", None),
-        ),
-        dtype=config.pipeline_dtype or config.params_dtype,
-        device=first.device,
-        forward_only=forward_only or collect_non_loss_data,
-        no_sync=config.no_sync_func or contextlib.nullcontext,
-    )
+    several_parts = num_stages * len(chunks) > 1
+    with _checked_tokens(
+        chunks if several_parts else [], micro_batch_size, _length(seq_length, getattr(groups, "cp", None))
+    ):
+        results = pipeline.run(
+            table,
+            forward,
+            loss,
+            shape=hidden_shape(
+                config,
+                seq_length,
+                micro_batch_size,
+                tp_group=getattr(groups, "tp", None),
+                cp_group=getattr(groups, "cp", None),
+            ),
+            dtype=config.pipeline_dtype or config.params_dtype,
+            device=first.device,
+            forward_only=forward_only or collect_non_loss_data,
+            no_sync=config.no_sync_func or contextlib.nullcontext,
+        )
     if config.finalize_model_grads_func is not None and not (forward_only or collect_non_loss_data):
         config.finalize_model_grads_func(chunks, None, pg_collection=groups)
     return results
@@ -177,10 +182,44 @@ def hidden_shape(
     Raises:
         IndivisibleError: the context-parallel ranks do not divide the sequence.
     """
-    length = seq_length if cp_group is None else divide(seq_length, cp_group.size())
+    length = _length(seq_length, cp_group)
     if config.sequence_parallel and tp_group is not None:
         length = balanced_sizes(length, tp_group.size())[tp_group.rank()]
     return length, micro_batch_size, config.hidden_size
+
+
+def _length(seq_length: int, cp_group: ProcessGroup | None) -> int:
+    """Of the sequence's part that the ranks of a tensor-parallel group have together."""
+    return seq_length if cp_group is None else divide(seq_length, cp_group.size())
+
+
+@contextlib.contextmanager
+def _checked_tokens(chunks: Sequence[nn.Module], batch: int, length: int) -> Iterator[None]:
+    """Within it a model that is called with other ``input_ids`` than ``[batch, length]`` raises DataError.
+
+    The stage itself sees hidden states alone. Where tensor-parallel ranks share the sequence, that of one rank may be
+    as long as it should be and that of another not, and the first would wait for the second, which gave up.
+    """
+
+    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = args[0] if args else kwargs.get("input_ids")
+        if isinstance(tokens, Tensor) and tuple(tokens.shape) != (batch, length):
+            raise DataError(
+                f"input_ids have the shape {list(tokens.shape)}; every micro-batch must have that of micro_batch_size "
+                f"and seq_length, {[batch, length]}"
+            )
+
+    models = [wrapped(chunk, "set_input_tensor") for chunk in chunks]
+    handles = [
+        model.register_forward_pre_hook(check, with_kwargs=True)
+        for model in models
+        if next(iter(inspect.signature(model.forward).parameters), None) == "input_ids"
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _one_per_chunk(data_iterator: Any, chunks: Sequence[nn.Module]) -> list[Any]:
@@ -199,10 +238,8 @@ def _one_per_chunk(data_iterator: Any, chunks: Sequence[nn.Module]) -> list[Any]
 
 
 def _config_of(chunk: nn.Module) -> ModelParallelConfig:
-    module: Any = chunk
-    while not hasattr(module, "config"):
-        module = getattr(module, "module", None)
-        if module is None:
-            raise ConfigError(f"a model of type {type(chunk).__name__} has no config, which says how its stages talk")
-    config: ModelParallelConfig = module.config
+    model = wrapped(chunk, "config")
+    if model is None:
+        raise ConfigError(f"a model of type {type(chunk).__name__} has no config, which says how its stages talk")
+    config: ModelParallelConfig = model.config
     return config

@@ -54,7 +54,12 @@ class Pipeline(Generic[T]):
             raise ConfigError("a pipeline stage needs at least one chunk of the model; none was given")
         self.chunks = list(chunks)
         self.group = group
-        self._set_input = [_input_setter(chunk) for chunk in chunks]
+        self._setters = [_input_setter(chunk) for chunk in chunks]
+        self._dtypes = [next((param.dtype for param in chunk.parameters()), None) for chunk in chunks]
+
+    def set_input(self, chunk: int, hidden: Tensor | None) -> None:
+        """Give a chunk what its next forward begins with, in the dtype of its parameters."""
+        self._setters[chunk](hidden if hidden is None else hidden.to(self._dtypes[chunk] or hidden.dtype))
 
     def run(
         self,
@@ -77,7 +82,7 @@ class Pipeline(Generic[T]):
             forward: called in the schedule's order, with gradients off if ``forward_only``.
             loss: called on the last part's output.
             shape: of the hidden states between stages, ``[s, b, h]`` or this rank's shard of them.
-            dtype: of the hidden states.
+            dtype: of the hidden states as they travel; each chunk gets them in the dtype of its parameters.
             device: where they are.
             forward_only: no backward; ``schedule`` then has forward steps alone.
             no_sync: a context for all backward steps but each chunk's last (as of a data-parallel wrapper).
@@ -176,8 +181,8 @@ class _Step(Generic[T]):
             if self._failure is not None:
                 raise self._failure from error
             raise
-        for chunk, set_input in zip(self._pipeline.chunks, self._pipeline._set_input, strict=True):
-            set_input(None)
+        for number, chunk in enumerate(self._pipeline.chunks):
+            self._pipeline.set_input(number, None)
             if self._failure is not None:
                 for layer in _delayed(chunk):
                     layer.take()
@@ -250,7 +255,7 @@ class _Step(Generic[T]):
         keeps = torch.is_grad_enabled()
         if received is not None and keeps:
             self._inputs[key] = received.requires_grad_()
-        self._pipeline._set_input[chunk](received)
+        self._pipeline.set_input(chunk, received)
         output = self._forward_step(micro_batch, chunk)
         if part == self._schedule.num_parts - 1:
             scalar, result = self._loss_step(micro_batch, output)
@@ -273,12 +278,12 @@ class _Step(Generic[T]):
         root, input_ = self._roots.pop(key), self._inputs.pop(key, None)
         chunk = key[1]
         # A chunk that is recomputed asks for its input again, when that of a later micro-batch has long been set.
-        self._pipeline._set_input[chunk](input_)
+        self._pipeline.set_input(chunk, input_)
         self._backwards_left[chunk] -= 1
         with self._no_sync() if self._backwards_left[chunk] else contextlib.nullcontext():
             if root is not None:
                 torch.autograd.backward((root,), None if received is None else (received,))
-        self._pipeline._set_input[chunk](None)
+        self._pipeline.set_input(chunk, None)
         return None if input_ is None or input_.grad is None else input_.grad.contiguous()
 
 
@@ -290,15 +295,23 @@ def _delayed(chunk: nn.Module) -> Iterator[Any]:
             yield delayed
 
 
+def wrapped(module: nn.Module, attribute: str) -> Any:
+    """The module itself, or the first one inside it (by ``.module``, as wrappers have it), that has ``attribute``.
+
+    None if there is none.
+    """
+    inner: Any = module
+    while inner is not None and not hasattr(inner, attribute):
+        inner = getattr(inner, "module", None)
+    return inner
+
+
 def _input_setter(chunk: nn.Module) -> Callable[[Tensor | None], None]:
-    """``chunk.set_input_tensor``, or that of the module it wraps."""
-    module: Any = chunk
-    while not hasattr(module, "set_input_tensor"):
-        module = getattr(module, "module", None)
-        if module is None:
-            raise ConfigError(
-                f"a pipeline stage's chunk of type {type(chunk).__name__} has no set_input_tensor(tensor), through "
-                "which it would get its input"
-            )
-    setter: Callable[[Tensor | None], None] = module.set_input_tensor
+    model = wrapped(chunk, "set_input_tensor")
+    if model is None:
+        raise ConfigError(
+            f"a pipeline stage's chunk of type {type(chunk).__name__} has no set_input_tensor(tensor), through "
+            "which it would get its input"
+        )
+    setter: Callable[[Tensor | None], None] = model.set_input_tensor
     return setter
