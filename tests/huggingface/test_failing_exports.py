@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from functools import partial
 from pathlib import Path
@@ -44,19 +45,25 @@ def test_places_that_cannot_be_written(group: dist.ProcessGroup, reference: Refe
         assert sorted(tmp_path.rglob("*")) == before
     save_pretrained(model, tmp_path / "empty")
     assert (tmp_path / "empty/config.json").is_file()
+    if group.rank() == 0:
+        (tmp_path / "here").mkdir()
+    dist.barrier(group)
+    with contextlib.chdir(tmp_path / "here"):
+        save_pretrained(model, ".")
+    assert (tmp_path / "here/config.json").is_file()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reference", ["llama"], indirect=True)
 def test_disk_full(group: dist.ProcessGroup, reference: Reference, tmp_path: Path) -> None:
     """The kernel refuses to write more than some bytes on one rank."""
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    _, hard_limit = unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     for tp, pp in ((2, 1), (1, 2)):
         model = load_pretrained(reference.folder, pg_collection=groups_of(tp, pp))
         for full_rank in (0, 1):
-            target = tmp_path / f"{tp}x{pp}-{full_rank}"
+            target = tmp_path / "new" / f"{tp}x{pp}-{full_rank}"
             if group.rank() == full_rank:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (9000, unlimited[1]))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (9000, hard_limit))
             try:
                 error = raised_everywhere(group, partial(save_pretrained, model, target, max_file_size=30000))
             finally:
@@ -64,6 +71,7 @@ def test_disk_full(group: dist.ProcessGroup, reference: Reference, tmp_path: Pat
             assert isinstance(error, CheckpointError)
             assert "File too large" in str(error)
             dist.barrier(group)
+            # Nor the folders that were made for it.
             assert list(tmp_path.iterdir()) == []
         # And once there is room again:
         save_pretrained(model, tmp_path / "now")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -53,8 +54,8 @@ def main(argv: list[str]) -> int:
         CheckpointError: no checkpoint, or a damaged one; the folder cannot be written.
     """
     arguments = parse_command(ExportArguments, argv, "shardwise export-hf")
-    if not arguments.max_file_gb > 0:
-        raise ConfigError(f"--max-file-gb is {arguments.max_file_gb}; it must be over 0")
+    if not 0 < arguments.max_file_gb < math.inf:
+        raise ConfigError(f"--max-file-gb is {arguments.max_file_gb}; it must be a number over 0")
     world_size, here = checked_world_size(arguments.nproc)
     if not here:
         # A mistake costs less to find before the ranks are started.

@@ -63,9 +63,10 @@ def main(argv: list[str]) -> int:
     from shardwise.training.ranks import open_ranks
 
     with open_ranks("cpu") as ranks:
-        path = _import(arguments, world_size)
+        path, kind = _import(arguments, world_size)
         if ranks.is_first:
-            print(f"wrote {path}; continue a text with: shardwise generate {arguments.out}")
+            use = f"; continue a text with: shardwise generate {arguments.out}" if kind == "gpt" else ""
+            print(f"wrote {path}{use}")
     return 0
 
 
@@ -88,7 +89,8 @@ def _checkpoints(arguments: ImportArguments) -> Path:
     return Path(arguments.out) / "checkpoints"
 
 
-def _import(arguments: ImportArguments, world_size: int) -> Path:
+def _import(arguments: ImportArguments, world_size: int) -> tuple[Path, str]:
+    """The checkpoint, and the kind of model that it is of."""
     import torch
     import torch.distributed as dist
 
@@ -117,7 +119,7 @@ def _import(arguments: ImportArguments, world_size: int) -> Path:
             if (source.path / name).is_file():
                 shutil.copyfile(source.path / name, folder / name)
 
-    return checkpoint.save(
+    path = checkpoint.save(
         _checkpoints(arguments),
         0,
         sharded_state_dict(model, "model.", group=world),
@@ -125,6 +127,7 @@ def _import(arguments: ImportArguments, world_size: int) -> Path:
         group=world,
         extra_files=copy_files,
     )
+    return path, source.description.kind
 
 
 def _tokenizer_identity(folder: Path) -> dict[str, Any]:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
 from shardwise.huggingface.mapping import Heads
 from shardwise.transformer.rotary_scaling import RotaryScaling
+
+# Of sizes; what is larger is a mistake, on which nobody should wait or run out of memory.
+_LARGEST = {
+    "num_layers": 1 << 16,
+    "num_attention_heads": 1 << 16,
+    "num_query_groups": 1 << 16,
+    **dict.fromkeys(("hidden_size", "kv_channels", "ffn_hidden_size", "vocab_size", "max_sequence_length"), 1 << 30),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +75,15 @@ class ModelDescription:
     init_method_std: float = dataclasses.field(default=0.02, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, largest in _LARGEST.items():
+            if not 1 <= getattr(self, name) <= largest:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 1 to {largest}")
+        for name in ("layernorm_epsilon", "rotary_base"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and under 1")
         if self.num_attention_heads % self.num_query_groups != 0:
             raise ConfigError(
                 f"{self.num_attention_heads} query heads are not a multiple of {self.num_query_groups} key-value heads"

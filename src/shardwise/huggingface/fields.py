@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from shardwise.errors import ConfigError
 
 _T = TypeVar("_T", int, float, bool, str)
+
+# Characters of a value in a message.
+_LONGEST = 80
 
 ACTIVATION_NAMES = {
     "gelu": "gelu",
@@ -104,9 +108,17 @@ class Fields:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             article = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[kind]
             raise self.error(name, value, article)
+        # JSON has integers of any length; Python's reader takes NaN and Infinity, too.
+        if kind is float and not abs(value) <= sys.float_info.max:
+            raise self.error(name, value, "a finite number")
         return kind(value)
 
 
 def _json(value: object) -> str:
-    """A value as it stands in the file."""
-    return json.dumps(value, default=str)
+    """A value as it stands in the file, or its beginning."""
+    try:
+        text = json.dumps(value, default=str)
+    except ValueError:
+        # Python converts no integer of more than 4,300 digits.
+        return "an integer of thousands of digits"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

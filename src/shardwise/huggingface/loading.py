@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import CheckpointError
 from shardwise.huggingface.building import Model, build_model, chunks_of, default_device, transformer_config
 from shardwise.huggingface.filling import check_copies, check_shapes, fill_shard_
 from shardwise.huggingface.folder import PretrainedFolder
@@ -66,17 +67,24 @@ def load_pretrained(
         groups,
     )
     where = default_device(groups) if device is None else torch.device(device)
-    models = [
-        build_model(
-            source.description,
-            config,
-            pg_collection=groups,
-            device=where,
-            max_sequence_length=max_sequence_length,
-            vp_stage=chunk,
-        )
-        for chunk in chunks_of(config)
-    ]
+
+    def built(on: torch.device) -> list[Model]:
+        return [
+            build_model(
+                source.description,
+                config,
+                pg_collection=groups,
+                device=on,
+                max_sequence_length=max_sequence_length,
+                vp_stage=chunk,
+            )
+            for chunk in chunks_of(config)
+        ]
+
+    # A size that is not that of the tensors is told before memory is asked for by it.
+    agree_everywhere(lambda: _check_number_of_layers(source), groups)
+    _plan(built(torch.device("meta")), source, groups)
+    models = built(where)
     for model in models:
         # What is added to the model later starts as it would in another.
         model.config.perform_initialization = True
@@ -97,26 +105,7 @@ def load_weights_(
     Raises:
         CheckpointError: the folder's tensors are not the model's; see ``load_pretrained``.
     """
-
-    def plan() -> dict[str, tuple[ParamShard, Composition]]:
-        heads = source.description.heads
-        return {
-            key: (shard, compose(source.architecture.table, key, shard.layout.global_shape, heads))
-            for model in models
-            for key, shard in model.sharded_state_dict().items()
-        }
-
-    parts = agree_everywhere(plan, pg_collection)
-    own = sorted({name for _, composition in parts.values() for name in composition.stored_shapes})
-    expected = {name for names in tell_stages(own, "the names of tensors", pg_collection) for name in names}
-
-    def check() -> dict[str, str]:
-        names = source.stored_names(expected)
-        for _, composition in parts.values():
-            check_shapes(source.tensors, composition, names)
-        return names
-
-    names = agree_everywhere(check, pg_collection)
+    parts, names = _plan(models, source, pg_collection)
 
     def fill() -> None:
         for shard, composition in parts.values():
@@ -124,3 +113,35 @@ def load_weights_(
             check_copies(shard, composition, source, names)
 
     agree_everywhere(fill, pg_collection)
+
+
+def _check_number_of_layers(source: PretrainedFolder) -> None:
+    layers, stored = source.description.num_layers, len(source.tensors.tensors)
+    if layers > stored:
+        raise CheckpointError(f"{source.path} has {stored} tensors, and its config.json asks for {layers} layers")
+
+
+def _plan(
+    models: Sequence[Model], source: PretrainedFolder, groups: ProcessGroupCollection
+) -> tuple[dict[str, tuple[ParamShard, Composition]], dict[str, str]]:
+    """This stage's parameters and what each is made of, and the stored names; collective, errors alike everywhere."""
+
+    def compositions() -> dict[str, tuple[ParamShard, Composition]]:
+        heads = source.description.heads
+        return {
+            key: (shard, compose(source.architecture.table, key, shard.layout.global_shape, heads))
+            for model in models
+            for key, shard in model.sharded_state_dict().items()
+        }
+
+    parts = agree_everywhere(compositions, groups)
+    own = sorted({name for _, composition in parts.values() for name in composition.stored_shapes})
+    expected = {name for names in tell_stages(own, "the names of tensors", groups) for name in names}
+
+    def check() -> dict[str, str]:
+        names = source.stored_names(expected)
+        for _, composition in parts.values():
+            check_shapes(source.tensors, composition, names)
+        return names
+
+    return parts, agree_everywhere(check, groups)

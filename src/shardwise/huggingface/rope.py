@@ -49,7 +49,8 @@ def read_rope(fields: Fields, *, max_position_embeddings: int) -> dict[str, Any]
     theta = rope.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
     # The architectures that are read here rotate whole heads, and so does transformers.
     for each in (rope, fields):
-        each.require("partial_rotary_factor", 1.0, default=1.0)
+        if each.values.get("partial_rotary_factor") is not None:
+            each.require("partial_rotary_factor", 1.0, default=1.0)
     kind = rope.text("rope_type", "type", default="default")
     if kind not in ("default", *_SCALINGS):
         raise rope.error("rope_type", kind, f"one of default, {', '.join(_SCALINGS)}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -84,7 +85,8 @@ def save_pretrained(
     models = cast("list[Model]", list(model) if isinstance(model, ModelChunks | Sequence) else [model])
     groups = models[0].pg_collection
     replicas: ProcessGroup | None = getattr(groups, "dp_cp", None) or getattr(groups, "dp", None)
-    target = Path(folder)
+    # "." has no name, which the unfinished folder beside it is called by.
+    target = Path(os.path.abspath(folder))
 
     def export() -> None:
         if replicas is None or replicas.rank() == 0:
@@ -171,14 +173,19 @@ def _write_folder(target: Path, plan: _Plan, groups: ProcessGroupCollection, max
     for group in model_groups(groups):
         token = tell_all(token, "a name for the unfinished folder", group=group)[0]
     partial = target.with_name(f".{target.name}.{token}.partial")
+    parents: list[Path] = []
     try:
-        agree_everywhere(lambda: _begin(target, partial) if is_first else None, groups)
+        agree_everywhere(lambda: _begin(target, partial, parents) if is_first else None, groups)
         failure = _write_files(partial, dict(zip(names[first:], own_files, strict=False)), groups)
         agree_everywhere(lambda: _raise(failure), groups)
         agree_everywhere(lambda: _finish(target, partial, plan, index) if is_first else None, groups)
     finally:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
+            for parent in parents:
+                # Stays where the target is there now, or what somebody else has put there.
+                with suppress(OSError):
+                    parent.rmdir()
 
 
 def _dealt_out(parts: Sequence[_Part], max_file_size: int) -> list[list[_Part]]:
@@ -259,9 +266,11 @@ def check_target(target: Path) -> None:
             raise ConfigError(f"{target} exists; choose another folder, or remove it first")
 
 
-def _begin(target: Path, partial: Path) -> None:
+def _begin(target: Path, partial: Path, parents: list[Path]) -> None:
+    """Make the unfinished folder; note in ``parents`` which folders around it were not there, the innermost first."""
     check_target(target)
     with _os_errors(target):
+        parents.extend(parent for parent in target.parents if not parent.exists())
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
 
