@@ -7,6 +7,7 @@ from harness.plugin import (
     pytest_collection_finish,
     pytest_configure,
     pytest_generate_tests,
+    pytest_itemcollected,
     pytest_pyfunc_call,
     pytest_unconfigure,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "pytest_collection_finish",
     "pytest_configure",
     "pytest_generate_tests",
+    "pytest_itemcollected",
     "pytest_pyfunc_call",
     "pytest_unconfigure",
 ]

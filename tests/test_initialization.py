@@ -70,8 +70,14 @@ TRUNCATED = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("init_method", KNOWN.values(), ids=KNOWN)
-@pytest.mark.parametrize("block", [1 << 20, 256])
+@pytest.mark.parametrize(
+    "init_method",
+    [
+        pytest.param(KNOWN[name], id=name, marks=pytest.mark.slow if "xavier" in name or "bare" in name else [])
+        for name in KNOWN
+    ],
+)
+@pytest.mark.parametrize("block", [pytest.param(1 << 20, marks=pytest.mark.slow), 256])
 def test_known_methods_equal_dense(monkeypatch, init_method, dtype, block):
     monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", block)
     # Of the whole weight's fans: a part of 7 by 3 has others.
@@ -172,7 +178,9 @@ def test_normal_equals_dense(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block", [1, 256, 1000])
+@pytest.mark.parametrize(
+    "block", [pytest.param(1, marks=pytest.mark.slow), 256, pytest.param(1000, marks=pytest.mark.slow)]
+)
 def test_normal_equals_dense_over_many_blocks(monkeypatch, dtype, block):
     monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", block)
     # Last blocks of every kind: a whole one, a few rows, and fewer than the 16 values that PyTorch draws at once.

@@ -313,6 +313,7 @@ def open_things():
     return len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_destroying_leaves_nothing_open(group):
     # The reference forgets its groups and leaves them open.

@@ -48,7 +48,7 @@ runpy.run_path({str(script)!r})
 
 @pytest.mark.slow
 def test_python_example_gives_the_same_loss_at_every_number_of_ranks(tmp_path):
-    losses = {ranks: run_example(tmp_path, ranks) for ranks in (1, 2, 3)}
+    losses = {ranks: run_example(tmp_path, ranks) for ranks in (1, 3)}
     assert re.fullmatch(r"loss 1\d\.\d{6}\n", losses[1])
     assert len({round(float(text.split()[1]), 4) for text in losses.values()}) == 1
 

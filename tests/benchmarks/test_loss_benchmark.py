@@ -69,6 +69,7 @@ def dense_gradients(sizes, num_ranks):
     return logits.grad, hidden.grad, weight.grad
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_candidates_compute_the_dense_gradients(group):
     of_logits, of_hidden, of_weight = dense_gradients(SIZES, 2)
@@ -105,6 +106,7 @@ def test_candidates_compute_the_dense_gradients(group):
         assert exact.head_error([gradients[0], gradients[1] * 1.01]) == pytest.approx(0.01, rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1)
 def test_one_rank_candidates_compute_the_dense_gradients(group):
     _, of_hidden, of_weight = dense_gradients(SIZES, 1)

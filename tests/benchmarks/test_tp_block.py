@@ -99,6 +99,7 @@ def results_of(made):
     return {name: candidate.results() for name, candidate in made.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("block", BLOCKS)

@@ -160,6 +160,7 @@ def test_another_result_is_an_error(steps, message):
         check_parity({"a": STEPS, "b": steps})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

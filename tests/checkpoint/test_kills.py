@@ -78,6 +78,7 @@ class Photographer:
         return photographed
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_killed_between_any_two_changes_of_the_disk(
     group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

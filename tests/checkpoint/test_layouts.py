@@ -19,7 +19,9 @@ META = {"model": {"hidden_size": 6}, "loss": 0.1, "note": "naïve", "none": None
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("saved_tp", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "saved_tp", [pytest.param(1, marks=pytest.mark.slow), 2, 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_any_layout_to_any_layout(group: ProcessGroup, tmp_path: Path, saved_tp: int) -> None:
     rank = dist.get_rank(group)
     groups = {tp: dist.new_group(range(tp)) for tp in (1, 2, 3, 4)}

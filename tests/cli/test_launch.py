@@ -27,6 +27,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_every_rank_gets_its_place_and_the_arguments_as_they_are(tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     awkward = ["$HOME", "$$", "${local_rank}", "two words", ""]
@@ -50,6 +51,7 @@ def test_every_rank_gets_its_place_and_the_arguments_as_they_are(tmp_path, capfd
         assert environment["GLOO_SOCKET_IFNAME"].startswith("lo")
 
 
+@pytest.mark.slow
 def test_the_users_own_thread_count_stands(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert launch("succeed", tmp_path, nproc=1) == 0
@@ -61,6 +63,7 @@ def test_a_mistake_that_all_ranks_find_is_said_once(tmp_path, capfd):
     assert capfd.readouterr() == ("", "shardwise train: error: the corpus is empty\n")
 
 
+@pytest.mark.slow
 def test_debug_shows_the_stack_trace_first(tmp_path, capfd):
     assert launch("all_mistaken", tmp_path, debug=True) == 2
     error = capfd.readouterr().err
@@ -130,6 +133,7 @@ def test_a_rank_that_ends_without_a_word_is_named(tmp_path, capfd, behaviour, en
     assert error.endswith(f" {end}\n")
 
 
+@pytest.mark.slow
 def test_a_closed_output_is_quiet(tmp_path, capfd):
     assert launch("output_closed", tmp_path) == 141
     said, complaints = capfd.readouterr()
@@ -138,6 +142,7 @@ def test_a_closed_output_is_quiet(tmp_path, capfd):
     assert (said, complaints) == ("", [])
 
 
+@pytest.mark.slow
 def test_a_program_that_is_not_there_is_one_line(tmp_path):
     from shardwise.errors import LaunchError
 

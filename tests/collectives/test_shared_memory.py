@@ -206,6 +206,7 @@ def test_ranks_that_disagree_hear_the_same(group, case):
     assert all_reduce(torch.ones(1), group=group).item() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_rank_that_does_not_come_is_named(group):
     own = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))

@@ -15,6 +15,7 @@ def corpus():
     return stdlib_corpus()
 
 
+@pytest.mark.slow
 def test_this_pythons_library_is_a_corpus(corpus):
     assert re.fullmatch(rf"\w+ {platform.python_version()} standard library, \d+ files, \d+\.\d MB", corpus.name)
     assert 4e6 < corpus.num_bytes < 20e6

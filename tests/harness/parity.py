@@ -120,8 +120,8 @@ def gather_shards(
         local: this rank's part, of shape ``layout.local_shape(rank)``.
         layout: where each rank's part lies.
         group: the ranks that ``layout`` is about.
-        check_replicas: assert that elements held by several ranks are bit-equal on them. Without it those of the last
-            rank are taken (of the first if the layout does not split).
+        check_replicas: assert that elements held by several ranks are bit-equal on them. Without it those of the first
+            rank are taken.
 
     Returns:
         A tensor of shape ``layout.global_shape``, without gradient.

@@ -7,8 +7,8 @@
     @pytest.mark.ranks(4, timeout=120)   # with a time limit of its own, in seconds
     @pytest.mark.ranks(1, 2, 4, slow=(1, 4))  # some of its sizes have the mark `slow` too (see below)
 
-Without ``slow`` in the mark, sizes above the first of several ranks are slow: of 1, 2, 3 and 4 those are 3 and 4. A
-size of 4 or more is, too, where a smaller one is there.
+Without ``slow`` in the mark, all but the smallest of several ranks are slow: of 1, 2, 3 and 4 those are 1, 3 and 4.
+Four ranks and more are also where no fewer are there.
 
 The body runs in the ranks, everything around it in pytest's process: collection, fixtures, set-up methods.
 The values of fixtures and parameters are pickled and sent, the same to every rank (so ``tmp_path`` is one folder).
@@ -72,13 +72,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None and len(sizes := _sizes(mark)) > 1:
         metafunc.fixturenames.append(_SIZE)
-        # More ranks than cores take turns; two, or three, find nearly all that more would.
-        several = min((size for size in sizes if 1 < size < 4), default=3)
-        slow = mark.kwargs.get("slow", [size for size in sizes if size > max(several, min(sizes))])
+        # Two, or three, find nearly all that one or more would.
+        fast = min((size for size in sizes if 1 < size < 4), default=min(sizes))
+        slow = mark.kwargs.get("slow", [size for size in sizes if size != fast])
         params = [
             pytest.param(size, id=f"tp{size}", marks=[pytest.mark.slow] if size in slow else []) for size in sizes
         ]
         metafunc.parametrize(_SIZE, params)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """More ranks than cores take turns, and need processes of their own: that is for the whole suite."""
+    mark = item.get_closest_marker("ranks")
+    if mark is not None and "slow" not in mark.kwargs and len(mark.args) == 1 and mark.args[0] >= 4:
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)

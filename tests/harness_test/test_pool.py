@@ -18,6 +18,7 @@ pytest_plugins = ["pytester"]
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -35,6 +36,7 @@ def test_misuse(pytester, text, message):
     assert result.ret != 0
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_arrive_in_time(tmp_path):
     with pytest.raises(RankError, match=r"^ranks 0, 1 of 2 still in the start of the pool at its time limit of 0 s"):
         Pool(2, start_timeout=0)
@@ -70,6 +72,7 @@ class FakePool:
         self.alive.remove(self)
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_pools_make_room(monkeypatch):
     FakePool.alive = []
     monkeypatch.setattr("harness.pool.Pool", FakePool)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -75,6 +76,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"intermediate_size": 41, "max_position_embeddings": 17},
     ),
 }
+MODEL_PARAMS = [
+    name if name in ("gpt2", "llama", "bert") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
+]
+"""The names, for ``parametrize``."""
+
 GPT_LIKE = tuple(name for name in MODELS if not name.startswith("bert"))
 
 

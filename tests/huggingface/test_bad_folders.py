@@ -196,7 +196,7 @@ def test_bad_folders(group: dist.ProcessGroup, reference: Reference, tmp_path: P
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("reference", ["mistral"], indirect=True)
+@pytest.mark.parametrize("reference", ["llama"], indirect=True)
 def test_more_stages_than_layers_and_one_failing_rank(
     group: dist.ProcessGroup, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def own_bytes(model: torch.nn.Module) -> int:
     return sum(param.nbytes for param in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1, 2, 4)
 def test_each_rank_reads_its_own_bytes_once(
     group: dist.ProcessGroup, every_reference: list[Reference], monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from harness.parity import assert_close_to, gather_shards
-from hf_references import BATCH, LENGTH, MODELS, Reference, groups_of, layouts
+from hf_references import BATCH, LENGTH, MODEL_PARAMS, Reference, groups_of, layouts
 from torch import Tensor
 
 from shardwise.huggingface import load_pretrained, read_config
@@ -81,8 +81,8 @@ def gathered_gradients(model: Any, reference: Reference) -> dict[str, Tensor]:
     return gradients
 
 
-@pytest.mark.ranks(1, 2, 3, 4, slow=(3, 4))
-@pytest.mark.parametrize("reference", MODELS, indirect=True)
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("reference", MODEL_PARAMS, indirect=True)
 def test_logits_loss_and_gradients(group: dist.ProcessGroup, reference: Reference) -> None:
     expected = reference.values()
     for tp, pp in layouts(group.size()):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal
-from hf_references import GPT_LIKE, MODELS, Reference, groups_of, layouts
+from hf_references import GPT_LIKE, MODEL_PARAMS, Reference, groups_of, layouts
 from safetensors.torch import load_file
 
 from shardwise.huggingface import describe_model, load_pretrained, save_pretrained
@@ -27,7 +27,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("reference", MODELS, indirect=True)
+@pytest.mark.parametrize("reference", MODEL_PARAMS, indirect=True)
 def test_export_writes_what_was_imported(group: dist.ProcessGroup, reference: Reference, tmp_path: Path) -> None:
     expected = reference.weights()
     for tp, pp in layouts(group.size()):
@@ -61,7 +61,8 @@ def test_export_writes_what_was_imported(group: dist.ProcessGroup, reference: Re
     dist.barrier()
 
 
-@pytest.mark.parametrize("reference", MODELS, indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", MODEL_PARAMS, indirect=True)
 @pytest.mark.parametrize("with_source", [True, False])
 def test_transformers_loads_the_export(
     reference: Reference, with_source: bool, tmp_path: Path, one_rank: Any, recwarn: pytest.WarningsRecorder
@@ -73,7 +74,7 @@ def test_transformers_loads_the_export(
     if reference.name == "mistral":
         options["architecture"] = "mistral"
     save_pretrained(model, tmp_path / "out", **options)
-    kind = getattr(transformers, MODELS[reference.name][0])
+    kind = getattr(transformers, MODEL_PARAMS[reference.name][0])
     automatic = {
         "BertForPreTraining": transformers.AutoModelForPreTraining,
         "BertForMaskedLM": transformers.AutoModelForMaskedLM,

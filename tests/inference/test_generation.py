@@ -13,7 +13,10 @@ from shardwise.errors import ConfigError, DesyncError, VocabularyError
 from shardwise.inference import GREEDY, PreallocatedCache, Sampling, generate, sequence_log_probs
 
 WINDOW = 16
-both_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+both_shapes = pytest.mark.parametrize(
+    "shape",
+    [pytest.param(SHAPES[name], id=name, marks=pytest.mark.slow if "llama" in name else []) for name in SHAPES],
+)
 
 
 def make_model(shape, group, **options):

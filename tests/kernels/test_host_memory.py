@@ -45,12 +45,14 @@ def _faults(**environment: str) -> tuple[int, int]:
     return int(fresh), int(kept)
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept() -> None:
     fresh, kept = _faults()
     assert fresh >= 200
     assert kept < fresh / 20
 
 
+@pytest.mark.slow
 def test_the_users_settings_stand() -> None:
     fresh, kept = _faults(MALLOC_TRIM_THRESHOLD_="65536", MALLOC_MMAP_THRESHOLD_="65536")
     assert kept > fresh / 2

@@ -14,13 +14,13 @@ SHAPES = [
     (131, 257, 301, (2, 1, 0)),
     (1, 3001, 3011, (2, 1, 0)),
     # The output alone is 34 MiB; then the weight gradient is narrow.
-    (64, 1, 140_001, (0, 1, 0)),
-    (4099, 67, 2051, (0, 1, 1)),
+    pytest.param(64, 1, 140_001, (0, 1, 0), marks=pytest.mark.slow),
+    pytest.param(4099, 67, 2051, (0, 1, 1), marks=pytest.mark.slow),
     (140, 67, 12_289, (2, 1, 1)),
     # Its temporary would be too large.
     (14, 67, 22_289, (2, 1, 0)),
     # Large, but a sum of many terms.
-    (4099, 513, 2051, (2, 1, 0)),
+    pytest.param(4099, 513, 2051, (2, 1, 0), marks=pytest.mark.slow),
 ]
 
 

@@ -104,6 +104,7 @@ def test_an_adapter_written_again_is_the_same(group, folders, tmp_path):
         assert values == {name: original[name] for name in values}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1)
 def test_an_adapter_for_a_pattern_is_written_with_its_paths(group, folders, tmp_path):
     architecture = read_config(folders / "llama").architecture

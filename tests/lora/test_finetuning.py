@@ -149,7 +149,8 @@ def losses_of(session):
     return [session.trainer.train_step(step, session.loader).loss for step in range(STEPS)]
 
 
-@pytest.mark.ranks(1, 2, 3, slow=(1, 3))
+@pytest.mark.slow
+@pytest.mark.ranks(1, 2, 3)
 def test_ten_steps_are_those_of_transformers_and_peft(group, root, tmp_path, monkeypatch):
     expected = json.loads((root / "expected.json").read_text())
     kinds_and_options = itertools.product(KINDS, (None, LORA), {False, group.size() > 1})

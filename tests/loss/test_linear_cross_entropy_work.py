@@ -284,10 +284,11 @@ def test_without_a_weight_gradient_nothing_is_kept_but_the_hidden_gradient(group
 
 
 # Dynamo itself does what this warning of PyTorch's warns of.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.ranks(2, timeout=100)
-@pytest.mark.parametrize("plan", ["local_logits", pytest.param("chunked", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tp", "sp"])
+@pytest.mark.parametrize("plan", ["local_logits", "chunked"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_one_graph(group, plan, sequence_parallel):
     # Two slices on each rank: the compiler takes its time over each.
     hidden, weight, target = tensors(group, sequence_parallel=sequence_parallel, vocabulary=770)

@@ -60,9 +60,9 @@ def batch() -> tuple[torch.Tensor, ...]:
     return ids, real, kinds, labels
 
 
-@pytest.mark.ranks(1, 2, 3, 4, slow=(3, 4))
+@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("loss_kind", ["plain", "linear_fused"])
+@pytest.mark.parametrize("loss_kind", [pytest.param("plain", marks=pytest.mark.slow), "linear_fused"])
 def test_logits_loss_and_gradients_are_the_dense_ones(group, kind, loss_kind):
     tied = loss_kind == "plain"
     fused = {} if tied else {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}

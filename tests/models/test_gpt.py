@@ -95,10 +95,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.ranks(1, 2, 3, 4, slow=(4,))
+@pytest.mark.ranks(1, 2, 3, 4, slow=(1, 2, 4))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("loss", ["plain", "linear_fused"])
+@pytest.mark.parametrize("loss", [pytest.param("plain", marks=pytest.mark.slow), "linear_fused"])
 def test_gpt_equals_dense_gpt(group, shape, sequence_parallel, loss):
     torch.manual_seed(3)
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
@@ -138,7 +138,7 @@ def sum_partial_gradients(model: GPTModel, group: ProcessGroup) -> None:
             torch.distributed.all_reduce(param.grad, group=group)
 
 
-@pytest.mark.ranks(2, 3, 4, slow=(4,))
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_dropout_by_the_global_rule_is_that_of_one_rank(group, shape, sequence_parallel):
@@ -168,7 +168,8 @@ def test_dropout_by_the_global_rule_is_that_of_one_rank(group, shape, sequence_p
     assert not torch.equal(model(ids, labels=ids), losses[1])
 
 
-@pytest.mark.ranks(2, 3, 4, slow=(2, 4))
+@pytest.mark.slow
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_after_ten_steps_the_weights_are_the_dense_ones_and_replicas_are_equal(group, shape, sequence_parallel):

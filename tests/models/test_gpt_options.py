@@ -96,8 +96,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.ranks(1, 2, 3, 4, slow=(3, 4))
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(OPTIONS[name], id=name, marks=[] if name == "bloom" else [pytest.mark.slow]) for name in OPTIONS],
+)
 def test_logits_loss_and_gradients_are_the_dense_ones(group, options):
     for sequence_parallel in {False, group.size() > 1}:
         torch.manual_seed(3)

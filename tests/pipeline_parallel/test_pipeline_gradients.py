@@ -37,7 +37,7 @@ def assert_gradients_of(whole, staged):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_gradients_equal_the_unpipelined_models(group, tied):
     pp = group.size()
     whole = staged_gpt(num_layers=2 * pp + 1, tied=tied)
@@ -62,6 +62,7 @@ def test_gradients_equal_the_unpipelined_models(group, tied):
         assert_close_to(own_norm, norm, rtol_of_norm=1e-13, name=name)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_with_tensor_and_sequence_parallelism_in_the_stages(group, name):

@@ -25,6 +25,9 @@ ORDER = {
 }
 IN_FLIGHT = {"gpipe": [4, 4], "1f1b": [2, 1], "interleaved": [5, 3], "zero-bubble": [2, 2]}
 CHUNKS = {"interleaved": 2}
+TELLING = [
+    pytest.param(name, marks=[] if name in ("interleaved", "zero-bubble") else pytest.mark.slow) for name in IN_FLIGHT
+]
 
 
 def staged_for(name, pp, **options):
@@ -150,7 +153,7 @@ def test_1f1b_holds_less_than_gpipe(group):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", IN_FLIGHT)
+@pytest.mark.parametrize("name", TELLING)
 def test_an_error_in_one_stage_ends_all_and_the_next_step_is_right(group, name):
     staged, num_chunks = staged_for(name, 2)
     schedule = make_schedule(name, 2, 4, num_chunks)
@@ -245,7 +248,7 @@ def test_what_a_pipeline_refuses(group):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", IN_FLIGHT)
+@pytest.mark.parametrize("name", TELLING)
 def test_a_whole_chunk_may_be_recomputed(group, name):
     """It asks for its input again when later micro-batches have had theirs."""
     num_chunks = 2 if name == "interleaved" else 1

@@ -123,6 +123,7 @@ def test_what_does_not_belong_is_refused_on_every_rank(group, tmp_path, monkeypa
     assert restarted.first_loss is not None
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_rule_of_random_numbers_is_part_of_a_run_with_dropout(group, tmp_path, monkeypatch, dropout):
@@ -146,8 +147,8 @@ def test_divergence_names_the_step(group, tmp_path, monkeypatch):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("architecture", ["llama", "gpt"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parity_holds_and_would_not_if_a_collective_were_missing(
     group, tmp_path, monkeypatch, architecture, sequence_parallel
 ):

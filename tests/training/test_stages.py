@@ -72,6 +72,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, 4, timeout=120)
 @pytest.mark.parametrize("architecture", ["llama", "gpt"])
 def test_loss_curve_is_the_same_in_stages(group, tmp_path, architecture):
@@ -91,7 +92,7 @@ def test_loss_curve_is_the_same_in_stages(group, tmp_path, architecture):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "interleaved"])
 def test_tied_copies_stay_bit_equal_and_dropout_is_reproducible(group, tmp_path, schedule):
     parallel = ParallelSettings(pp=2, pipeline_schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
     curves = []

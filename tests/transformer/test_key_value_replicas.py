@@ -53,8 +53,8 @@ def test_heads_that_cannot_be_split_are_refused_on_every_rank(group):
         SelfAttention(config_of(Case(1, 1), group), 1, group)
 
 
-@pytest.mark.ranks(2, 4, slow=(4,))
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sp"])
 def test_training_is_that_of_one_rank_and_copies_stay_bit_equal(group, sequence_parallel, tmp_path):
     own = alone(group)
     t, rank = group.size(), group.rank()

@@ -14,8 +14,8 @@ from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.transformer.masks import AttnMaskType
 
 
-@pytest.mark.ranks(1, 2, 3, 4, slow=(3, 4))
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sp"])
 def test_options_equal_the_dense_layer(group, sequence_parallel):
     sequence_parallel = sequence_parallel and group.size() > 1
     own = alone(group)

@@ -151,8 +151,9 @@ class ParamLayout:
         if len(shards) != self.world_size:
             raise ShardingError(f"expected {self.world_size} shards, one per rank, got {len(shards)}")
         whole = shards[0].new_empty(self.global_shape)
-        for rank, shard in enumerate(shards):
-            self.place_(whole, rank, shard)
+        # Of what several ranks hold, the first one's stands.
+        for rank in reversed(range(self.world_size)):
+            self.place_(whole, rank, shards[rank])
         return whole
 
     def place_(self, whole: Tensor, rank: int, shard: Tensor) -> None:
