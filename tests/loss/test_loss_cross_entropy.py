@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
+from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_all
 
 from shardwise import parallel_state
 from shardwise.collectives.accounting import CollectiveCounter
@@ -81,9 +81,7 @@ def test_fp64_equals_dense(group, vocab_size, smoothing):
     whole = 3 * torch.randn(5, 3, vocab_size, dtype=torch.float64)
     target = torch.randint(vocab_size, (5, 3))
     loss = assert_equals_dense(group, whole, target, smoothing=smoothing)
-    gathered = [None] * group.size()
-    torch.distributed.all_gather_object(gathered, loss, group=group)
-    for other in gathered:
+    for other in gather_all(loss, group):
         assert_bit_equal(other, loss, name="the loss of another rank")
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
-from harness.parity import assert_close_to, gather_shards
+from harness.parity import assert_close_to, gather_all, gather_shards
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -33,9 +32,7 @@ def whole_weights(model: nn.Module, group: ProcessGroup) -> dict[str, Tensor]:
 
 def whole_logits(logits: Tensor, group: ProcessGroup) -> Tensor:
     """``[s, b, v/t]`` to ``[b, s, v]``."""
-    parts: list[Tensor | None] = [None] * group.size()
-    dist.all_gather_object(parts, logits.detach().transpose(0, 1).contiguous(), group=group)
-    return torch.cat([part for part in parts if part is not None], dim=-1)
+    return torch.cat(gather_all(logits.transpose(0, 1), group), dim=-1)
 
 
 def assert_gradients_are(weights: dict[str, Tensor], model: nn.Module, group: ProcessGroup, *, rtol: float) -> None:
