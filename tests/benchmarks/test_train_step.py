@@ -111,7 +111,7 @@ def test_no_process_outlives_a_killed_benchmark():
                 time.sleep(0.1)
             assert len(ranks) == 2
             # Somewhere in their start or in their steps.
-            time.sleep(4.0)
+            time.sleep(2.0)
         finally:
             process.kill()
     deadline = time.monotonic() + 60

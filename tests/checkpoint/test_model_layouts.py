@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from checkpoint_states import stored_tensors
 from harness.parity import assert_bit_equal
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from shardwise.checkpoint import ParamShard, load, save
 from shardwise.config import TransformerConfig
+from shardwise.models.bert import BertModel
 from shardwise.models.gpt import GPTModel
 from shardwise.optimizer.adamw import make_adamw, optimizer_state
 from shardwise.process_groups_config import ProcessGroupCollection
@@ -25,6 +28,26 @@ from shardwise.transformer.layer import TransformerLayerSpec
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (3, 1)]
 VOCABULARY, LENGTH = 101, 9
+# By kind: fields of the config, and arguments of a GPT.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (
+        {
+            "num_query_groups": 2,
+            "ffn_hidden_size": 35,
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "normalization": "RMSNorm",
+            "add_qkv_bias": True,
+            "add_bias_linear": False,
+        },
+        {"position_embedding_type": "learned_absolute"},
+    ),
+    "alibi": (
+        {"hidden_size": 28, "num_attention_heads": 7, "embedding_layernorm": True},
+        {"position_embedding_type": "alibi"},
+    ),
+    "bert": ({"norm_position": "post", "embedding_layernorm": True, "final_layernorm": False}, {}),
+}
 
 
 class Place:
@@ -42,38 +65,42 @@ class Place:
         else:
             self.groups, self.stage = ProcessGroupCollection(tp=self.everyone), 0
 
-    def state(self, seed: int, *, tied: bool) -> tuple[GPTModel, dict[str, ParamShard]]:
-        """A model (6 query heads on 2 key-value heads, SwiGLU, 5 layers) and all that a run stores of it.
+    def state(self, seed: int, *, tied: bool, kind: str = "llama", chunks: int = 1) -> dict[str, ParamShard]:
+        """A model of 5 layers, and all that a run stores of it.
 
         The same values of one seed in every layout.
+
+        Args:
+            seed: of the values.
+            tied: the output layer has the embedding's weight.
+            kind: "llama" (6 query heads on 2 key-value heads, SwiGLU), "alibi" (7 heads, as BLOOM has them) or "bert".
+            chunks: of the model on each stage.
         """
-        torch.manual_seed(seed)
+        settings, options = KINDS[kind]
         config = TransformerConfig(
-            num_layers=5,
-            hidden_size=24,
-            num_attention_heads=6,
-            num_query_groups=2,
-            ffn_hidden_size=35,
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            normalization="RMSNorm",
-            add_qkv_bias=True,
-            add_bias_linear=False,
+            **{"num_layers": 5, "hidden_size": 24, "num_attention_heads": 6} | settings,
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         )
-        model = GPTModel(
-            config,
-            TransformerLayerSpec(),
-            VOCABULARY,
-            LENGTH,
-            pre_process=self.stage == 0,
-            post_process=self.stage == self.pp - 1,
-            share_embeddings_and_output_weights=tied,
-            position_embedding_type="learned_absolute",
-            pg_collection=self.groups,
-        )
-        weights = model.sharded_state_dict()
+        parts = []
+        for chunk in range(chunks):
+            torch.manual_seed(seed)
+            arguments = {
+                "vocab_size": VOCABULARY,
+                "max_sequence_length": LENGTH,
+                "pre_process": self.stage == 0 and chunk == 0,
+                "post_process": self.stage == self.pp - 1 and chunk == chunks - 1,
+                "share_embeddings_and_output_weights": tied,
+                "pg_collection": self.groups,
+                "vp_stage": chunk if chunks > 1 else None,
+            }
+            if kind == "bert":
+                parts.append(BertModel(config, 2, TransformerLayerSpec(), **arguments))
+            else:
+                parts.append(GPTModel(config, TransformerLayerSpec(), **arguments, **options))
+        model = nn.ModuleList(parts)
+        weights = {name: shard for part in parts for name, shard in part.sharded_state_dict().items()}
         optimizer = make_adamw(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), epsilon=1e-8)
         moments = optimizer_state(weights, optimizer)
         for name, shard in (weights | moments).items():
@@ -82,7 +109,7 @@ class Place:
                 generator = torch.Generator().manual_seed(1000 * seed + len(name) + sum(map(ord, name)))
                 whole = torch.randn(shard.layout.global_shape, generator=generator)
                 shard.data.detach().copy_(shard.layout.take(whole, shard.rank))
-        return model, weights | moments
+        return weights | moments
 
 
 def assert_states_equal(found: dict[str, ParamShard], expected: dict[str, ParamShard]) -> None:
@@ -150,7 +177,7 @@ def load_with(storage: str, folder: Path, state: dict[str, ParamShard], group: P
 @pytest.mark.parametrize(("storage", "tied"), [("ours", False), ("dcp", True)])
 def test_any_layout_of_a_model_to_any_other(group: ProcessGroup, tmp_path: Path, storage: str, tied: bool) -> None:
     places = {layout: Place(*layout) for layout in LAYOUTS}
-    expected = {layout: place.state(1, tied=tied)[1] for layout, place in places.items() if place.takes_part}
+    expected = {layout: place.state(1, tied=tied) for layout, place in places.items() if place.takes_part}
     # From all layouts to that with stages, and from two that have little in common to all.
     targets = {layout: LAYOUTS if layout in ((2, 2), (3, 1)) else [(2, 2)] for layout in LAYOUTS}
     for saved, place in places.items():
@@ -162,10 +189,33 @@ def test_any_layout_of_a_model_to_any_other(group: ProcessGroup, tmp_path: Path,
         dist.barrier(group)
         for loaded in targets[saved]:
             if places[loaded].takes_part:
-                _, state = places[loaded].state(2, tied=tied)
+                state = places[loaded].state(2, tied=tied)
                 name = next(iter(state))
                 assert not torch.equal(state[name].data, expected[loaded][name].data)
                 folder_of_step = folder / "step-00000000" if storage == "ours" else folder
                 load_with(storage, folder_of_step, state, places[loaded].everyone)
                 assert_states_equal(state, expected[loaded])
     dist.barrier(group)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize(("kind", "chunks"), [("bert", 1), ("alibi", 1), ("llama", 2)])
+def test_other_models_through_torchs_checkpoints(group: ProcessGroup, tmp_path: Path, kind: str, chunks: int) -> None:
+    """From two stages, with two chunks each or one, to all other layouts, and back."""
+    staged = Place(2, 2)
+    expected = staged.state(1, tied=True, kind=kind, chunks=chunks)
+    save_with("dcp", tmp_path / "staged", expected, staged.everyone)
+    dist.barrier(group)
+    for layout in [(1, 1), (4, 1), (3, 1), (2, 2)]:
+        place = Place(*layout)
+        if place.takes_part:
+            state = place.state(2, tied=True, kind=kind)
+            load_with("dcp", tmp_path / "staged", state, place.everyone)
+            assert_states_equal(state, place.state(1, tied=True, kind=kind))
+            save_with("dcp", tmp_path / f"{layout}", state, place.everyone)
+        dist.barrier(group)
+        again = staged.state(2, tied=True, kind=kind, chunks=chunks)
+        load_with("dcp", tmp_path / f"{layout}", again, staged.everyone)
+        assert_states_equal(again, expected)
+        dist.barrier(group)

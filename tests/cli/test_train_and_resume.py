@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from training.tiny import tiny_settings
 
-STEPS = 240
-SAVE_EVERY = 15
+STEPS = 160
+SAVE_EVERY = 10
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import hypothesis.strategies as st
 import pytest
 import torch
-from harness.parity import assert_bit_equal, assert_unmodified
+from harness.parity import assert_bit_equal, assert_unmodified, gather_all
 from hypothesis import given, settings
 
 from shardwise.collectives import regions
@@ -123,8 +123,7 @@ def test_move_equals_its_formula_and_its_adjoint(group, name, rows, columns, eve
     assert torch.equal(y, taken_by_rank(VALUES[move.target], together, dim, sizes, me))
     # Backward: as the transposed linear map. Every rank computes all ranks' outputs by the formula just checked.
     outputs = [taken_by_rank(VALUES[move.target], together, dim, sizes, rank) for rank in range(t)]
-    grad_inputs = [None] * t
-    torch.distributed.all_gather_object(grad_inputs, x.grad, group=group)
+    grad_inputs = gather_all(x.grad, group)
     once = Held.SAME if move.target == "I" else Held.SHARD
     left = inner(outputs, gradients, once)
     right = inner(inputs, grad_inputs, Held.SAME if move.source == "I" else Held.SHARD)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal
-from hf_references import GPT_LIKE, MODEL_PARAMS, Reference, groups_of, layouts
+from hf_references import GPT_LIKE, MODEL_PARAMS, MODELS, Reference, groups_of, layouts
 from safetensors.torch import load_file
 
 from shardwise.huggingface import describe_model, load_pretrained, save_pretrained
@@ -74,7 +74,7 @@ def test_transformers_loads_the_export(
     if reference.name == "mistral":
         options["architecture"] = "mistral"
     save_pretrained(model, tmp_path / "out", **options)
-    kind = getattr(transformers, MODEL_PARAMS[reference.name][0])
+    kind = getattr(transformers, MODELS[reference.name][0])
     automatic = {
         "BertForPreTraining": transformers.AutoModelForPreTraining,
         "BertForMaskedLM": transformers.AutoModelForMaskedLM,

@@ -58,7 +58,7 @@ def curve(trainer, *, micro_batch_size=4):
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize(
     ("architecture", "dtype", "rtol"),
-    [("gpt", "float32", 1e-5), ("gpt", "float64", 1e-10), ("llama", "float64", 1e-10)],
+    [("gpt", "float32", 1e-5), ("llama", "float64", 1e-10)],
 )
 def test_loss_curve_is_the_same_at_every_layout(group, tmp_path, dtype, rtol, architecture):
     alone, pairs, all_four = Topology.create(tp=1), Topology.create(tp=2), Topology.create(tp=4)
