@@ -75,6 +75,10 @@ class ProcessGroupCollection:
         _check_names("Unknown attribute", groups)
         self.__dict__.update(groups)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroupCollection:
+        """A collection of the same groups, which cannot be copied."""
+        return ProcessGroupCollection(**vars(self))
+
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if isinstance(other, ProcessGroupCollection) else NotImplemented
 

@@ -6,7 +6,7 @@ import dataclasses
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives.regions import _GatherFromSequenceParallelRegion
@@ -17,6 +17,7 @@ from shardwise.models.replicated import ReplicatedLinear
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharding import balanced_sizes
+from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.block import TransformerBlock
 from shardwise.transformer.layer import TransformerLayerSpec, make_norm
@@ -26,7 +27,7 @@ from shardwise.transformer.rotary import RotaryScaling
 __all__ = ["BertLMHead", "BertModel", "Pooler"]
 
 
-class BertLMHead(nn.Module):
+class BertLMHead(GroupModule):
     """What a hidden state goes through before the output layer: dense, activation, norm.
 
     Every rank holds it whole, and with sequence parallelism applies it to its own part of the sequence.
@@ -50,7 +51,7 @@ class BertLMHead(nn.Module):
         return output
 
 
-class Pooler(nn.Module):
+class Pooler(GroupModule):
     """The first token's hidden state through a dense layer and tanh, as a summary of the sequence.
 
     Every rank holds it whole and computes the same.

@@ -12,6 +12,7 @@ from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.models.replicated import ReplicatedEmbedding
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.tensor_parallel.layers import VocabParallelEmbedding
 from shardwise.transformer.layer import ResidualDropout, make_norm
 
@@ -20,7 +21,7 @@ __all__ = ["LanguageModelEmbedding", "PositionEmbedding"]
 PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
 
 
-class LanguageModelEmbedding(nn.Module):
+class LanguageModelEmbedding(GroupModule):
     """Words, learned positions and token types, their sum normed (``config.embedding_layernorm``) and dropped out.
 
     Args:

@@ -19,13 +19,14 @@ from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharded_state import state_of_parts
 from shardwise.sharding import ParamShard, ShardedOffset
+from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.tensor_parallel.module import parameter_device
 from shardwise.transformer.backend import check_attention_backend
 
 __all__ = ["LanguageModule"]
 
 
-class LanguageModule(nn.Module):
+class LanguageModule(GroupModule):
     """Base of GPT, BERT and their kin.
 
     A model on it sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has

@@ -18,6 +18,7 @@ from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod, initialize_shard_
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
 from shardwise.tensor_parallel.attributes import set_tensor_model_parallel_attributes
+from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.tensor_parallel.weight_gradient import DelayedWeightGradients
 
 
@@ -32,7 +33,7 @@ def parameter_device(config: ModelParallelConfig, tp_group: ProcessGroup) -> tor
     return default
 
 
-class TensorParallelModule(nn.Module):
+class TensorParallelModule(GroupModule):
     """A layer whose parameters are split over a group.
 
     Attributes:

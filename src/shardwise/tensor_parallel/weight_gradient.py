@@ -89,6 +89,10 @@ class DelayedWeightGradients:
         self._gather_group = gather_group
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
 
+    def __deepcopy__(self, memo: dict[int, object]) -> DelayedWeightGradients:
+        """For the copy of a linear, whose gradients are its own: nothing waits."""
+        return DelayedWeightGradients(fuse=self._fuse, gather_group=self._gather_group)
+
     def add(self, weight: Tensor, input_: Tensor, grad_output: Tensor) -> None:
         """Keep what ``weight``'s gradient is computed from: ``[s, b, i]`` (or its shard) and ``[s, b, o]``."""
         self._waiting.append((weight, input_, grad_output))

@@ -16,6 +16,7 @@ from shardwise.config import TransformerConfig
 from shardwise.dropout import sharded_dropout
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.random import streams
+from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from shardwise.transformer.backend import attention_kernels, expands_keys
 from shardwise.transformer.heads import split_heads
@@ -32,7 +33,7 @@ class KeyValueCache(Protocol):
         ...
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(GroupModule):
     """Multi-head, grouped-query or multi-query attention.
 
     The query-key-value weight holds one block per key-value head: its queries, its key, its value. Ranks hold whole

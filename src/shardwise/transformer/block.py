@@ -14,6 +14,7 @@ from shardwise.initialization import part_seeded
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamShard, ShardedOffset
+from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.layer import TransformerLayer, TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask
@@ -49,7 +50,7 @@ def layers_of_this_stage(
     return chunks[chunk]
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(GroupModule):
     """Layers, one after the other, and a norm after the model's last.
 
     Args:

@@ -12,6 +12,7 @@ from shardwise.config import TransformerConfig
 from shardwise.dropout import sharded_dropout
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import balanced_sizes
+from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.transformer.attention import KeyValueCache, SelfAttention
 from shardwise.transformer.masks import AttentionMask
 from shardwise.transformer.mlp import MLP
@@ -20,7 +21,7 @@ from shardwise.transformer.norm import make_norm
 __all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "make_norm"]
 
 
-class ResidualDropout(nn.Module):
+class ResidualDropout(GroupModule):
     """Dropout on the residual stream: the same mask on every rank, or on its shard of the sequence each rank's own.
 
     With streams of the "global" rule, the mask of the whole sequence is the same at every number of ranks.
@@ -60,7 +61,7 @@ class TransformerLayerSpec:
     mlp: Callable[[TransformerConfig, ProcessGroup | None], nn.Module] = MLP
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(GroupModule):
     """Attention and MLP, each with a norm and added to the residual stream.
 
     With ``config.norm_position`` "pre": ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with "post":

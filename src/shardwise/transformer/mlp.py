@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.config import TransformerConfig
 from shardwise.kernels.elementwise_cpu import swiglu
+from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
-class MLP(nn.Module):
+class MLP(GroupModule):
     """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))`` with ``gated_linear_unit``.
 
     Gate and up are the two sections of one weight (``stride=2``), so every rank holds matching halves of both.
