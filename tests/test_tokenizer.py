@@ -138,6 +138,21 @@ def test_a_foreign_tokenizers_truncation_padding_and_added_tokens_are_off():
     assert len(Tokenizer(backend).encode("=+*#")) == 4
 
 
+@pytest.mark.parametrize(
+    ("single", "ids"), [("<s> $A", (0,)), ("<s> <s> $A </s>", (0, 0)), ("$A </s>", ()), ("$A", ())]
+)
+def test_what_a_file_puts_in_front_of_a_text(tmp_path, single, ids):
+    backend = tokenizers.Tokenizer.from_str(Tokenizer.train(TEXTS, 300, ["<s>", "</s>"])._backend.to_str())
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path, "</s>")
+    assert tokenizer.beginning == ids
+    assert tokenizer.encode("some text")[0] not in (0, 1)
+    assert Tokenizer.train(TEXTS, 300).beginning == ()
+
+
 def test_save_and_load(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"

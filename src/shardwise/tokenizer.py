@@ -273,6 +273,16 @@ class Tokenizer:
         """Hex digest of all that decides which ids a text becomes."""
         return hashlib.sha256(f"{self.eos_token}\n{self._backend.to_str()}".encode()).hexdigest()
 
+    @cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """What the tokenizer's file puts in front of each text, such as ``<s>``; nothing for most.
+
+        ``encode`` does not add it, since its texts may be parts of one.
+        """
+        encoding = self._backend.encode("x", add_special_tokens=True)
+        is_text = [not special for special in encoding.special_tokens_mask]
+        return tuple(encoding.ids[: is_text.index(True)] if True in is_text else ())
+
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of a text. No token is added in front or behind.
 

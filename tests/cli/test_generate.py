@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
+from tokenizers import processors
 
 from shardwise import checkpoint
 from shardwise.checkpoint import ParamShard
@@ -34,10 +36,16 @@ STEPS = (1, 2)
 class Run:
     """A run's folder, and what its newest checkpoint should write."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, marks_beginnings: bool = False) -> None:
         self.folder = folder
         self.newest = folder / "checkpoints" / f"step-{STEPS[-1]:08d}"
         self.tokenizer = Tokenizer.train(["def eins(zwei):\n    return zwei  # größer 中文\n"], 290)
+        if marks_beginnings:
+            backend = tokenizers.Tokenizer.from_str(self.tokenizer._backend.to_str())
+            backend.add_special_tokens(["<s>"])
+            template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 290)])
+            backend.post_processor = template
+            self.tokenizer = Tokenizer(backend)
         # Split over two ranks and along the sequence, which generation on one rank must not care about.
         self.settings = Settings(
             data=("x",),
@@ -71,11 +79,11 @@ class Run:
         return model
 
     def text(self, prompt: str, max_new_tokens: int, sampling: Sampling, seed: int = 0) -> str:
-        ids, eos_id = self.tokenizer.encode(prompt), self.tokenizer.eos_id
+        ids, eos_id = self.tokenizer._backend.encode(prompt).ids, self.tokenizer.eos_id
         with open_ranks("cpu"):
             model = self.model(STEPS[-1])
             new = generate(model, ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, eos_id=eos_id)
-        return self.tokenizer.decode(ids + new) + "\n"
+        return self.tokenizer.decode([*ids, *new]).removeprefix("<s>") + "\n"
 
 
 def environment() -> dict[str, str]:
@@ -95,6 +103,19 @@ def test_writes_the_prompt_and_what_the_newest_model_adds(run, capsys, prompt):
     assert written.out == run.text(prompt, 60, Sampling(0.8, top_k=50), seed=5)
     assert len(written.out) > 30
     assert written.err == ""
+
+
+def test_what_the_tokenizer_puts_in_front_is_read_and_not_shown(tmp_path, capsys):
+    run = Run(tmp_path, marks_beginnings=True)
+    assert run.tokenizer.beginning == (290,)
+    for prompt in ("def ", ""):
+        assert main([str(run.folder), "--prompt", prompt, "--max-new-tokens", "12", "--temperature", "0"]) == 0
+        text = run.text(prompt, 12, Sampling(temperature=0.0))
+        assert capsys.readouterr().out == text
+    # And it matters: without it the model writes something else.
+    text = run.text("def ", 12, Sampling(temperature=0.0))
+    run.tokenizer._backend.post_processor = None
+    assert run.text("def ", 12, Sampling(temperature=0.0)) != text
 
 
 def test_flags_reach_the_sampling(run, capsys):

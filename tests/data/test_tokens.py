@@ -2,8 +2,10 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from shardwise.data import Corpus, TokenStream, tokens
 from shardwise.errors import ConfigError
@@ -43,6 +45,15 @@ def test_every_document_is_there_and_ends(tokenizer, documents):
     assert stream.name == "any"
 
 
+def test_what_the_tokenizer_puts_in_front_stands_before_every_document():
+    backend = tokenizers.Tokenizer.from_str(Tokenizer.train(CORPUS.documents, 270, ["</s>", "<s>"])._backend.to_str())
+    plain = TokenStream.from_corpus(CORPUS, Tokenizer(backend, "</s>")).tokens
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    marked = TokenStream.from_corpus(CORPUS, Tokenizer(backend, "</s>")).tokens
+    ends = np.flatnonzero(plain == 0)
+    np.testing.assert_array_equal(marked, np.insert(plain, [0, *(ends[:-1] + 1)], 1))
+
+
 def test_documents_are_encoded_in_groups(tokenizer, monkeypatch):
     whole = TokenStream.from_corpus(CORPUS, tokenizer)
     monkeypatch.setattr(tokens, "_GROUP_CHARS", 20)
@@ -57,6 +68,7 @@ def test_documents_are_encoded_in_groups(tokenizer, monkeypatch):
 def test_ids_are_as_small_as_the_vocabulary_allows(vocab_size, dtype, tmp_path):
     class Wide:
         eos_id = vocab_size - 1
+        beginning = ()
         sha256 = "wide"
 
         def encode_batch(self, texts):
@@ -99,7 +111,7 @@ def test_nothing_in_the_cache_can_run_code(tokenizer, tmp_path):
     (description,) = tmp_path.glob("*.json")
     loaded = np.load(array, allow_pickle=False)
     assert json.loads(description.read_text()) == {
-        "format": 1,
+        "format": 2,
         "corpus_sha256": CORPUS.sha256,
         "tokenizer_sha256": tokenizer.sha256,
         "dtype": "uint16",
@@ -130,7 +142,7 @@ def save_pickle(path):
         ("json", cut),
         ("json", lambda path: path.unlink()),
         ("json", lambda path: path.write_text("[]")),
-        ("json", lambda path: path.write_text(path.read_text().replace('"format": 1', '"format": 0'))),
+        ("json", lambda path: path.write_text(path.read_text().replace('"format": 2', '"format": 0'))),
     ],
 )
 def test_a_damaged_entry_is_written_anew(tokenizer, tmp_path, encodings, suffix, damage):

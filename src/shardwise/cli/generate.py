@@ -122,7 +122,7 @@ def _generate(arguments: GenerateArguments, sampling: Sampling, ranks: Ranks) ->
 
     def prepare() -> tuple[OpenCheckpoint, Tokenizer, list[int]]:
         opened, tokenizer = _open(arguments, ranks.world_size)
-        return opened, tokenizer, tokenizer.encode(arguments.prompt)
+        return opened, tokenizer, [*tokenizer.beginning, *tokenizer.encode(arguments.prompt)]
 
     world = dist.group.WORLD
     assert world is not None

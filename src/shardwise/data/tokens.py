@@ -17,7 +17,7 @@ from shardwise.data.corpus import Corpus
 from shardwise.files import write_atomically
 from shardwise.tokenizer import Tokenizer
 
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 
 # Documents are encoded in groups of about this size, to bound what the tokenizer holds at once.
 _GROUP_CHARS = 1 << 20
@@ -94,7 +94,7 @@ def _groups(documents: tuple[str, ...]) -> Iterator[list[str]]:
 
 def _encode(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> NDArray[Any]:
     arrays = [
-        np.array([*ids, tokenizer.eos_id], dtype=dtype)
+        np.array([*tokenizer.beginning, *ids, tokenizer.eos_id], dtype=dtype)
         for group in _groups(corpus.documents)
         for ids in tokenizer.encode_batch(group)
     ]

@@ -16,7 +16,7 @@ def sample_text(session: Session, *, max_new_tokens: int) -> str:
     assert isinstance(model, GPTModel)
     new_ids = generate(
         model,
-        [],
+        texts.tokenizer.beginning,
         max_new_tokens=max_new_tokens,
         sampling=_SAMPLING,
         seed=session.settings.training.seed,
