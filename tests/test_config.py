@@ -119,6 +119,15 @@ def test_the_parallel_part_alone():
         ModelParallelConfig(-1)
 
 
+def test_a_float_is_no_integer():
+    with pytest.raises(ConfigError, match=r"hidden_size is 8\.0; it must be an integer"):
+        TransformerConfig(num_layers=1, hidden_size=8.0, num_attention_heads=2)
+    with pytest.raises(ConfigError, match=r"num_query_groups is 1\.0; it must be an integer"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_query_groups=1.0)
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size is 2\.0; it must be an integer"):
+        ModelParallelConfig(2.0)
+
+
 def test_parallel_defaults_follow_from_what_is_given():
     config = ModelParallelConfig(tensor_model_parallel_size=4, params_dtype=torch.float64)
     assert config.expert_tensor_parallel_size == 4
@@ -126,7 +135,8 @@ def test_parallel_defaults_follow_from_what_is_given():
     assert config.pipeline_dtype is None
     assert config.microbatch_group_size_per_vp_stage == 1
     staged = ModelParallelConfig(pipeline_model_parallel_size=3, bf16=True, params_dtype=torch.bfloat16)
-    assert staged.pipeline_dtype is torch.bfloat16
+    # That of the parameters at the time, also where the config is replaced by one with others.
+    assert staged.pipeline_dtype is None
     assert staged.microbatch_group_size_per_vp_stage == 3
     given = ModelParallelConfig(
         tensor_model_parallel_size=4,

@@ -59,8 +59,12 @@ def check_fields(config: Any) -> None:
     """Raise for a refused field of a dataclass that differs from its default; else warn of the unused ones.
 
     Raises:
-        ConfigError: a refused field is set.
+        ConfigError: a refused field is set, or a field for integers to a float.
     """
+    for spec in fields(config):
+        # Later it would fail in a layer, or not at all (8.0 == 8). Annotations are strings here.
+        if spec.type in ("int", "int | None") and isinstance(getattr(config, spec.name), float):
+            raise ConfigError(f"{spec.name} is {getattr(config, spec.name)!r}; it must be an integer")
     chosen = [spec for spec in fields(config) if spec.metadata and _is_set(config, spec)]
     for spec in chosen:
         if "refused" in spec.metadata:

@@ -52,7 +52,7 @@ class ModelParallelConfig:
             ``backward_dw`` is called; a zero-bubble pipeline schedule needs it and calls it.
         cross_entropy_loss_fusion, cross_entropy_fusion_impl: with True and ``"linear"`` a model computes output
             layer and loss in one, without the logits of all ranks. The loss by itself has one implementation, fused.
-        pipeline_dtype: dtype of what stages send to each other; ``params_dtype`` if None and there are stages.
+        pipeline_dtype: dtype of what stages send to each other; ``params_dtype`` if None.
         microbatch_group_size_per_vp_stage: ``pipeline_model_parallel_size`` if None.
 
     Other fields are accepted for programs that set them: one that changes nothing here warns once per process when set
@@ -157,8 +157,6 @@ class ModelParallelConfig:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.autocast_dtype is None:
             self.autocast_dtype = self.params_dtype
-        if self.pipeline_dtype is None and self.pipeline_model_parallel_size > 1:
-            self.pipeline_dtype = self.params_dtype
         if self.microbatch_group_size_per_vp_stage is None:
             self.microbatch_group_size_per_vp_stage = self.pipeline_model_parallel_size
 
