@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,49 @@ from shardwise.training.settings import ModelSettings, Settings, TrainingSetting
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_import_then_export_changes_no_tensor(make: Callable[[str], Reference], tmp_path: Path, name: str) -> None:
+def test_import_then_export_changes_no_tensor(
+    make: Callable[[str], Reference], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     reference = make(name)
+    capsys.readouterr()
     assert main(["import-hf", str(reference.folder), "--out", str(tmp_path / "run")]) == 0
+    # What BERT is given, it does not continue.
+    hint = f"; continue a text with: shardwise generate {tmp_path / 'run'}" if name == "llama" else ""
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'run/checkpoints/step-00000000'}{hint}\n"
     assert (tmp_path / "run/checkpoints/step-00000000/config.json").is_file()
     assert main(["export-hf", str(tmp_path / "run"), "--out", str(tmp_path / "back")]) == 0
     tensors, expected = load_file(tmp_path / "back/model.safetensors"), reference.weights()
+    assert tensors.keys() == expected.keys()
+    for key, tensor in tensors.items():
+        assert_bit_equal(tensor, expected[key], name=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_import_then_export_on_two_ranks_changes_no_tensor(
+    make: Callable[[str], Reference], tmp_path: Path, name: str
+) -> None:
+    reference, run = make(name), tmp_path / "run"
+
+    def call_on_two_ranks(*arguments: str) -> str:
+        command = [sys.executable, "-m", "shardwise", *arguments, "--nproc", "2"]
+        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    said = call_on_two_ranks("import-hf", str(reference.folder), "--out", str(run))
+    assert said.startswith(f"wrote {run / 'checkpoints/step-00000000'}")
+    assert said.count("\n") == 1
+    assert ("shardwise generate" in said) == (name == "llama")
+    # Of two ranks, each of which wrote its part.
+    assert len(list((run / "checkpoints/step-00000000").glob("*.safetensors"))) == 2
+    more = ["--max-file-gb", "3e-5"] if name == "llama" else []
+    assert call_on_two_ranks("export-hf", str(run), "--out", str(tmp_path / "back"), *more).count("\n") == 1
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 2 if more else [path.name for path in files] == ["model.safetensors"]
+    tensors = {key: tensor for path in files for key, tensor in load_file(path).items()}
+    expected = reference.weights()
     assert tensors.keys() == expected.keys()
     for key, tensor in tensors.items():
         assert_bit_equal(tensor, expected[key], name=key)
@@ -118,6 +158,14 @@ def test_transformers_computes_what_a_trained_model_does(architecture: Any, tmp_
         (["export-hf", "RUN", "--out", "x", "--architecture", "gpt2"], "gpt2: "),
         (["export-hf", "RUN", "--out", "x", "--architecture", "gpt3"], "architecture 'gpt3' is unknown"),
         (["export-hf", "RUN", "--out", "x", "--max-file-gb", "0"], "--max-file-gb is 0.0"),
+        (
+            ["export-hf", "RUN", "--out", "x", "--max-file-gb", "inf"],
+            "--max-file-gb is inf; it must be a number over 0",
+        ),
+        (
+            ["export-hf", "RUN", "--out", "x", "--max-file-gb", "nan"],
+            "--max-file-gb is nan; it must be a number over 0",
+        ),
         (["import-hf", "MODEL", "--out", "RUN"], "has a checkpoint already"),
     ],
 )

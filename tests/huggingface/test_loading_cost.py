@@ -50,14 +50,13 @@ def test_each_rank_reads_its_own_bytes_once(
             opened.append(self.tensors)
 
     monkeypatch.setattr("shardwise.huggingface.loading.PretrainedFolder", Watched)
+    groups = {(tp, pp): groups_of(tp, pp) for tp, pp in layouts(group.size())}
     for reference in every_reference:
-        for tp, pp in layouts(group.size()):
-            model = load_pretrained(reference.folder, pg_collection=groups_of(tp, pp))
-            assert opened[-1].bytes_read == own_bytes(model), (reference.name, tp, pp)
+        for layout in groups:
+            model = load_pretrained(reference.folder, pg_collection=groups[layout])
+            assert opened[-1].bytes_read == own_bytes(model), (reference.name, layout)
             assert {param.dtype for param in model.parameters()} == {torch.float32}
-        half = load_pretrained(
-            reference.folder, pg_collection=groups_of(*layouts(group.size())[0]), dtype=torch.bfloat16
-        )
+        half = load_pretrained(reference.folder, pg_collection=groups[layouts(group.size())[0]], dtype=torch.bfloat16)
         assert opened[-1].bytes_read == 2 * own_bytes(half)
         assert {param.dtype for param in half.parameters()} == {torch.bfloat16}
 

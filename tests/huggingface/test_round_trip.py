@@ -94,3 +94,40 @@ def test_transformers_loads_the_export(
         output = loaded.eval()(**inputs)
     logits = output.prediction_logits if reference.name == "bert" else output.logits
     assert_bit_equal(logits, values["logits"], name="logits")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reference", ["llama", "qwen3", "gpt2"], indirect=True)
+def test_transformers_loads_a_bf16_model_of_two_stages(
+    group: dist.ProcessGroup, reference: Reference, tmp_path: Path
+) -> None:
+    """Rounded when it is read or when it is written; in a file per stage, and in many."""
+    import transformers
+
+    groups = groups_of(1, 2)
+    for loaded_as in (torch.bfloat16, torch.float32):
+        model = load_pretrained(reference.folder, pg_collection=groups, dtype=loaded_as)
+        for name, options in {"few": {"source": reference.folder}, "many": {"max_file_size": 8000}}.items():
+            save_pretrained(model, tmp_path / str(loaded_as) / name, dtype=torch.bfloat16, **options)
+    dist.barrier(group)
+    if group.rank() == 0:
+        rounded = {key: tensor.bfloat16() for key, tensor in reference.weights().items()}
+        # The tied copy of the embedding, where there is one, is in no file.
+        expected = transformers.AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.bfloat16)
+        for folder in sorted(tmp_path.glob("*/*")):
+            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            files = set(index["weight_map"].values())
+            assert files == {path.name for path in folder.glob("*.safetensors")}
+            assert len(files) == 2 if folder.name == "few" else len(files) > 4
+            assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in rounded.values())
+            assert stored(folder).keys() == index["weight_map"].keys() == rounded.keys()
+            loaded, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+            assert not any(report.values()), report
+            assert loaded.dtype == torch.bfloat16
+            assert loaded.state_dict().keys() == expected.state_dict().keys()
+            for key, tensor in loaded.state_dict().items():
+                assert_bit_equal(tensor, rounded.get(key, expected.state_dict()[key]), name=key)
+            for key, tensor in stored(folder).items():
+                assert_bit_equal(tensor, rounded[key], name=key)
+    dist.barrier(group)
