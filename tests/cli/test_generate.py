@@ -162,6 +162,7 @@ def test_a_long_prompt_is_read_from_its_end(run, capsys):
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "many"], "--top-k is 'many'"),
         (["--topk", "3"], "unknown flag --topk; did you mean --top-k?"),
+        (["--tp", "2"], "unknown flag --tp; did you mean --nproc?"),
     ],
 )
 def test_flags_that_cannot_be(run, flags, message):

@@ -213,6 +213,9 @@ def _check_flags(cls: type, argv: Sequence[str]) -> None:
         name = name.replace("_", "-")
         if name not in types:
             close = nearest(name.removeprefix("--"), [known.removeprefix("--") for known in types])
+            if close is None and name in ("--tp", "--parallel.tp") and "--nproc" in types:
+                # Commands whose ranks do nothing but split the model.
+                close = "nproc"
             hint = f"; did you mean --{close}?" if close else "; see --help"
             raise ConfigError(f"unknown flag {name}{hint}")
         if types[name] is bool and (equals or str(following).lower() in _TRUTH_VALUES):
