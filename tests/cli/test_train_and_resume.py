@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from training.tiny import tiny_settings
 
-STEPS = 160
+STEPS = 240
 SAVE_EVERY = 10
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,25 +45,20 @@ def test_import_then_export_changes_no_tensor(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_import_then_export_on_two_ranks_changes_no_tensor(
-    make: Callable[[str], Reference], tmp_path: Path, name: str
+    make: Callable[[str], Reference], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     reference, run = make(name), tmp_path / "run"
-
-    def call_on_two_ranks(*arguments: str) -> str:
-        command = [sys.executable, "-m", "shardwise", *arguments, "--nproc", "2"]
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout
-
-    said = call_on_two_ranks("import-hf", str(reference.folder), "--out", str(run))
+    capfd.readouterr()
+    assert main(["import-hf", str(reference.folder), "--out", str(run), "--nproc", "2"]) == 0
+    said = capfd.readouterr().out
     assert said.startswith(f"wrote {run / 'checkpoints/step-00000000'}")
     assert said.count("\n") == 1
     assert ("shardwise generate" in said) == (name == "llama")
     # Of two ranks, each of which wrote its part.
     assert len(list((run / "checkpoints/step-00000000").glob("*.safetensors"))) == 2
     more = ["--max-file-gb", "3e-5"] if name == "llama" else []
-    assert call_on_two_ranks("export-hf", str(run), "--out", str(tmp_path / "back"), *more).count("\n") == 1
+    assert main(["export-hf", str(run), "--out", str(tmp_path / "back"), "--nproc", "2", *more]) == 0
+    assert capfd.readouterr().out.count("\n") == 1
     files = sorted((tmp_path / "back").glob("*.safetensors"))
     assert len(files) > 2 if more else [path.name for path in files] == ["model.safetensors"]
     tensors = {key: tensor for path in files for key, tensor in load_file(path).items()}
