@@ -92,19 +92,42 @@ def test_all_weights(folder, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_adapters_and_merged_adapters_are_the_same_model(folder):
+def test_adapters_and_merged_adapters_are_the_same_model(folder, capsys):
+    """Merged at once by a run on one rank, or later in the folder of a run that has ended, and taken apart again."""
     options = ("--lora-rank", "4", "--lora-targets", "q_proj", "v_proj", "down_proj")
-    call_on_two_ranks(folder, "adapters", *options, "--optimizer.learning-rate", "0.05")
-    assert call_here(folder, "merged", *options, "--optimizer.learning-rate", "0.05", "--lora-merge") == 0
-    assert not (folder / "adapters" / "config.json").exists()
+    options += ("--optimizer.learning-rate", "0.05")
+    out, names = folder / "later", ("adapter_model.safetensors", "adapter_config.json")
+    call_on_two_ranks(folder, "later", *options)
+    assert not (out / "config.json").exists()
+    assert call_here(folder, "merged", *options, "--lora-merge") == 0
     assert not (folder / "merged" / "adapter_config.json").exists()
+    adapters = {name: (out / name).read_bytes() for name in names}
     ids = torch.arange(24).view(2, 12)
     base = reopened(folder / "base")
     with torch.no_grad():
-        plain, merged = base(ids).logits, reopened(folder / "merged")(ids).logits
-        adapted = read_adapters(base, folder / "adapters")(ids).logits
+        plain = base(ids).logits
+        adapted = read_adapters(base, out)(ids).logits
+    steps = (out / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert call_here(folder, "later", *options, "--resume", "auto", "--lora-merge") == 0
+    assert "resumed at step 4" in capsys.readouterr().out
+    # No step is done again.
+    assert (out / "metrics.jsonl").read_bytes() == steps
+    assert not [path.name for path in out.iterdir() if path.name.startswith(("adapter", "export"))]
     assert (adapted - plain).norm() > 1e-2 * plain.norm()
-    assert (adapted - merged).norm() < 1e-5 * plain.norm()
+    for merged in (out, folder / "merged"):
+        with torch.no_grad():
+            assert (adapted - reopened(merged)(ids).logits).norm() < 1e-5 * plain.norm(), merged
+    # A Hugging Face folder like any other.
+    assert main(["import-hf", str(out), "--out", str(folder / "imported")]) == 0
+    assert (folder / "imported" / "checkpoints" / "step-00000000").is_dir()
+    # The adapters are in the checkpoint still, bit for bit.
+    assert call_here(folder, "later", *options, "--resume", "auto") == 0
+    assert {name: (out / name).read_bytes() for name in names} == adapters
+    assert not (out / "config.json").exists()
+    assert not list(out.glob("model*"))
+    with torch.no_grad():
+        assert torch.equal(read_adapters(reopened(folder / "base"), out)(ids).logits, adapted)
 
 
 @pytest.mark.parametrize(

@@ -43,24 +43,22 @@ def test_import_then_export_changes_no_tensor(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "bert"])
 def test_import_then_export_on_two_ranks_changes_no_tensor(
-    make: Callable[[str], Reference], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+    make: Callable[[str], Reference], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    reference, run = make(name), tmp_path / "run"
+    reference, run = make("llama"), tmp_path / "run"
     capfd.readouterr()
     assert main(["import-hf", str(reference.folder), "--out", str(run), "--nproc", "2"]) == 0
     said = capfd.readouterr().out
     assert said.startswith(f"wrote {run / 'checkpoints/step-00000000'}")
     assert said.count("\n") == 1
-    assert ("shardwise generate" in said) == (name == "llama")
     # Of two ranks, each of which wrote its part.
     assert len(list((run / "checkpoints/step-00000000").glob("*.safetensors"))) == 2
-    more = ["--max-file-gb", "3e-5"] if name == "llama" else []
-    assert main(["export-hf", str(run), "--out", str(tmp_path / "back"), "--nproc", "2", *more]) == 0
+    out = ["--out", str(tmp_path / "back"), "--max-file-gb", "3e-5"]
+    assert main(["export-hf", str(run), "--nproc", "2", *out]) == 0
     assert capfd.readouterr().out.count("\n") == 1
     files = sorted((tmp_path / "back").glob("*.safetensors"))
-    assert len(files) > 2 if more else [path.name for path in files] == ["model.safetensors"]
+    assert len(files) > 2
     tensors = {key: tensor for path in files for key, tensor in load_file(path).items()}
     expected = reference.weights()
     assert tensors.keys() == expected.keys()
@@ -150,6 +148,10 @@ def test_transformers_computes_what_a_trained_model_does(architecture: Any, tmp_
         (["export-hf", "RUN", "--out", "x", "--architecture", "gpt2"], "gpt2: "),
         (["export-hf", "RUN", "--out", "x", "--architecture", "gpt3"], "architecture 'gpt3' is unknown"),
         (["export-hf", "RUN", "--out", "x", "--max-file-gb", "0"], "--max-file-gb is 0.0"),
+        (
+            ["export-hf", "RUN", "--out", "x", "--max-file-gb", "1e300"],
+            "--max-file-gb is 1e+300; it must be a number over 0",
+        ),
         (
             ["export-hf", "RUN", "--out", "x", "--max-file-gb", "inf"],
             "--max-file-gb is inf; it must be a number over 0",

@@ -135,14 +135,32 @@ def test_disk_full_when_all_weights_are_written(group: dist.ProcessGroup, many_n
             with no_file_over(size) if group.rank() == 0 else contextlib.nullcontext():
                 error = raised_everywhere(group, partial(save_pretrained, model, target, **options | more))
             assert isinstance(error, CheckpointError)
-            assert str(error).startswith(f"cannot write {target}"), error
-            assert "File too large" in str(error)
+            assert str(error).startswith(f"cannot write {target / name}: File too large"), error
             dist.barrier(group)
             assert [path.name for path in parent.iterdir()] == ["whole"]
             # Its size alone was in the way.
             save_pretrained(model, tmp_path / "room" / parent.name / name, **options | more)
             dist.barrier(group)
             assert (tmp_path / "room" / parent.name / name / name).stat().st_size > size
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reference", ["llama"], indirect=True)
+def test_places_where_adapters_cannot_be_written(
+    group: dist.ProcessGroup, reference: Reference, tmp_path: Path
+) -> None:
+    if group.rank() == 0:
+        (tmp_path / "file").write_text("")
+        (tmp_path / "taken" / "adapter_config.json").mkdir(parents=True)
+    dist.barrier(group)
+    architecture = read_config(reference.folder).architecture
+    model = load_pretrained(reference.folder, pg_collection=groups_of(2, 1))
+    add_lora_(model, LoraConfig(r=3, target_modules=("q_proj",)), architecture)
+    for name in ("file/below", "taken"):
+        error = raised_everywhere(group, partial(save_adapter, model, tmp_path / name, architecture))
+        assert isinstance(error, ConfigError)
+        assert str(tmp_path / name / "adapter_config.json") in str(error)
 
 
 @pytest.mark.slow

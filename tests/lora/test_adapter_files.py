@@ -146,25 +146,46 @@ def test_adapters_of_one_stage_only(group, folders, tmp_path):
 def test_an_adapter_written_at_two_ranks_gives_its_logits_in_peft(group, folders, tmp_path):
     for kind, targets in (("llama", ("q_proj", "k_proj", "o_proj", "gate_proj")), ("gpt2", ("c_attn", "c_proj")), ("bloom", ("all-linear",))):  # fmt: skip # noqa: E501
         expected = load_file(folders / kind / "expected")
-        architecture = read_config(folders / kind).architecture
-        model = load(folders / kind, group, sequence_parallel=True)
-        torch.manual_seed(4)
-        add_lora_(model, LoraConfig(r=3, lora_alpha=5, target_modules=targets), architecture)
-        assert_close_to(logits_of(model, expected["ids"]), expected["before"], rtol_of_norm=CLOSE, name=kind)
-        with torch.no_grad():
-            for layer in lora_layers(model):
-                for adapter in layer.lora.values():
-                    layout = adapter.param_layouts["lora_B"]
-                    adapter.lora_B.copy_(layout.take(0.2 * torch.randn(layout.global_shape), group.rank()))
-        save_adapter(model, tmp_path / kind, architecture)
-        logits = logits_of(model, expected["ids"])
-        dist.barrier(group=group)
+        check_that_peft_reads_what_is_written(group, kind, folders / kind, targets, expected, tmp_path / kind)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=120)
+def test_adapters_of_mistral_and_qwen3_give_their_logits_in_peft(group, tmp_path):
+    """Layers of Llama's names, in models whose attention is another."""
+    for kind, targets in (("mistral", ("k_proj", "v_proj", "o_proj", "up_proj")), ("qwen3", ("all-linear",))):
         if group.rank() == 0:
-            theirs = read_adapters(make_model(kind), tmp_path / kind)
+            model = save_model(kind, tmp_path / kind)
+            ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
             with torch.no_grad():
-                assert_close_to(logits, theirs(expected["ids"]).logits, rtol_of_norm=CLOSE, name=kind)
-            assert (logits - expected["before"]).norm() > 1e-2 * expected["before"].norm()
+                save_file({"ids": ids, "before": model(ids).logits.clone()}, tmp_path / kind / "expected")
         dist.barrier(group=group)
+        expected = load_file(tmp_path / kind / "expected")
+        check_that_peft_reads_what_is_written(group, kind, tmp_path / kind, targets, expected, tmp_path / kind / "ours")
+
+
+def check_that_peft_reads_what_is_written(group, kind, folder, targets, expected, out):
+    """``targets`` of the model in ``folder`` get adapters here: peft, which reads them from ``out``, computes the same
+    logits."""
+    architecture = read_config(folder).architecture
+    model = load(folder, group, sequence_parallel=True)
+    torch.manual_seed(4)
+    add_lora_(model, LoraConfig(r=3, lora_alpha=5, target_modules=targets), architecture)
+    assert_close_to(logits_of(model, expected["ids"]), expected["before"], rtol_of_norm=CLOSE, name=kind)
+    with torch.no_grad():
+        for layer in lora_layers(model):
+            for adapter in layer.lora.values():
+                layout = adapter.param_layouts["lora_B"]
+                adapter.lora_B.copy_(layout.take(0.2 * torch.randn(layout.global_shape), group.rank()))
+    save_adapter(model, out, architecture)
+    logits = logits_of(model, expected["ids"])
+    dist.barrier(group=group)
+    if group.rank() == 0:
+        theirs = read_adapters(make_model(kind), out)
+        with torch.no_grad():
+            assert_close_to(logits, theirs(expected["ids"]).logits, rtol_of_norm=CLOSE, name=kind)
+        assert (logits - expected["before"]).norm() > 1e-2 * expected["before"].norm()
+    dist.barrier(group=group)
 
 
 @pytest.mark.ranks(2)

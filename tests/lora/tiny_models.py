@@ -13,11 +13,16 @@ VOCABULARY = 103
 
 
 def config_of(kind: str, **changes: Any) -> Any:
-    """A configuration of ``kind``: "llama" (6 query heads on 2 key-value heads), "gpt2", "bloom" or "qwen3"."""
+    """A configuration of ``kind``: "llama" (6 query heads on 2 key-value heads), "mistral" (on 3, in a window shorter
+    than the tests' texts), "qwen3" (heads wider than their share of the hidden size), "gpt2" or "bloom"."""
     import transformers
 
-    if kind in ("llama", "qwen3"):
-        cls = transformers.LlamaConfig if kind == "llama" else transformers.Qwen3Config
+    if kind in ("llama", "mistral", "qwen3"):
+        cls = {
+            "llama": transformers.LlamaConfig,
+            "mistral": transformers.MistralConfig,
+            "qwen3": transformers.Qwen3Config,
+        }[kind]
         sizes = {
             "hidden_size": 36,
             "intermediate_size": 22,
@@ -27,6 +32,7 @@ def config_of(kind: str, **changes: Any) -> Any:
             "head_dim": 6,
             "max_position_embeddings": 64,
         }
+        sizes |= {"mistral": {"num_key_value_heads": 3, "sliding_window": 4}, "qwen3": {"head_dim": 10}}.get(kind, {})
     elif kind == "gpt2":
         cls = transformers.GPT2Config
         sizes = {"n_embd": 30, "n_layer": 2, "n_head": 5, "n_positions": 64, "n_inner": 22}

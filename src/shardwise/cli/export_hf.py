@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         CheckpointError: no checkpoint, or a damaged one; the folder cannot be written.
     """
     arguments = parse_command(ExportArguments, argv, "shardwise export-hf")
-    if not 0 < arguments.max_file_gb < math.inf:
+    if not 0 < arguments.max_file_gb * 1e9 < math.inf:
         raise ConfigError(f"--max-file-gb is {arguments.max_file_gb}; it must be a number over 0")
     world_size, here = checked_world_size(arguments.nproc)
     if not here:

@@ -277,13 +277,15 @@ def _begin(target: Path, partial: Path, parents: list[Path]) -> None:
 
 def _finish(target: Path, partial: Path, plan: _Plan, index: Mapping[str, Any] | None) -> None:
     """Add all but the tensors, and give the folder its name."""
-    with _os_errors(target):
-        texts = {CONFIG_NAME: plan.config} | ({} if index is None else {INDEX_NAME: index})
-        for name, value in texts.items():
+    texts = {CONFIG_NAME: plan.config} | ({} if index is None else {INDEX_NAME: index})
+    for name, value in texts.items():
+        with _os_errors(target / name):
             (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        for name in COPIED_FILES:
-            if plan.source is not None and (plan.source / name).is_file():
+    for name in COPIED_FILES:
+        if plan.source is not None and (plan.source / name).is_file():
+            with _os_errors(target / name):
                 shutil.copyfile(plan.source / name, partial / name)
+    with _os_errors(target):
         for path in partial.iterdir():
             fsync(path)
         fsync(partial)

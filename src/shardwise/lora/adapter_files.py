@@ -208,7 +208,10 @@ def _config_json(
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     # The configuration comes last: where it stands, its tensors do.
-    (folder / CONFIG_NAME).unlink(missing_ok=True)
+    try:
+        (folder / CONFIG_NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot replace {str(folder / CONFIG_NAME)!r}: {error.strerror or error}") from error
     content = safetensors.torch.save(tensors, metadata={"format": "pt"})
     write_atomically(folder / WEIGHTS_NAME, lambda file: file.write(content))
     text = json.dumps(config, indent=2) + "\n"

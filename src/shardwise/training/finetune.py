@@ -215,7 +215,7 @@ def export(session: Session, base: Base) -> None:
     ``config.json`` (``adapter_config.json``) comes last: where it stands, all else does.
 
     Raises:
-        CheckpointError: it cannot be written (no permission, disk full).
+        CheckpointError, ConfigError: it cannot be written (no permission, disk full).
     """
     settings, model = session.settings, session.trainer.model
     assert isinstance(settings, FinetuneSettings)
