@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.parity import assert_bit_equal, assert_close_to
+import torch.nn.functional as F
+from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
+from models.model_checks import randomise_small_parameters
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -17,6 +19,8 @@ from shardwise.models.bert import BertModel
 from shardwise.models.gpt import GPTModel
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.optimizer.gradients import finalize_gradients_
+from shardwise.pipeline_parallel import Pipeline, make_schedule
+from shardwise.pipeline_parallel.forward_backward import hidden_shape
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.topology import Topology
 from shardwise.transformer.layer import TransformerLayerSpec
@@ -141,6 +145,102 @@ def test_two_stages_are_the_whole_model(group, kind):
         dist.all_gather_object(copies, weight.detach(), group=topology.group("embd"))
         assert_bit_equal(copies[0], copies[1], name="copies of the tied weight after three steps")
         assert not torch.equal(copies[0], whole.shared_embedding_or_output_weight())
+
+
+def bert_batches(m: int) -> list[dict[str, Tensor]]:
+    """``m`` micro-batches, each with texts, paddings, token types and masked tokens of its own."""
+    batches = []
+    for micro_batch in range(m):
+        ids = torch.randint(V, (B, S))
+        lengths = torch.tensor([S - 2 * micro_batch % 7, 4 + micro_batch])
+        masked = torch.rand(B, S) < 0.4
+        masked[:, 1] = True
+        batches.append(
+            {
+                "input_ids": ids,
+                "attention_mask": (torch.arange(S) < lengths[:, None]).long(),
+                "tokentype_ids": (torch.arange(S) >= 2 + micro_batch).long().expand(B, -1),
+                "lm_labels": torch.where(masked & (torch.arange(S) < lengths[:, None]), ids, -100),
+                "is_next": torch.randint(2, (B,)),
+            }
+        )
+    return batches
+
+
+def bert_loss(output: tuple[Tensor, Tensor | None], is_next: Tensor) -> Tensor:
+    losses, choice = output
+    return losses.sum() + (0.0 if choice is None else F.cross_entropy(choice, is_next))
+
+
+BERTS = {
+    "with-binary-head": ({}, {"add_binary_head": True}),
+    "without-binary-head": ({}, {"add_binary_head": False}),
+    "post-norm": (
+        {"norm_position": "post", "embedding_layernorm": True, "final_layernorm": False},
+        {"add_binary_head": True},
+    ),
+}
+
+
+@pytest.mark.ranks(2, 4, slow=(4,))
+@pytest.mark.parametrize("kind", BERTS)
+def test_every_micro_batch_of_bert_has_its_own_padding_and_token_types(group, kind):
+    """Loss and gradients of several micro-batches at once are those of the whole model, one after the other."""
+    settings, options = BERTS[kind]
+    m = 5
+    batches = bert_batches(m)
+    topology = Topology.create(tp=group.size() // 2, pp=2)
+    tp, stage = topology.size("tp"), topology.rank("pp")
+    groups = ProcessGroupCollection.from_topology(topology)
+    whole = make("bert-tied", config_of(tp, **settings), ProcessGroupCollection(tp=groups.tp), **options)
+    randomise_small_parameters(whole, groups.tp)
+    expected = []
+    for given in batches:
+        ids, mask, types, labels, is_next = given.values()
+        loss = bert_loss(whole(ids, mask, types, labels), is_next) / m
+        loss.backward()
+        expected.append(loss.detach())
+    finalize_gradients_(whole, tp_group=groups.tp, dp_group=topology.group("dp"))
+    norm = torch.stack([param.grad.norm() for param in whole.parameters()]).norm()
+
+    for name in ("gpipe", "1f1b", "zero-bubble"):
+        config = config_of(
+            tp,
+            pipeline_model_parallel_size=2,
+            sequence_parallel=tp > 1,
+            delay_wgrad_compute=name == "zero-bubble",
+            **settings,
+        )
+        part = make("bert-tied", config, groups, pre_process=stage == 0, post_process=stage == 1, **options)
+        with torch.no_grad():
+            for own, other in same_names(part, whole).values():
+                own.copy_(other)
+
+        def forward(micro_batch: int, _: int, part: TransformerModel = part) -> Any:
+            ids, mask, types, labels, _ = batches[micro_batch].values()
+            return part(ids, mask, types, labels)
+
+        def loss_step(micro_batch: int, output: Any) -> tuple[Tensor, Tensor]:
+            loss = bert_loss(output, batches[micro_batch]["is_next"]) / m
+            return loss, loss.detach()
+
+        with assert_unmodified(*(tensor for given in batches for tensor in given.values())):
+            losses = Pipeline([part], group=topology.group("pp")).run(
+                make_schedule(name, 2, m),
+                forward,
+                loss_step,
+                shape=hidden_shape(config, S, B, tp_group=groups.tp),
+                dtype=torch.float64,
+                device=torch.device("cpu"),
+            )
+        finalize_gradients_(part, tp_group=groups.tp, dp_group=topology.group("dp"), embd_group=topology.group("embd"))
+        assert len(losses) == (m if stage == 1 else 0)
+        if losses:
+            assert_close_to(torch.stack(losses), torch.stack(expected), rtol_of_norm=1e-12, name=f"losses of {name}")
+        for key, (own, other) in same_names(part, whole).items():
+            # Each has one that is not zero in truth.
+            assert other.grad.norm() > 1e-4 * norm, key
+            assert_close_to(own.grad, other.grad, rtol_of_norm=1e-12, name=f"{name}: {key}")
 
 
 @pytest.mark.ranks(2)

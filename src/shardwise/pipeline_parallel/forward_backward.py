@@ -17,9 +17,10 @@ from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError, DataError
 from shardwise.pipeline_parallel.schedules import forward_only as forward_only_schedule
 from shardwise.pipeline_parallel.schedules import make_schedule
-from shardwise.pipeline_parallel.stage import Pipeline, wrapped
+from shardwise.pipeline_parallel.stage import Pipeline, deferred_buffers, wrapped
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharding import balanced_sizes, divide
+from shardwise.tensor_parallel.weight_gradient import drain_embedding_wgrad_compute
 
 ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
 
@@ -135,7 +136,8 @@ def forward_backward_func(
         scalar = scalar / num_microbatches
         return scalar if config.grad_scale_func is None else config.grad_scale_func(scalar), data
 
-    first = next(chunks[0].parameters())
+    # A stage may have no parameters at all.
+    first = next((param for chunk in chunks for param in chunk.parameters()), None)
     pipeline: Pipeline[Any] = Pipeline(chunks, group=groups.pp)
     several_parts = num_stages * len(chunks) > 1
     with _checked_tokens(
@@ -153,13 +155,26 @@ def forward_backward_func(
                 cp_group=getattr(groups, "cp", None),
             ),
             dtype=config.pipeline_dtype or config.params_dtype,
-            device=first.device,
+            device=torch.get_default_device() if first is None else first.device,
             forward_only=forward_only or collect_non_loss_data,
             no_sync=config.no_sync_func or contextlib.nullcontext,
         )
+    if not (forward_only or collect_non_loss_data):
+        for chunk in chunks:
+            _drain(chunk, config, getattr(groups, "tp", None))
     if config.finalize_model_grads_func is not None and not (forward_only or collect_non_loss_data):
         config.finalize_model_grads_func(chunks, None, pg_collection=groups)
     return results
+
+
+def _drain(chunk: nn.Module, config: Any, tp_group: ProcessGroup | None) -> None:
+    """Compute the output layer's weight gradient, if it waits (``config.defer_embedding_wgrad_compute``)."""
+    buffers = deferred_buffers(chunk)
+    if buffers is not None:
+        model = wrapped(chunk, "shared_embedding_or_output_weight")
+        shared = model.shared_embedding_or_output_weight()
+        weight = model.output_layer.weight if shared is None else shared
+        drain_embedding_wgrad_compute(config, *buffers, weight, tp_group)
 
 
 def hidden_shape(

@@ -102,35 +102,39 @@ class Pipeline(Generic[T]):
                 f"schedule {schedule.name!r} is made for {schedule.num_stages} stages of {schedule.num_chunks} chunks; "
                 f"this pipeline has {self.group.size()} stages of {len(self.chunks)}"
             )
-        if not forward_only:
-            self._check_weight_gradients(schedule)
         facts = (schedule.name, schedule.num_micro_batches, schedule.num_chunks, tuple(shape), str(dtype))
-        self._check_agreed(facts, device)
+        delays = self._check_agreed(facts, device)
+        splits = any(action.kind is Kind.WEIGHT_GRADIENT for row in schedule.actions for action in row)
+        if splits and not forward_only and not delays:
+            raise ConfigError(
+                f"schedule {schedule.name!r} computes weight gradients in steps of their own, and no layer of any "
+                "stage leaves them out of its backward pass; set config.delay_wgrad_compute=True"
+            )
         step = _Step(self, schedule, forward, loss, tuple(shape), dtype, device, no_sync)
         with torch.set_grad_enabled(not forward_only):
             step.run(_program_of(schedule)[self.group.rank()])
         return step.results
 
-    def _check_agreed(self, facts: tuple[object, ...], device: torch.device) -> None:
-        """Stages that were given different facts would wait for each other's messages."""
+    def _check_agreed(self, facts: tuple[object, ...], device: torch.device) -> bool:
+        """Stages that were given different facts would wait for each other's messages.
+
+        Returns:
+            Whether any layer of any stage leaves its weight gradient out of its backward pass; on every stage alike. A
+            stage of an embedding alone has none that could.
+        """
+        delays = any(True for chunk in self.chunks for _ in _delayed(chunk))
         if self.group.size() == 1:
-            return
+            return delays
         # The same on every stage if the largest is the smallest: one small collective in place of everyone's words.
         number = float(zlib.crc32(repr(facts).encode()))
         largest = all_reduce(
-            torch.tensor([number, -number], dtype=torch.float64, device=device), group=self.group, op=dist.ReduceOp.MAX
+            torch.tensor([number, -number, float(delays)], dtype=torch.float64, device=device),
+            group=self.group,
+            op=dist.ReduceOp.MAX,
         ).tolist()
         if largest[0] != -largest[1]:
             check_same(facts, "the pipeline's schedule, micro-batches, chunks, shape and dtype", group=self.group)
-
-    def _check_weight_gradients(self, schedule: Schedule) -> None:
-        if any(action.kind is Kind.WEIGHT_GRADIENT for row in schedule.actions for action in row) and not any(
-            True for chunk in self.chunks for _ in _delayed(chunk)
-        ):
-            raise ConfigError(
-                f"schedule {schedule.name!r} computes weight gradients in steps of their own, and no layer of this "
-                "stage leaves them out of its backward pass; set config.delay_wgrad_compute=True"
-            )
+        return bool(largest[2])
 
 
 class _Step(Generic[T]):
@@ -181,11 +185,8 @@ class _Step(Generic[T]):
             if self._failure is not None:
                 raise self._failure from error
             raise
-        for number, chunk in enumerate(self._pipeline.chunks):
-            self._pipeline.set_input(number, None)
-            if self._failure is not None:
-                for layer in _delayed(chunk):
-                    layer.take()
+        for chunk in range(len(self._pipeline.chunks)):
+            self._pipeline.set_input(chunk, None)
         self._end_alike()
 
     def _end_alike(self) -> None:
@@ -193,6 +194,12 @@ class _Step(Generic[T]):
         failed = torch.tensor(float(self._failure is not None), device=self._device)
         if not all_reduce(failed, group=group, op=dist.ReduceOp.MAX):
             return
+        # Gradients that still wait are of no use to the next step, whichever stage failed.
+        for chunk in self._pipeline.chunks:
+            for layer in _delayed(chunk):
+                layer.take()
+            for buffer in deferred_buffers(chunk) or ():
+                buffer.clear()
         agree(self._raise_failure, group=group)
 
     def _raise_failure(self) -> None:
@@ -293,6 +300,14 @@ def _delayed(chunk: nn.Module) -> Iterator[Any]:
         delayed: Any = getattr(module, "delayed_weight_gradients", None)
         if delayed is not None:
             yield delayed
+
+
+def deferred_buffers(chunk: nn.Module) -> tuple[list[Tensor], list[Tensor]] | None:
+    """What an output layer keeps (``config.defer_embedding_wgrad_compute``): inputs, output gradients; or None."""
+    model = wrapped(chunk, "grad_output_buffer")
+    if model is None or model.grad_output_buffer is None:
+        return None
+    return model.embedding_activation_buffer, model.grad_output_buffer
 
 
 def wrapped(module: nn.Module, attribute: str) -> Any:
