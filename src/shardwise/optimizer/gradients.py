@@ -62,7 +62,7 @@ def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup)
         embd_group: the ranks that hold a copy.
 
     Raises:
-        ConfigError: on every stage, if only some of them have a gradient.
+        ConfigError: on every stage that holds a copy, if only some of them have a gradient.
     """
     tied = [param for param in model.parameters() if getattr(param, "shared_embedding", False)]
     if not tied or embd_group.size() == 1:
