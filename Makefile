@@ -11,16 +11,28 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Each rank imports the tests and the package anew: it should not compile them anew, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast check install clean
+# Tests of several ranks wait for each other, the other tests for programs that start: side by side they fill two cores.
+SIDE_BY_SIDE := $(MAKE) --no-print-directory -j2 tests-of-ranks other-tests
+PYTEST := $(BIN)/python -m pytest -q
+
+.PHONY: demo test test-fast tests-of-ranks other-tests check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
 
 test: $(INSTALLED_DEV) check
-	$(BIN)/python -m pytest -q
+	@$(SIDE_BY_SIDE)
 
 test-fast: $(INSTALLED_DEV)
-	$(BIN)/python -m pytest -q -m "not slow"
+	@$(SIDE_BY_SIDE) ONLY="not slow and"
+
+tests-of-ranks: $(INSTALLED_DEV)
+	$(PYTEST) -m "$(ONLY) ranks"
+
+# Shown at its end, so that the two do not write into each other's lines.
+other-tests: $(INSTALLED_DEV)
+	@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$(PYTEST) -m "$(ONLY) not ranks"' > "$$shown" && \
+	{ $(PYTEST) -m "$(ONLY) not ranks" -o cache_dir=.pytest_cache/other >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
 
 check: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .
