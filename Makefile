@@ -27,12 +27,12 @@ test-fast: $(INSTALLED_DEV)
 	@$(SIDE_BY_SIDE) ONLY="not slow and"
 
 tests-of-ranks: $(INSTALLED_DEV)
-	$(PYTEST) -m "$(ONLY) ranks"
+	$(PYTEST) -m "$(strip $(ONLY) ranks)"
 
 # Shown at its end, so that the two do not write into each other's lines.
 other-tests: $(INSTALLED_DEV)
-	@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$(PYTEST) -m "$(ONLY) not ranks"' > "$$shown" && \
-	{ $(PYTEST) -m "$(ONLY) not ranks" -o cache_dir=.pytest_cache/other >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
+	@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$(PYTEST) -m "$(strip $(ONLY) not ranks)"' > "$$shown" && \
+	{ $(PYTEST) -m "$(strip $(ONLY) not ranks)" -o cache_dir=.pytest_cache/other >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
 
 check: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .
