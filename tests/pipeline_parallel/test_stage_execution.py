@@ -337,6 +337,7 @@ def test_messages_of_another_dtype(group, recomputed):
             lambda _, losses: (losses.sum() / tokens.numel(), None),
             shape=(tokens.size(2), tokens.size(1), 24),
             dtype=dtype,
+            input_dtype=torch.float64,
             device=torch.device("cpu"),
         )
         return {key: shard.data.grad for key, shard in staged.parameters_by_key().items()}

@@ -155,6 +155,7 @@ def forward_backward_func(
                 cp_group=getattr(groups, "cp", None),
             ),
             dtype=config.pipeline_dtype or config.params_dtype,
+            input_dtype=config.params_dtype,
             device=torch.get_default_device() if first is None else first.device,
             forward_only=forward_only or collect_non_loss_data,
             no_sync=config.no_sync_func or contextlib.nullcontext,

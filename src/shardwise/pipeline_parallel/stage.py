@@ -55,11 +55,6 @@ class Pipeline(Generic[T]):
         self.chunks = list(chunks)
         self.group = group
         self._setters = [_input_setter(chunk) for chunk in chunks]
-        self._dtypes = [next((param.dtype for param in chunk.parameters()), None) for chunk in chunks]
-
-    def set_input(self, chunk: int, hidden: Tensor | None) -> None:
-        """Give a chunk what its next forward begins with, in the dtype of its parameters."""
-        self._setters[chunk](hidden if hidden is None else hidden.to(self._dtypes[chunk] or hidden.dtype))
 
     def run(
         self,
@@ -70,6 +65,7 @@ class Pipeline(Generic[T]):
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
+        input_dtype: torch.dtype | None = None,
         forward_only: bool = False,
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> list[T]:
@@ -82,8 +78,9 @@ class Pipeline(Generic[T]):
             forward: called in the schedule's order, with gradients off if ``forward_only``.
             loss: called on the last part's output.
             shape: of the hidden states between stages, ``[s, b, h]`` or this rank's shard of them.
-            dtype: of the hidden states as they travel; each chunk gets them in the dtype of its parameters.
+            dtype: of the hidden states as they travel.
             device: where they are.
+            input_dtype: in which chunks are given them; ``dtype`` if None.
             forward_only: no backward; ``schedule`` then has forward steps alone.
             no_sync: a context for all backward steps but each chunk's last (as of a data-parallel wrapper).
 
@@ -110,7 +107,7 @@ class Pipeline(Generic[T]):
                 f"schedule {schedule.name!r} computes weight gradients in steps of their own, and no layer of any "
                 "stage leaves them out of its backward pass; set config.delay_wgrad_compute=True"
             )
-        step = _Step(self, schedule, forward, loss, tuple(shape), dtype, device, no_sync)
+        step = _Step(self, schedule, forward, loss, tuple(shape), dtype, device, input_dtype or dtype, no_sync)
         with torch.set_grad_enabled(not forward_only):
             step.run(_program_of(schedule)[self.group.rank()])
         return step.results
@@ -149,6 +146,7 @@ class _Step(Generic[T]):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        input_dtype: torch.dtype,
         no_sync: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.results: list[T] = []
@@ -156,7 +154,7 @@ class _Step(Generic[T]):
         self._schedule = schedule
         self._forward_step = forward
         self._loss_step = loss
-        self._shape, self._dtype, self._device = shape, dtype, device
+        self._shape, self._dtype, self._device, self._input_dtype = shape, dtype, device, input_dtype
         self._no_sync = no_sync
         self._stage = pipeline.group.rank()
         self._failure: Exception | None = None
@@ -186,8 +184,12 @@ class _Step(Generic[T]):
                 raise self._failure from error
             raise
         for chunk in range(len(self._pipeline.chunks)):
-            self._pipeline.set_input(chunk, None)
+            self._set_input(chunk, None)
         self._end_alike()
+
+    def _set_input(self, chunk: int, hidden: Tensor | None) -> None:
+        """What the chunk's next forward begins with."""
+        self._pipeline._setters[chunk](None if hidden is None else hidden.to(self._input_dtype))
 
     def _end_alike(self) -> None:
         group = self._pipeline.group
@@ -262,7 +264,7 @@ class _Step(Generic[T]):
         keeps = torch.is_grad_enabled()
         if received is not None and keeps:
             self._inputs[key] = received.requires_grad_()
-        self._pipeline.set_input(chunk, received)
+        self._set_input(chunk, received)
         output = self._forward_step(micro_batch, chunk)
         if part == self._schedule.num_parts - 1:
             scalar, result = self._loss_step(micro_batch, output)
@@ -285,12 +287,12 @@ class _Step(Generic[T]):
         root, input_ = self._roots.pop(key), self._inputs.pop(key, None)
         chunk = key[1]
         # A chunk that is recomputed asks for its input again, when that of a later micro-batch has long been set.
-        self._pipeline.set_input(chunk, input_)
+        self._set_input(chunk, input_)
         self._backwards_left[chunk] -= 1
         with self._no_sync() if self._backwards_left[chunk] else contextlib.nullcontext():
             if root is not None:
                 torch.autograd.backward((root,), None if received is None else (received,))
-        self._pipeline.set_input(chunk, None)
+        self._set_input(chunk, None)
         return None if input_ is None or input_.grad is None else input_.grad.contiguous()
 
 
