@@ -10,8 +10,10 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
@@ -207,15 +209,29 @@ def _config_json(
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    # The configuration comes last: where it stands, its tensors do.
+    contents = {
+        WEIGHTS_NAME: safetensors.torch.save(tensors, metadata={"format": "pt"}),
+        CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode(),
+    }
+    new = {name: folder / f"{name}.new" for name in contents}
     try:
+        # An earlier adapter is touched when there was room for both files of this one.
+        for name, path in new.items():
+            write_atomically(path, partial(_put, contents[name]))
+        # The configuration goes first and comes last: where it stands, its tensors do.
         (folder / CONFIG_NAME).unlink(missing_ok=True)
+        for name, path in new.items():
+            path.replace(folder / name)
     except OSError as error:
         raise ConfigError(f"cannot replace {str(folder / CONFIG_NAME)!r}: {error.strerror or error}") from error
-    content = safetensors.torch.save(tensors, metadata={"format": "pt"})
-    write_atomically(folder / WEIGHTS_NAME, lambda file: file.write(content))
-    text = json.dumps(config, indent=2) + "\n"
-    write_atomically(folder / CONFIG_NAME, lambda file: file.write(text.encode()))
+    finally:
+        for path in new.values():
+            with suppress(OSError):
+                path.unlink()
+
+
+def _put(content: bytes, file: BinaryIO) -> None:
+    file.write(content)
 
 
 def _read(folder: Path, known: set[str], sites: list[Site]) -> tuple[LoraConfig, dict[tuple[str, str], Tensor]]:
