@@ -41,6 +41,15 @@ def is_last(staged):
     return staged.topology.rank("pp") == staged.topology.size("pp") - 1
 
 
+def assert_step_is(whole, losses, staged, schedule, batch):
+    """One step of the stages gives the losses and the gradients of the whole model."""
+    results = staged.run(schedule, batch)
+    finalize(staged)
+    assert_gradients_of(whole, staged)
+    if is_last(staged):
+        assert_close_to(torch.stack(results), torch.stack(losses), rtol_of_norm=1e-13)
+
+
 def norm_of(staged):
     return global_grad_norm(staged.chunks, tp_group=staged.topology.group("tp"), pp_group=staged.topology.group("pp"))
 
@@ -269,11 +278,7 @@ def test_a_loss_that_is_no_number_reaches_every_stage_and_the_next_step_is_right
     # Known on every stage, so that all can leave the step out.
     assert norm_of(staged).isnan()
     staged.chunks.zero_grad()
-    results = staged.run(make_schedule(name, PP, PP, CASES[name]), batch)
-    finalize(staged)
-    assert_gradients_of(whole, staged)
-    if is_last(staged):
-        assert_close_to(torch.stack(results), torch.stack(losses), rtol_of_norm=1e-13)
+    assert_step_is(whole, losses, staged, make_schedule(name, PP, PP, CASES[name]), batch)
 
 
 @pytest.mark.ranks(3)
@@ -376,11 +381,7 @@ def test_more_parts_and_larger_groups_of_micro_batches(group):
     for num_chunks, group_size, options in ((3, 4, {}), (2, 8, sizes), (3, 8, sizes), (2, 4, {})):
         staged = staged_gpt(pp=PP, num_chunks=num_chunks, num_layers=11, **options)
         schedule = make_schedule("interleaved", PP, 8, num_chunks, group_size=group_size)
-        results = staged.run(schedule, batch)
-        finalize(staged)
-        assert_gradients_of(whole, staged)
-        if is_last(staged):
-            assert_close_to(torch.stack(results), torch.stack(losses), rtol_of_norm=1e-13)
+        assert_step_is(whole, losses, staged, schedule, batch)
 
 
 @pytest.mark.ranks(3)
