@@ -193,6 +193,67 @@ def test_broken_lines(tmp_path, line, what):
     assert f"{str(path)!r}, {what}" in error_of(path)
 
 
+ARRAY = '[\n{"id": 1, "text": "one"},\n"zwei\\n]",\r\n {"text": "", "score": NaN}, {"text": "d,r[e]i\u2028"}]\n'
+
+
+def test_a_record_of_a_json_array_is_a_document(tmp_path):
+    texts = ("one", "zwei\n]", "d,r[e]i\u2028")
+    assert read_corpus(write(tmp_path / "list.json", ARRAY)).documents == texts
+    assert read_corpus(write(tmp_path / "mark.JSON", b"\xef\xbb\xbf \n" + ARRAY.encode())).documents == texts
+    assert read_corpus(write(tmp_path / "strings.json", '["a"]')).documents == ("a",)
+    path = write(tmp_path / "key.json", '[{"text": "no", "content": "yes"}]')
+    assert read_corpus(path, text_key="content").documents == ("yes",)
+
+
+def test_a_json_file_may_hold_json_lines(tmp_path):
+    lines = '{"text": "one"}\n\n{"text": "[zwei]"}\n'
+    assert read_corpus(write(tmp_path / "lines.json", lines)).documents == ("one", "[zwei]")
+    # What is a text of its own under another name.
+    assert read_corpus(write(tmp_path / "list.txt", ARRAY)).documents == (ARRAY,)
+    write(tmp_path / "folder" / "config.json", "[")
+    write(tmp_path / "folder" / "a.txt", "a")
+    assert read_corpus(tmp_path / "folder").documents == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("[]", "has no text: all that it holds is empty"),
+        (" \n", "has no text: all that it holds is empty"),
+        ('["a",\n 3]', "record 2 (line 2): neither a JSON object nor a string but a number"),
+        ('["a",\n NaN]', "record 2 (line 2): neither a JSON object nor a string but a number"),
+        ('["a", ["b"]]', "record 2 (line 1): neither a JSON object nor a string but a list"),
+        ('[{"text": NaN}]', "record 1 (line 1): 'text' is not a string but a number"),
+        ('[{"body": "a"}]', "record 1 (line 1): no key 'text' (its keys: 'body')"),
+        ('["\\ud83d"]', "record 1 (line 1): a lone surrogate \\ud83d in the text"),
+        ("[", "record 1 (line 1): the file ends within it"),
+        ('["a"', "record 1 (line 1): the file ends after it, within the array; it is cut off"),
+        ('["a",\n', "record 2 (line 2): the file ends within it"),
+        ('["a",\n{"text": "b', "record 2 (line 2): the file ends within it; it is cut off, or a quote is missing"),
+        ('["a",\n{"text": ', "record 2 (line 2): the file ends within it"),
+        ('["a",]', "record 2 (line 1): broken JSON: Expecting value at line 1, column 6"),
+        ('[{"text": "a"}\n{"text": "b"}]', "record 1 (line 1): '{' after it, at line 2, column 1, where ',' or ']'"),
+        ('["a"]\n["b"]', "line 2, column 1: '[' after the end of the array"),
+        ('["a"]\n{"text": "b"}', "line 2, column 1: '{' after the end of the array"),
+        ("[" * 1_000_000, "record 1 (line 1): JSON that cannot be read: maximum recursion depth"),
+        ('["a", {"text": ' + "1" * 5000 + "}]", "record 2 (line 1): JSON that cannot be read"),
+        ('{\n  "text": "a"\n}', "line 1, column 1: a JSON object over several lines"),
+        ('{"data": ["a"]}', "line 1: no key 'text' (its keys: 'data')"),
+        ('{"text": "a"}\n{"text": "b"', "line 2: broken JSON: Expecting ',' delimiter at column 13"),
+        ('{"text": "a"}\n["b"]', "line 2: not a JSON object but a list"),
+        ('\n "a"', "line 2, column 2: '\"' begins neither a JSON array of records nor JSON lines"),
+        ("NaN", "line 1, column 1: 'N' begins neither a JSON array"),
+        ("plain words", "line 1, column 1: 'p' begins neither a JSON array"),
+    ],
+)
+def test_json_files_that_hold_something_else(tmp_path, content, what):
+    path = write(tmp_path / "list.json", content)
+    message = error_of(path)
+    assert what in message
+    assert str(path) in message
+    assert len(message) < 400
+
+
 def test_what_may_not_be_read(tmp_path, monkeypatch):
     path = write(tmp_path / "d" / "a.txt", "text")
 

@@ -1,19 +1,20 @@
-"""Documents from files and folders of text or JSON lines.
+"""Documents from files and folders of text or JSON.
 
-A file is one document, except that each line of a JSON-lines file (``.jsonl``, ``.ndjson``) is one. In a folder, the
-files with a suffix of ``TEXT_SUFFIXES`` or ``JSONL_SUFFIXES`` are read, in all folders below it, in the order of their
-paths; what begins with a dot is not. A file that is named itself is read whatever its suffix.
+A file is one document, except that each line of a JSON-lines file (``.jsonl``, ``.ndjson``) is one, and each record of
+a ``.json`` file: an array of objects or strings, or JSON lines. In a folder, the files with a suffix of
+``TEXT_SUFFIXES`` or ``JSONL_SUFFIXES`` are read, in all folders below it, in the order of their paths; what begins with
+a dot is not. A file that is named itself is read whatever its suffix.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shardwise.data.corpus import Corpus, format_bytes
+from shardwise.data.json_records import texts_of_json, texts_of_lines
 from shardwise.errors import ConfigError, DataError
 
 AnyPath = str | os.PathLike[str]
@@ -21,12 +22,15 @@ AnyPath = str | os.PathLike[str]
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 """Files of which each line is a JSON object with a text."""
 
+JSON_SUFFIX = ".json"
+"""A file of records: one JSON array, or JSON lines."""
+
 _PROSE_SUFFIXES = ".txt .text .md .markdown .rst .adoc .org .tex .html .htm .xml"
 _SOURCE_SUFFIXES = (
     ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .cs .go .rs .swift .m .js .mjs .jsx .ts .tsx .rb "
     ".pl .php .lua .jl .r .hs .ml .ex .erl .clj .el .lisp .scm .f90 .sql .sh .bash .toml .yaml .yml .ini .cfg"
 )
-# Not .json and .csv: a folder's are seldom text to learn from. They can be named themselves.
+# Not .json and .csv: a folder's are seldom text to learn from (its config.json). They can be named themselves.
 TEXT_SUFFIXES = frozenset(_PROSE_SUFFIXES.split() + _SOURCE_SUFFIXES.split())
 """Files of a folder that are read as one document each (in either case)."""
 
@@ -39,18 +43,18 @@ def read_corpus(paths: AnyPath | Iterable[AnyPath], *, text_key: str = "text") -
 
     The text must be UTF-8; a byte order mark is dropped, and line ends stay as they are. A file that is reached twice,
     also through links, is read once. Nothing is skipped in silence: a file that was picked and cannot be read is an
-    error, in a folder too. Empty files, blank lines and empty texts of JSON lines carry nothing and are left out.
+    error, in a folder too. Empty files, blank lines and empty texts of records carry nothing and are left out.
 
     Args:
         paths: files and folders, or one; documents come in the order of these.
-        text_key: name of the text in the objects of JSON lines.
+        text_key: name of the text in the objects of JSON lines and of JSON arrays.
 
     Returns:
         The corpus; its name and hash do not depend on where the paths lie.
 
     Raises:
-        DataError: a path that is missing, unreadable or without text, a file that is not text, a line that is not a
-            JSON object with a text. The message names the file, and the line or byte.
+        DataError: a path that is missing, unreadable or without text, a file that is not text, a line or record of JSON
+            that has no text. The message names the file, and the line or byte.
         ConfigError: no paths given.
     """
     if isinstance(paths, str | os.PathLike):
@@ -145,11 +149,10 @@ def _documents_of(file: Path, text_key: str) -> list[str]:
     except OSError as error:
         raise _unreadable(file, error) from error
     text = _decode(content, file)
-    if file.suffix.lower() not in JSONL_SUFFIXES:
-        return [text]
-    # Only \n ends a line of JSON lines; str.splitlines would also split at U+2028, which JSON strings may hold.
-    lines = enumerate(text.split("\n"), start=1)
-    return [_text_of_line(line, f"{str(file)!r}, line {number}", text_key) for number, line in lines if line.strip()]
+    suffix = file.suffix.lower()
+    if suffix in JSONL_SUFFIXES:
+        return texts_of_lines(text, file, text_key)
+    return texts_of_json(text, file, text_key) if suffix == JSON_SUFFIX else [text]
 
 
 def _decode(content: bytes, file: Path) -> str:
@@ -167,37 +170,3 @@ def _decode(content: bytes, file: Path) -> str:
         f"data file {str(file)!r} is not UTF-8 text but {kind}: byte 0x{content[offset]:02x} at offset {offset} (line "
         f"{line}); convert or unpack it, or leave it out"
     )
-
-
-def _text_of_line(line: str, where: str, text_key: str) -> str:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where}: broken JSON: {error.msg} at column {error.colno}; repair or remove the line"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: JSON that cannot be read: {error}; repair or remove the line") from error
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{where}: not a JSON object but {_kind(value)}; each line must be like {{{text_key!r}: '...'}}"
-        )
-    if text_key not in value:
-        keys = ", ".join(map(repr, list(value)[:5])) or "none"
-        raise DataError(f"{where}: no key {text_key!r} (its keys: {keys}); name the key of the text or repair the line")
-    text = value[text_key]
-    if not isinstance(text, str):
-        raise DataError(f"{where}: {text_key!r} is not a string but {_kind(text)}; make it a string or remove the line")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: a lone surrogate \\u{ord(text[error.start]):04x} in {text_key!r}, which is no character; "
-            f"remove it"
-        ) from error
-    return text
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

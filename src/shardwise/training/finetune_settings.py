@@ -108,7 +108,7 @@ class FinetuneSettings(RunSettings):
 
     Attributes:
         base: Hugging Face folder to start from: config.json, safetensors and tokenizer.json.
-        data: files and folders of text or JSONL; "stdlib" is this machine's own Python standard library.
+        data: files and folders of text, JSON lines or JSON arrays; "stdlib" is this machine's Python standard library.
         out: folder for the fine-tuned model or its adapters, for checkpoints, metrics and pictures.
         resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
             a folder that has checkpoints; "restart" starts anew and deletes them.

@@ -199,7 +199,7 @@ class CorpusSettings:
 
     Attributes:
         held_out_fraction: share of the text, by bytes, that is not trained on but measured on, between 0 and 1.
-        text_key: field of a JSONL line that holds the text.
+        text_key: field of a JSON record that holds the text.
     """
 
     held_out_fraction: float = 0.03
@@ -217,7 +217,7 @@ class RunSettings:
     """What a run is told whatever model it trains.
 
     Attributes:
-        data: files and folders of text or JSONL; "stdlib" is this machine's own Python standard library.
+        data: files and folders of text, JSON lines or JSON arrays; "stdlib" is this machine's Python standard library.
         out: folder for checkpoints, metrics, pictures and the tokenizer.
         resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
             a folder that has checkpoints; "restart" starts anew and deletes them.
@@ -315,7 +315,7 @@ class Settings(RunSettings):
     """One training run of a new model.
 
     Attributes:
-        data: files and folders of text or JSONL; "stdlib" is this machine's own Python standard library.
+        data: files and folders of text, JSON lines or JSON arrays; "stdlib" is this machine's Python standard library.
         out: folder for checkpoints, metrics, pictures and the tokenizer.
         resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
             a folder that has checkpoints; "restart" starts anew and deletes them.
