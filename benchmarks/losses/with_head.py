@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from losses.problem import Candidate, Problem
 from losses.reference import ReferenceCrossEntropy
-from shardwise.collectives.regions import _CopyToModelParallelRegion
+from shardwise.collectives import moves
 from shardwise.loss import vocab_parallel_cross_entropy
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
@@ -31,7 +31,7 @@ def make_candidates(problem: Problem, group: ProcessGroup, mesh: DeviceMesh) -> 
 
     def plain(loss_of: Callable[[Tensor], Tensor]) -> Candidate:
         def loss() -> Tensor:
-            return loss_of(F.linear(_CopyToModelParallelRegion.apply(hidden, group), weight))
+            return loss_of(F.linear(moves.copy(hidden, group=group), weight))
 
         return Candidate(lambda: torch.autograd.grad(loss(), (hidden, weight)))
 

@@ -7,7 +7,7 @@ import torch.distributed._functional_collectives as functional
 
 from shardwise.collectives import accounting, primitives
 from shardwise.collectives.accounting import CollectiveCounter, Launch
-from shardwise.collectives.regions import _CopyToModelParallelRegion, _GatherFromModelParallelRegion
+from shardwise.tensor_parallel.regions import _CopyToModelParallelRegion, _GatherFromModelParallelRegion
 
 
 def launched(function):

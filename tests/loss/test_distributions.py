@@ -7,8 +7,8 @@ from dense_formulas import assert_gradient_shard, shard_of, transformed
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 
 from shardwise import parallel_state
+from shardwise.collectives import moves
 from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.collectives.regions import _ScatterToModelParallelRegion
 from shardwise.errors import ConfigError, NotInitializedError, ShardingError, VocabularyError
 from shardwise.kernels import loss_reference
 from shardwise.loss import (
@@ -130,7 +130,7 @@ def test_gradcheck(group):
     options = {"group": group, "vocab_size": 5, "softcap": 3.0, "temperature": 0.8}
 
     def shard(x):
-        return _ScatterToModelParallelRegion.apply(x, group)
+        return moves.scatter(x, dim=-1, group=group)
 
     def topk(x):
         return vocab_parallel_topk(shard(x), 4, group=group, vocab_size=5)[0]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_unmodified
 
-from shardwise.collectives.regions import _ScatterToModelParallelRegion
+from shardwise.collectives import moves
 from shardwise.errors import ConfigError, DivergenceError, ShardingError, VocabularyError
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from shardwise.recompute import recomputed
@@ -351,8 +351,8 @@ def test_gradcheck(group, plan, options):
     whole = [tensor.requires_grad_() for tensor in case.whole.values()]
 
     def loss(hidden, weight, bias):
-        weight = _ScatterToModelParallelRegion.apply(weight.t(), group).t()
-        bias = _ScatterToModelParallelRegion.apply(bias, group)
+        weight = moves.scatter(weight.t(), dim=-1, group=group).t()
+        bias = moves.scatter(bias, dim=-1, group=group)
         own = {"hidden": hidden, "weight": weight, "bias": bias}
         return case.run(own, plan=plan, validate=False, **options)
 

@@ -7,8 +7,8 @@ import torch
 from dense_formulas import assert_gradient_shard, dense_loss, shard_of, transformed
 from harness.parity import assert_close_to, assert_unmodified
 
+from shardwise.collectives import moves
 from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.collectives.regions import _ScatterToModelParallelRegion
 from shardwise.errors import ConfigError
 from shardwise.kernels import loss_cpu
 from shardwise.loss import vocab_parallel_cross_entropy
@@ -80,7 +80,7 @@ def test_gradcheck_with_all_options(group):
     target = torch.tensor([4, -100, 1])
 
     def loss(logits):
-        shard = _ScatterToModelParallelRegion.apply(logits, group)
+        shard = moves.scatter(logits, dim=-1, group=group)
         return vocab_parallel_cross_entropy(
             shard, target, group=group, vocab_size=5, reduction="mean", validate=False, **options
         )

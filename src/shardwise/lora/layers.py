@@ -28,12 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import init
 
-from shardwise.collectives.regions import (
-    _CopyToModelParallelRegion,
-    _GatherFromSequenceParallelRegion,
-    _ReduceFromModelParallelRegion,
-    _ReduceScatterToSequenceParallelRegion,
-)
+from shardwise.collectives import moves
 from shardwise.dropout import sharded_dropout
 from shardwise.errors import ConfigError
 from shardwise.lora.config import LoraConfig
@@ -265,9 +260,9 @@ class LoraColumnParallelLinear(LoraLinear, ColumnParallelLinear):
         low_rank = self._low_rank(input_, dim=0 if self.sequence_parallel else None, sizes=sizes)
         if self.sequence_parallel:
             uneven = None if sequence_length is None else uneven_sizes(sequence_length, self.tp_size)
-            low_rank = _GatherFromSequenceParallelRegion.apply(low_rank, self.tp_group, True, uneven)
+            low_rank = moves.gather(low_rank, dim=0, group=self.tp_group, sizes=uneven, partial_gradient=True)
         elif self.tp_size > 1:
-            low_rank = _CopyToModelParallelRegion.apply(low_rank, self.tp_group)
+            low_rank = moves.copy(low_rank, group=self.tp_group)
         output = self._add_up(output, low_rank)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather and self.tp_size > 1:
@@ -298,9 +293,9 @@ class LoraRowParallelLinear(LoraLinear, RowParallelLinear):
         )
         output = self._add_up(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes))
         if self._parallelism is LinearParallelism.ROW:
-            output = _ReduceFromModelParallelRegion.apply(output, self.tp_group)
+            output = moves.reduce(output, group=self.tp_group)
         elif self._parallelism is LinearParallelism.ROW_SEQUENCE:
-            output = _ReduceScatterToSequenceParallelRegion.apply(output, self.tp_group)
+            output = moves.reduce_scatter(output, dim=0, group=self.tp_group)
         if self.skip_bias_add:
             return output, self.bias
         if self.bias is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.regions import _GatherFromSequenceParallelRegion
+from shardwise.collectives import moves
 from shardwise.config import TransformerConfig
 from shardwise.errors import ShardingError
 from shardwise.models.embedding import PositionEmbedding
@@ -73,7 +73,7 @@ class Pooler(GroupModule):
         if self.sequence_parallel:
             # One token of each rank that has any: the first rank's is the sequence's first.
             sizes = [min(size, 1) for size in balanced_sizes(sequence_length, self.tp_group.size())]
-            first = _GatherFromSequenceParallelRegion.apply(first, self.tp_group, False, sizes)
+            first = moves.gather(first, dim=0, group=self.tp_group, sizes=sizes)
         output: Tensor = torch.tanh(self.dense(first[0]))
         return output
 

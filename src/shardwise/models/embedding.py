@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.regions import _ScatterToSequenceParallelRegion
+from shardwise.collectives import moves
 from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.models.replicated import ReplicatedEmbedding
@@ -119,7 +119,7 @@ class LanguageModelEmbedding(GroupModule):
                 hidden = hidden + (places.first(s) if position_ids is None else places(position_ids))
             hidden = hidden.transpose(0, 1).contiguous()
             if self.scatters:
-                hidden = _ScatterToSequenceParallelRegion.apply(hidden, self.tp_group)
+                hidden = moves.scatter(hidden, dim=0, group=self.tp_group)
         if self.layernorm is not None:
             hidden = self.layernorm(hidden)
         output: Tensor = self.dropout(hidden, sequence_length=s)

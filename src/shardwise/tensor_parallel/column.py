@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.collectives.regions import _GatherFromModelParallelRegion
+from shardwise.collectives import moves
 from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError, ShardingError, WeightError
 from shardwise.initialization import InitMethod
@@ -201,7 +201,7 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
     def _gather(self, output: Tensor) -> Tensor:
         if not self._can_gather:
             raise ShardingError("the layer was made with intervals; its output cannot be gathered")
-        gathered: Tensor = _GatherFromModelParallelRegion.apply(output, self.tp_group, self._output_sizes)
+        gathered = moves.gather(output, dim=-1, group=self.tp_group, sizes=self._output_sizes)
         if self.stride == 1:
             return gathered
         # Each rank's part holds its piece of every section; the whole has the sections one after the other.

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.collectives import moves
 from shardwise.collectives.primitives import check_alike
-from shardwise.collectives.regions import _ReduceFromModelParallelRegion, _ReduceScatterToSequenceParallelRegion
 from shardwise.config import ModelParallelConfig
 from shardwise.initialization import InitMethod
 from shardwise.sharding import ParamLayout
@@ -90,10 +90,8 @@ class VocabParallelEmbedding(TensorParallelModule):
         # Nothing saved the lookup's output, so it may be masked in place.
         output = output.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:
-            scattered: Tensor = _ReduceScatterToSequenceParallelRegion.apply(output, self.tp_group)
-            return scattered
-        reduced: Tensor = _ReduceFromModelParallelRegion.apply(output, self.tp_group)
-        return reduced
+            return moves.reduce_scatter(output, dim=0, group=self.tp_group)
+        return moves.reduce(output, group=self.tp_group)
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if self.deterministic_mode:

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardwise.collectives import moves
 from shardwise.collectives.primitives import (
     Pending,
     all_gather,
@@ -25,7 +26,6 @@ from shardwise.collectives.primitives import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from shardwise.collectives.regions import _ReduceFromModelParallelRegion, _ReduceScatterToSequenceParallelRegion
 from shardwise.errors import ShardingError
 from shardwise.kernels import products
 from shardwise.parallel_state.memory import communication_buffers
@@ -209,13 +209,10 @@ def tensor_parallel_linear(
         return output
     # Recomputation ends with the last tensor that is saved. The product saves, the move after it does not: apart, the
     # move is not repeated for a row layer at the end of what is recomputed.
-    move: Any = (
-        _ReduceFromModelParallelRegion
-        if parallelism is LinearParallelism.ROW
-        else _ReduceScatterToSequenceParallelRegion
-    )
-    moved: Tensor = move.apply(output, group)
-    return moved
+    assert group is not None
+    if parallelism is LinearParallelism.ROW:
+        return moves.reduce(output, group=group)
+    return moves.reduce_scatter(output, dim=0, group=group)
 
 
 def _autocast(tensor: Tensor) -> Tensor:

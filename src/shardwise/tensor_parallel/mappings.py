@@ -1,6 +1,6 @@
-"""The moves between layouts, for callers: each takes a tensor and a group (the ambient tensor-parallel one if None).
+"""The moves between layouts under Megatron's names; a group that is None is the ambient tensor-parallel one.
 
-See ``shardwise.collectives.regions`` for the table of layouts and the autograd functions behind these.
+What they do, and the table of layouts, stand in ``shardwise.collectives.moves``.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.regions import (
-    _AllGatherFromTensorParallelRegion,
-    _AllToAll,
-    _CopyToModelParallelRegion,
-    _GatherFromModelParallelRegion,
-    _ReduceFromModelParallelRegion,
-    _ReduceScatterToTensorParallelRegion,
-    _ScatterToModelParallelRegion,
-    _ScatterToSequenceParallelRegion,
-)
+from shardwise.collectives import moves
 from shardwise.errors import ShardingError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group as _resolve
 from shardwise.sharding import balanced_sizes, divide
-from shardwise.tensor_parallel.private_names import (  # noqa: F401
+from shardwise.tensor_parallel.regions import (  # noqa: F401
+    _AllGatherFromTensorParallelRegion,
+    _AllToAll,
+    _CopyToModelParallelRegion,
     _gather_along_first_dim,
     _gather_along_last_dim,
+    _GatherFromModelParallelRegion,
     _GatherFromSequenceParallelRegion,
     _reduce,
     _reduce_scatter_along_first_dim,
     _reduce_scatter_along_last_dim,
+    _ReduceFromModelParallelRegion,
     _ReduceScatterToSequenceParallelRegion,
+    _ReduceScatterToTensorParallelRegion,
+    _ScatterToModelParallelRegion,
+    _ScatterToSequenceParallelRegion,
     _split_along_first_dim,
     _split_along_last_dim,
 )
@@ -69,8 +68,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | N
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator f.
     """
-    result: Tensor = _CopyToModelParallelRegion.apply(input_, _resolve(group))
-    return result
+    return moves.copy(input_, group=_resolve(group))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -90,8 +88,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator g.
     """
-    result: Tensor = _ReduceFromModelParallelRegion.apply(input_, _resolve(group))
-    return result
+    return moves.reduce(input_, group=_resolve(group))
 
 
 def scatter_to_tensor_model_parallel_region(
@@ -113,8 +110,7 @@ def scatter_to_tensor_model_parallel_region(
         TopologyError: no group given and none initialised.
         ShardingError: ``sizes`` do not sum to ``n``.
     """
-    result: Tensor = _ScatterToModelParallelRegion.apply(input_, _resolve(group), sizes)
-    return result
+    return moves.scatter(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
 
 def gather_from_tensor_model_parallel_region(
@@ -136,8 +132,7 @@ def gather_from_tensor_model_parallel_region(
         TopologyError: no group given and none initialised.
         ShardingError: ``sizes`` do not have this rank's size.
     """
-    result: Tensor = _GatherFromModelParallelRegion.apply(input_, _resolve(group), sizes)
-    return result
+    return moves.gather(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
 
 def scatter_to_sequence_parallel_region(
@@ -159,8 +154,7 @@ def scatter_to_sequence_parallel_region(
         TopologyError: no group given and none initialised.
         ShardingError: ``sizes`` do not sum to ``s``.
     """
-    result: Tensor = _ScatterToSequenceParallelRegion.apply(input_, _resolve(group), sizes)
-    return result
+    return moves.scatter(input_, dim=0, group=_resolve(group), sizes=sizes)
 
 
 def gather_from_sequence_parallel_region(
@@ -246,8 +240,7 @@ def all_gather_last_dim_from_tensor_parallel_region(
         TopologyError: no group given and none initialised.
         ShardingError: ``sizes`` do not have this rank's size.
     """
-    result: Tensor = _AllGatherFromTensorParallelRegion.apply(input_, _resolve(group), sizes)
-    return result
+    return moves.gather(input_, dim=-1, group=_resolve(group), sizes=sizes, partial_gradient=True)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
@@ -269,8 +262,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
         TopologyError: no group given and none initialised.
         ShardingError: ``sizes`` do not sum to ``n``.
     """
-    result: Tensor = _ReduceScatterToTensorParallelRegion.apply(input_, _resolve(group), sizes)
-    return result
+    return moves.reduce_scatter(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
 
 def all_to_all(
@@ -295,8 +287,9 @@ def all_to_all(
     Raises:
         TopologyError: no group given and none initialised.
     """
-    result: Tensor = _AllToAll.apply(_resolve(group), input_, output_split_sizes_, input_split_sizes)
-    return result
+    return moves.all_to_all(
+        input_, group=_resolve(group), output_sizes=output_split_sizes_, input_sizes=input_split_sizes
+    )
 
 
 def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, *, num_tokens: int | None = None) -> Tensor:
@@ -329,8 +322,11 @@ def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, *, num_t
         rows = _shares(num_tokens, n, "tokens", t, rank)
     columns = balanced_sizes(h, t)
     sent = torch.cat([part.reshape(-1) for part in input_.split(columns, dim=1)])
-    received: Tensor = _AllToAll.apply(
-        group, sent, [r * columns[rank] for r in rows], [rows[rank] * c for c in columns]
+    received = moves.all_to_all(
+        sent,
+        group=group,
+        output_sizes=[r * columns[rank] for r in rows],
+        input_sizes=[rows[rank] * c for c in columns],
     )
     return received.view(sum(rows), columns[rank])
 
@@ -365,8 +361,11 @@ def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, *, hidde
         columns = _shares(hidden_size, h, "features", t, rank)
     rows = balanced_sizes(n, t)
     # A run of rows is contiguous: it is sent as it lies.
-    received: Tensor = _AllToAll.apply(
-        group, input_.reshape(-1), [rows[rank] * c for c in columns], [r * columns[rank] for r in rows]
+    received = moves.all_to_all(
+        input_.reshape(-1),
+        group=group,
+        output_sizes=[rows[rank] * c for c in columns],
+        input_sizes=[r * columns[rank] for r in rows],
     )
     parts = received.split([rows[rank] * c for c in columns])
     return torch.cat([part.view(rows[rank], c) for part, c in zip(parts, columns, strict=True)], dim=1)

@@ -1,144 +1,16 @@
-"""Private names of the reference's ``mappings`` and ``layers`` that programs import all the same.
-
-Each calls what does the work. The moves here take no part in autograd. Like all moves they modify nothing.
-"""
+"""Private names of Megatron's ``layers`` that programs import all the same; each calls what does the work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.collectives import regions
-from shardwise.errors import AssertedTopologyError, ShardingError
+from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod, initialize_shard_
 from shardwise.random import EXPERT_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel.attributes import set_tensor_model_parallel_attributes
-
-
-def _given(group: ProcessGroup | None) -> ProcessGroup:
-    if group is None:
-        raise AssertedTopologyError(
-            "group is None; this function is given its group: pass parallel_state.get_tensor_model_parallel_group()"
-        )
-    return group
-
-
-def _reduce(input_: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of every rank's tensor; the argument stays as it is."""
-    return regions._ReduceFromModelParallelRegion.symbolic(None, input_, _given(group))
-
-
-def _split_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's part of the last dimension."""
-    return regions._ScatterToModelParallelRegion.symbolic(None, input_, _given(group))
-
-
-def _split_along_first_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's part of the first dimension."""
-    return regions._ScatterToSequenceParallelRegion.symbolic(None, input_, _given(group))
-
-
-def _gather_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Every rank's tensor, side by side along the last dimension."""
-    return regions._GatherFromModelParallelRegion.symbolic(None, input_, _given(group))
-
-
-def _gather_along_first_dim(
-    input_: Tensor,
-    group: ProcessGroup | None,
-    output_split_sizes: Sequence[int] | None = None,
-    use_global_buffer: bool = False,
-) -> Tensor:
-    """Every rank's tensor, one after the other along the first dimension."""
-    return _GatherFromSequenceParallelRegion.symbolic(
-        None, input_, _given(group), True, output_split_sizes, use_global_buffer
-    )
-
-
-def _reduce_scatter_along_first_dim(
-    input_: Tensor,
-    group: ProcessGroup | None,
-    input_split_sizes: Sequence[int] | None = None,
-    use_global_buffer: bool = False,
-) -> Tensor:
-    """This rank's part, along the first dimension, of the sum of every rank's tensor."""
-    return _ReduceScatterToSequenceParallelRegion.symbolic(
-        None, input_, _given(group), input_split_sizes, use_global_buffer
-    )
-
-
-def _reduce_scatter_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's part, along the last dimension, of the sum of every rank's tensor."""
-    return regions._ReduceScatterToTensorParallelRegion.symbolic(None, input_, _given(group))
-
-
-def _buffer(use_global_buffer: regions.Buffer) -> regions.Buffer:
-    return parallel_state.get_global_memory_buffer() if use_global_buffer is True else use_global_buffer
-
-
-class _GatherFromSequenceParallelRegion(regions._GatherFromSequenceParallelRegion):
-    """The move of that name, for which ``use_global_buffer=True`` is the ambient topology's buffer."""
-
-    @staticmethod
-    def symbolic(
-        graph: Any,
-        input_: Tensor,
-        group: ProcessGroup,
-        tensor_parallel_output_grad: bool = True,
-        output_split_sizes: regions.Sizes = None,
-        use_global_buffer: regions.Buffer = False,
-    ) -> Tensor:
-        return regions._GatherFromSequenceParallelRegion.symbolic(
-            graph, input_, group, tensor_parallel_output_grad, output_split_sizes, _buffer(use_global_buffer)
-        )
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input_: Tensor,
-        group: ProcessGroup,
-        tensor_parallel_output_grad: bool = True,
-        output_split_sizes: regions.Sizes = None,
-        use_global_buffer: regions.Buffer = False,
-    ) -> Tensor:
-        return regions._GatherFromSequenceParallelRegion.forward(
-            ctx, input_, group, tensor_parallel_output_grad, output_split_sizes, _buffer(use_global_buffer)
-        )
-
-
-class _ReduceScatterToSequenceParallelRegion(regions._ReduceScatterToSequenceParallelRegion):
-    """The move of that name, for which ``use_global_buffer=True`` is the ambient topology's buffer."""
-
-    @staticmethod
-    def symbolic(
-        graph: Any,
-        input_: Tensor,
-        group: ProcessGroup,
-        input_split_sizes: regions.Sizes = None,
-        use_global_buffer: regions.Buffer = False,
-    ) -> Tensor:
-        return regions._ReduceScatterToSequenceParallelRegion.symbolic(
-            graph, input_, group, input_split_sizes, _buffer(use_global_buffer)
-        )
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input_: Tensor,
-        group: ProcessGroup,
-        input_split_sizes: regions.Sizes = None,
-        use_global_buffer: regions.Buffer = False,
-    ) -> Tensor:
-        return regions._ReduceScatterToSequenceParallelRegion.forward(
-            ctx, input_, group, input_split_sizes, _buffer(use_global_buffer)
-        )
-
 
 # No extension is needed to accumulate weight gradients in place.
 _grad_accum_fusion_available = True

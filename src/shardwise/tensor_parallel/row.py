@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.collectives.regions import _ScatterToModelParallelRegion
+from shardwise.collectives import moves
 from shardwise.config import ModelParallelConfig
 from shardwise.errors import AssertedConfigError, ContradictionError, ShardingError
 from shardwise.initialization import InitMethod
@@ -160,8 +160,7 @@ class RowParallelLinear(StatelessExtra, TensorParallelModule):
             # Each rank's runs side by side, so that what it keeps is one.
             runs = [run for rank_runs in self.param_layouts["weight"].intervals for run in rank_runs]
             input_ = torch.cat([input_[..., start:stop] for start, stop in runs], dim=-1)
-        part: Tensor = _ScatterToModelParallelRegion.apply(input_, self.tp_group, self._input_sizes)
-        return part
+        return moves.scatter(input_, dim=-1, group=self.tp_group, sizes=self._input_sizes)
 
     def extra_repr(self) -> str:
         return (

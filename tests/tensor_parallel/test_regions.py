@@ -1,35 +1,19 @@
 """Each move against its dense formula, and against its own adjoint.
 
-A tensor of the whole group is what the ranks hold together: the sum of partial values, the shards side by side, or the
-one value that all hold. ``TOGETHER`` says which, for the values of a layout and for its gradients.
+What each computes is tested in ``harness/layouts.py``; here also what programs call besides ``apply``.
 """
 
 from dataclasses import dataclass
-from enum import Enum
-from itertools import pairwise
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from harness.parity import assert_bit_equal, assert_unmodified, gather_all
+from harness.layouts import GRADIENTS, VALUES, Held, assert_moves, drawn_by_all, drawn_moves, taken_by_rank
+from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
-from shardwise.collectives import regions
 from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.errors import ConfigError, ShardingError
-from shardwise.sharding import balanced_sizes
-
-
-class Held(Enum):
-    """How the ranks hold one tensor together."""
-
-    SAME = "the same"
-    PART = "a partial sum"
-    SHARD = "each its shard"
-
-
-VALUES = {"I": Held.SAME, "R": Held.SAME, "V": Held.SHARD, "P": Held.PART}
-GRADIENTS = {"I": Held.SAME, "R": Held.PART, "V": Held.SHARD, "P": Held.SAME}
+from shardwise.errors import NotInitializedError, ShardingError
+from shardwise.tensor_parallel import regions
 
 
 @dataclass(frozen=True)
@@ -58,79 +42,17 @@ MOVES = {
 }
 
 
-def drawn_by_all(held, shape, dim, sizes, t):
-    """What each rank holds, and the tensor that they hold together; integers, so that sums are exact."""
-    if held is Held.SAME:
-        whole = torch.randint(-9, 10, shape).double()
-        return [whole] * t, whole
-    if held is Held.PART:
-        parts = [torch.randint(-9, 10, shape).double() for _ in range(t)]
-        return parts, torch.stack(parts).sum(0)
-    whole = torch.randint(-9, 10, shape).double()
-    return list(whole.split(sizes, dim)), whole
-
-
-def taken_by_rank(held, whole, dim, sizes, rank):
-    """What a rank must hold of ``whole``, where that is determined."""
-    return whole if held is Held.SAME else whole.split(sizes, dim)[rank]
-
-
-def inner(values, gradients, held):
-    """The inner product that every rank can compute alone: over the group, counting what all share once."""
-    products = [float((v * g).sum()) for v, g in zip(values, gradients, strict=True)]
-    return products[0] if held is Held.SAME else sum(products)
-
-
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", MOVES)
 @settings(max_examples=15)
-@given(
-    rows=st.integers(0, 7),
-    columns=st.integers(0, 7),
-    even=st.booleans(),
-    cuts=st.none() | st.lists(st.integers(0, 7), min_size=3, max_size=3),
-    strided=st.booleans(),
-)
-def test_move_equals_its_formula_and_its_adjoint(group, name, rows, columns, even, cuts, strided):
-    move, t, me = MOVES[name], group.size(), group.rank()
-    dim = 0 if move.dim is None else move.dim
-    shape = [rows, 2, columns]
-    if even:
-        shape[dim] *= t
-    n = shape[dim]
-    sizes = list(balanced_sizes(n, t))
-    given_sizes = None
-    if move.sized and cuts is not None:
-        edges = [0, *sorted(min(cut, n) for cut in cuts[: t - 1]), n]
-        given_sizes = sizes = [stop - start for start, stop in pairwise(edges)]
-    elif move.source == "V" and len(set(sizes)) > 1:
-        # A gather of uneven shards must be told them.
-        given_sizes = sizes
+@given(drawn=drawn_moves())
+def test_move_equals_its_formula_and_its_adjoint(group, name, drawn):
+    move = MOVES[name]
 
-    inputs, together = drawn_by_all(VALUES[move.source], shape, dim, sizes, t)
-    gradients, _ = drawn_by_all(GRADIENTS[move.target], shape, dim, sizes, t)
-    arguments = (*move.arguments, given_sizes) if move.sized else move.arguments
+    def apply(x, sizes):
+        return move.function.apply(x, group, *move.arguments, *([sizes] if move.sized else []))
 
-    x, gradient = inputs[me].contiguous(), gradients[me].contiguous()
-    if strided:
-        x, gradient = (tensor.transpose(0, 2).contiguous().transpose(0, 2) for tensor in (x, gradient))
-    x = x.clone().requires_grad_()
-    with assert_unmodified(x=x, gradient=gradient):
-        y = move.function.apply(x, group, *arguments)
-        y.backward(gradient)
-
-    # Forward: the tensor that the ranks hold together stays what it is.
-    assert torch.equal(y, taken_by_rank(VALUES[move.target], together, dim, sizes, me))
-    # Backward: as the transposed linear map. Every rank computes all ranks' outputs by the formula just checked.
-    outputs = [taken_by_rank(VALUES[move.target], together, dim, sizes, rank) for rank in range(t)]
-    grad_inputs = gather_all(x.grad, group)
-    once = Held.SAME if move.target == "I" else Held.SHARD
-    left = inner(outputs, gradients, once)
-    right = inner(inputs, grad_inputs, Held.SAME if move.source == "I" else Held.SHARD)
-    assert left == right
-    if GRADIENTS[move.source] is Held.SAME:
-        assert all(torch.equal(grad_input, grad_inputs[0]) for grad_input in grad_inputs)
-    assert x.grad.shape == x.shape
+    assert_moves(apply, move.source, move.target, drawn, dim=move.dim, group=group)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -242,14 +164,13 @@ def test_all_to_all_and_its_inverse(group):
 
 
 @pytest.mark.ranks(2)
-def test_a_buffer_is_given_not_assumed(group):
-    """A move knows no ambient state."""
+def test_a_buffer_may_be_given(group):
     x, buffer = torch.ones(2, 3), GlobalMemoryBuffer()
     for move, arguments in (
         (regions._GatherFromSequenceParallelRegion, (True, None)),
         (regions._ReduceScatterToSequenceParallelRegion, (None,)),
     ):
-        with pytest.raises(ConfigError, match="use_global_buffer is True; this function needs the buffer itself"):
+        with pytest.raises(NotInitializedError, match="model parallelism is not initialised"):
             move.symbolic(None, x, group, *arguments, True)
         held = move.symbolic(None, x, group, *arguments, buffer)
         assert held.data_ptr() == buffer.get_tensor((1,), x.dtype, "mpu").data_ptr()

@@ -1,0 +1,247 @@
+"""The moves between layouts: each function takes a tensor from one to another, and its backward moves the gradient.
+
+========= ===================== ======================
+layout    values on the ranks   gradient on the ranks
+========= ===================== ======================
+I         the same              the same
+R         the same              a partial sum
+V         each its shard        each its shard
+P         a partial sum         the same
+========= ===================== ======================
+
+No move saves an activation, and none modifies its input. A dimension that the ranks do not divide is split by the
+balanced rule, or by the sizes that are given; a gather of uneven shards must be told their sizes, since none are
+exchanged. Moves have first derivatives only: PyTorch's collectives would give a wrong second one, so it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives import primitives
+from shardwise.collectives.primitives import all_gather, all_reduce, split_for_rank
+from shardwise.sharding import checked_dim, uneven_sizes
+
+__all__ = ["all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scatter"]
+
+Sizes = Sequence[int] | None
+"""Every rank's size along the dimension of a move; None where the move knows them."""
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_reduce(grad, group=ctx.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        return all_reduce(tensor, group=group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
+        return split_for_rank(tensor, group=group, dim=dim, sizes=sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gather(grad, group=ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes, partial_gradient: bool
+    ) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes, ctx.partial_gradient = dim, group, sizes, partial_gradient
+        return all_gather(tensor, group=group, dim=dim, sizes=sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        adjoint = primitives.reduce_scatter if ctx.partial_gradient else split_for_rank
+        return adjoint(grad, group=ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
+        return primitives.reduce_scatter(tensor, group=group, dim=dim, sizes=sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gather(grad, group=ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
+        ctx.group, ctx.output_sizes, ctx.input_sizes = group, output_sizes, input_sizes
+        return primitives.all_to_all(tensor, group=group, output_sizes=output_sizes, input_sizes=input_sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad_input = primitives.all_to_all(
+            grad, group=ctx.group, output_sizes=ctx.input_sizes, input_sizes=ctx.output_sizes
+        )
+        return grad_input, None, None, None
+
+
+def split_sizes(tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Sizes:
+    """``sizes``, or by the balanced rule what each rank gets of ``tensor`` along ``dim``; None where all get as much.
+
+    Raises:
+        ShardingError: the tensor has no such dimension.
+    """
+    return sizes or uneven_sizes(tensor.size(checked_dim(dim, tensor.shape)), group.size())
+
+
+def copy(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
+    """Enter a region in which every rank computes its part from a tensor that all hold.
+
+    Layout I -> R: forward nothing, backward all-reduce.
+
+    Args:
+        tensor: any shape, the same on every rank.
+        group: the ranks that share the region.
+
+    Returns:
+        The same values.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator f.
+    """
+    result: Tensor = _Copy.apply(tensor, group)
+    return result
+
+
+def reduce(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
+    """Sum a partial result over the ranks of a group.
+
+    Layout P -> I: forward all-reduce, backward nothing.
+
+    Args:
+        tensor: any shape, this rank's partial sum.
+        group: the ranks that hold the other parts.
+
+    Returns:
+        The sum, the same on every rank.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator g.
+    """
+    result: Tensor = _Reduce.apply(tensor, group)
+    return result
+
+
+def scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
+    """Keep this rank's shard of a tensor that all hold.
+
+    Layout I -> V: forward split, backward all-gather.
+
+    Args:
+        tensor: the whole, the same on every rank.
+        dim: dimension that is split.
+        group: the ranks that share the tensor.
+        sizes: every rank's size along ``dim``; balanced if None.
+
+    Returns:
+        This rank's shard, contiguous.
+
+    Raises:
+        ShardingError: ``sizes`` do not sum to the dimension, or there is no such dimension.
+    """
+    result: Tensor = _Scatter.apply(tensor, dim, group, split_sizes(tensor, dim, group, sizes))
+    return result
+
+
+def gather(
+    tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None, partial_gradient: bool = False
+) -> Tensor:
+    """Concatenate the shards of all ranks.
+
+    Layout V -> I: forward all-gather, backward split. With ``partial_gradient`` V -> R, for what each rank computes its
+    own part from: forward all-gather, backward reduce-scatter.
+
+    Args:
+        tensor: this rank's shard.
+        dim: dimension of the concatenation.
+        group: the ranks that hold the other shards.
+        sizes: every rank's size along ``dim``; all as this rank's if None.
+        partial_gradient: the ranks go on differently, so that the gradient on each is a partial sum.
+
+    Returns:
+        The whole, the same on every rank.
+
+    Raises:
+        ShardingError: ``sizes`` do not have this rank's size, or there is no such dimension.
+
+    Source: with ``partial_gradient`` Korthikanti et al. 2022 (arXiv:2205.05198), operator g.
+    """
+    result: Tensor = _Gather.apply(tensor, dim, group, sizes, partial_gradient)
+    return result
+
+
+def reduce_scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
+    """Sum a partial result over the ranks and keep this rank's shard.
+
+    Layout P -> V: forward reduce-scatter, backward all-gather.
+
+    Args:
+        tensor: of the whole shape, this rank's partial sum.
+        dim: dimension that is split.
+        group: the ranks that hold the other parts.
+        sizes: every rank's size along ``dim``; balanced if None.
+
+    Returns:
+        This rank's shard of the sum.
+
+    Raises:
+        ShardingError: ``sizes`` do not sum to the dimension, or there is no such dimension.
+
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g-bar.
+    """
+    result: Tensor = _ReduceScatter.apply(tensor, dim, group, split_sizes(tensor, dim, group, sizes))
+    return result
+
+
+def all_to_all(tensor: Tensor, *, group: ProcessGroup, output_sizes: Sizes = None, input_sizes: Sizes = None) -> Tensor:
+    """Send a run of rows to every rank and receive one from each, in rank order.
+
+    Layout V -> V; the backward is the inverse exchange.
+
+    Args:
+        tensor: ``[sum(input_sizes), ...]``.
+        group: the ranks that take part.
+        output_sizes: rows received from each rank; equal parts if None.
+        input_sizes: rows sent to each rank; equal parts if None.
+
+    Returns:
+        ``[sum(output_sizes), ...]``.
+
+    Raises:
+        ShardingError: the sizes are not one per rank, or do not sum to the rows.
+    """
+    result: Tensor = _AllToAll.apply(tensor, group, output_sizes, input_sizes)
+    return result
