@@ -7,6 +7,7 @@ import json
 import sys
 
 import triton
+from memory_order import unordered_accesses
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -46,21 +47,24 @@ PLAIN = {"CAP": 0.0, "TEMPERATURE": 1.0, "WANT_SUM": False, "EXPONENTIATE": True
 ALL = {"CAP": 30.0, "TEMPERATURE": 0.7, "WANT_SUM": True, "EXPONENTIATE": True, "HAS_REST": True}
 
 
-def compile_for(kernel, capability, logits, values):
+def compile_for(kernel, capability, logits, values, num_columns=64128, aligned=False):
     arguments = ARGUMENTS[kernel]
     wide = "fp64" if logits == "fp64" else "fp32"
-    values = values | {"BLOCK": loss_triton.block_size(64128)}
+    values = values | {"BLOCK": loss_triton.block_size(num_columns)}
     source = ASTSource(
         getattr(loss_triton, kernel),
         signature={
             name: kind.format(logits=logits, wide=wide) if kind else "constexpr" for name, kind in arguments.items()
         },
         constexprs={(i,): values[name] for i, (name, kind) in enumerate(arguments.items()) if kind is None},
+        # What Triton finds out of the arguments when a kernel is called, and reads wider where it is so.
+        attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(arguments.values()) if kind and aligned},
     )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm
 
 
-def main():
+def compiled_everywhere():
+    """Each kernel for each kind of GPU and of logits: its target, and the bytes of its machine code."""
     made = {}
     for kernel in ARGUMENTS:
         for capability in (80, 90):
@@ -69,7 +73,28 @@ def main():
                     asm = compile_for(kernel, capability, logits, values)
                     target = next(line for line in asm["ptx"].splitlines() if line.startswith(".target"))
                     made[f"{kernel}, {capability}, {logits}, {name}"] = [target, len(asm["cubin"])]
-    json.dump(made, sys.stdout)
+    return made
+
+
+def order_of_accesses():
+    """What ``exponentials_`` might read of a row after another thread has overwritten it; and so without barriers.
+
+    From fewer columns than a program has threads to several blocks of them.
+    """
+    found = {}
+    for logits in ("bf16", "fp32", "fp64"):
+        for num_columns in (10, 100, 1000, 64128):
+            for aligned in (False, True):
+                ptx = compile_for("statistics_kernel", 90, logits, PLAIN, num_columns, aligned)["ptx"]
+                found[f"{logits}, {num_columns} columns{', aligned' * aligned}"] = [
+                    unordered_accesses(ptx),
+                    unordered_accesses(ptx.replace("bar.sync", "// bar.sync")),
+                ]
+    return found
+
+
+def main():
+    json.dump({"compiled": compiled_everywhere, "order": order_of_accesses}[sys.argv[1]](), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 
-def run_program(name, **variables):
+def run_program(name, *arguments, **variables):
     program = Path(__file__).with_name(name)
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(program)],
+        [sys.executable, "-W", "error", str(program), *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -35,8 +35,18 @@ def test_interpreted_kernels_equal_the_reference():
 
 @pytest.mark.slow
 def test_kernels_compile_for_gpus(tmp_path):
-    made = run_program("compiled_loss.py", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    made = run_program("compiled_loss.py", "compiled", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert len(made) == 2 * 2 * 4 * 2
     for case, (target, num_bytes) in made.items():
         assert target.startswith(".target sm_80" if ", 80, " in case else ".target sm_90a"), (case, target)
         assert num_bytes > 1000
+
+
+@pytest.mark.slow
+def test_no_thread_reads_a_logit_that_another_may_have_overwritten(tmp_path):
+    found = run_program("compiled_loss.py", "order", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert len(found) == 3 * 4 * 2
+    for case, (unordered, without_barriers) in found.items():
+        # At least the target's logit is read by one thread and overwritten by another.
+        assert without_barriers, case
+        assert not unordered, (case, unordered)

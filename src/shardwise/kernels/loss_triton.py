@@ -65,6 +65,9 @@ def statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     wide = statistics.dtype.element_ty
+    target = tl.load(target_local + row)
+    owned = target >= 0
+    target_logit = tl.load(logits + target, mask=owned, other=0.0).to(wide)
     columns = tl.arange(0, BLOCK)
     maximum = tl.full((), float("-inf"), wide)
     shift = tl.zeros((), wide)
@@ -83,9 +86,6 @@ def statistics_kernel(
         if WANT_SUM:
             total += (shift - higher) * start + tl.sum(tl.where(inside, y - higher, 0.0), 0)
         shift = higher
-    target = tl.load(target_local + row)
-    owned = target >= 0
-    target_logit = tl.load(logits + target, mask=owned, other=0.0).to(wide)
     at_target, _ = _transform(target_logit, CAP, TEMPERATURE)
     if WANT_SUM:
         statistics += row * 4
@@ -96,6 +96,9 @@ def statistics_kernel(
     tl.store(statistics + 1, sum_exp)
     tl.store(statistics + 2, tl.where(owned, at_target - shift, float("-inf")))
     if EXPONENTIATE:
+        # What a thread reads above (the target's logit, a column that several threads hold) another may overwrite
+        # below, so all must have read it first.
+        tl.debug_barrier()
         for start in range(0, num_columns, BLOCK):
             inside = start + columns < num_columns
             x = tl.load(logits + start + columns, mask=inside, other=0.0).to(wide)
