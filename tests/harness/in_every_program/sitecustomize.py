@@ -1,0 +1,20 @@
+"""Python imports this at its start, in every program that ``harness.program`` starts and in all that these start.
+
+The process then writes where all its threads stand to its own file in ``$TEST_STACKS`` whenever it gets SIGUSR1, even
+when it is stuck in C code.
+"""
+
+import faulthandler
+import os
+import signal
+
+
+def _answer_signals() -> None:
+    # A descriptor and no file object, which would warn of not being closed when the program ends.
+    file = os.open(os.path.join(os.environ["TEST_STACKS"], str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+
+if os.path.isdir(os.environ.get("TEST_STACKS", "")):
+    _answer_signals()
+    os.register_at_fork(after_in_child=_answer_signals)

@@ -1,0 +1,241 @@
+"""A program that a test starts: it is waited for by what it prints, writes and does, and never outlives the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from harness.stacks import stacks
+from harness.watchdog import WATCHDOG_SECONDS, is_alive, wait_until
+
+_IN_EVERY_PROGRAM = Path(__file__).with_name("in_every_program")
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Program:
+    """A process, with all that it starts.
+
+    ::
+
+        with Program("-m", "shardwise", "train", "--data", text, SHARDWISE_CACHE=cache) as program:
+            program.wait_for_file(out / "checkpoints/step-00000010")
+            program.interrupt()
+            program.finish(exit_code=130)
+        assert "interrupted" in program.stderr
+
+    Every wait ends with its event, or with an AssertionError as soon as the program has ended without it. The watchdog
+    (``TEST_WATCHDOG_SECONDS``) is there for hangs alone; its message has what was printed, and the stacks of all Python
+    processes that the program started. At the end of the block no process is left that it started.
+
+    Args:
+        command: the program and its arguments. If the first begins with ``-`` it is Python that is started.
+        folder: its working directory.
+        stdin: where it reads, as for ``subprocess.Popen``; nothing by default.
+        stdout: where it prints, if the test itself looks after that, as for ``subprocess.Popen``.
+        stderr: likewise.
+        variables: environment variables besides this process's own, which lose those of a launcher; None takes one
+            away.
+
+    Attributes:
+        pid: its process id; also of its process group, which is its own.
+    """
+
+    def __init__(
+        self,
+        *command: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | None = None,
+        stdin: Any = subprocess.DEVNULL,
+        stdout: Any = subprocess.PIPE,
+        stderr: Any = subprocess.PIPE,
+        **variables: str | os.PathLike[str] | None,
+    ) -> None:
+        words = [os.fspath(word) for word in command]
+        self.command = [sys.executable, *words] if words[0].startswith("-") else words
+        self._files = Path(tempfile.mkdtemp(prefix="shardwise-stacks-"))
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+        for name, value in variables.items():
+            environment.pop(name, None)
+            if value is not None:
+                environment[name] = os.fspath(value)
+        environment["TEST_STACKS"] = str(self._files)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(_IN_EVERY_PROGRAM), environment.get("PYTHONPATH")])
+        )
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                env=environment,
+                cwd=folder,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        except BaseException:
+            shutil.rmtree(self._files)
+            raise
+        self.pid = self._process.pid
+        self._printed = {"stdout": bytearray(), "stderr": bytearray()}
+        self._readers = []
+        for name, pipe in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
+            if pipe is not None:
+                reader = threading.Thread(target=self._read, args=(pipe.fileno(), self._printed[name]), daemon=True)
+                reader.start()
+                self._readers.append(reader)
+
+    @property
+    def stdin(self) -> Any:
+        """The pipe to its standard input, if ``stdin=subprocess.PIPE`` was asked for."""
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed up to now; carriage returns are kept."""
+        return self._printed["stdout"].decode(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        """What it has printed on the standard error up to now."""
+        return self._printed["stderr"].decode(errors="replace")
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, a signal's number negated; None while it runs."""
+        return self._process.poll()
+
+    def wait_for_line(self, pattern: str, *, times: int = 1) -> re.Match[str]:
+        """Wait until ``times`` whole lines of either output contain the regular expression; the last match."""
+        __tracebackhide__ = True
+        found: list[re.Match[str]] = []
+
+        def is_printed() -> bool:
+            found[:] = [
+                match
+                for text in (self.stdout, self.stderr)
+                for line in re.split(r"[\r\n]", text)[:-1]
+                if (match := re.search(pattern, line))
+            ]
+            return len(found) >= times
+
+        self.wait_until(is_printed, f"it prints {pattern!r}" + (f" {times} times" if times > 1 else ""))
+        return found[times - 1]
+
+    def wait_for_file(self, path: str | os.PathLike[str]) -> None:
+        """Wait until something is there under this name."""
+        __tracebackhide__ = True
+        self.wait_until(Path(path).exists, f"there is {os.fspath(path)}")
+
+    def wait_until(self, happened: Any, what: str) -> None:
+        """Wait until ``happened()``, while the program runs; ``what`` says it in words, for the message."""
+        __tracebackhide__ = True
+
+        def happened_or_ended() -> bool:
+            # In this order: it may have happened just before the end, and was printed when the readers have ended.
+            ended = self.returncode is not None and not any(reader.is_alive() for reader in self._readers)
+            if happened():
+                return True
+            if ended:
+                raise AssertionError(f"the program ended before {what}\n{self.report()}")
+            return False
+
+        wait_until(happened_or_ended, what, report=self.report)
+
+    def finish(self, *, exit_code: int | None = 0) -> Program:
+        """Wait until the program has ended, and until every process that could still print for it has.
+
+        Args:
+            exit_code: the one that is expected; None if any will do.
+
+        Returns:
+            The program, for its ``stdout``, ``stderr`` and ``returncode``.
+        """
+        __tracebackhide__ = True
+        wait_until(
+            lambda: self.returncode is not None and not any(reader.is_alive() for reader in self._readers),
+            "the program and what it started end",
+            report=self.report,
+        )
+        if exit_code is not None and self.returncode != exit_code:
+            raise AssertionError(f"expected exit code {exit_code}\n{self.report()}")
+        return self
+
+    def wait(self) -> int:
+        """Wait until the program itself has ended, though others may still print for it; its exit code."""
+        __tracebackhide__ = True
+        wait_until(lambda: self.returncode is not None, "the program ends", report=self.report)
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """End the process itself with SIGKILL, and none of those that it started."""
+        self._process.kill()
+
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
+        """Send a signal to all processes of its group, as a terminal does at ctrl-C."""
+        os.killpg(self.pid, number)
+
+    def children(self) -> list[int]:
+        """The processes that it started itself and that still run, the oldest first."""
+        listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        pairs = (tuple(map(int, line.split())) for line in listing.splitlines())
+        return sorted(child for child, parent in pairs if parent == self.pid and is_alive(child))
+
+    def processes(self) -> list[int]:
+        """All that run of the processes that it has started, at any depth, and itself."""
+        mark, found = os.fsencode(f"TEST_STACKS={self._files}"), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            # Most others are another user's, and some end meanwhile.
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes().split(b"\0") and is_alive(int(path.parent.name)):
+                    found.append(int(path.parent.name))
+        return sorted(found)
+
+    def report(self) -> str:
+        """What it printed last, how it ended, and where each of its processes stands."""
+        code = self.returncode
+        lines = [f"command: {' '.join(self.command)}", "still running" if code is None else f"exit code {code}"]
+        for name, text in (("stdout", self.stdout), ("stderr", self.stderr)):
+            lines += [f"--- {name}, its last 4000 characters", text[-4000:]]
+        where = stacks({pid: self._files / str(pid) for pid in self.processes()})
+        return "\n".join([*lines, *(f"--- process {pid}\n{text or 'no stack'}" for pid, text in where.items())])
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Again if there were any: one of them may just have been starting another.
+        while left := self.processes():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        for reader in self._readers:
+            reader.join(WATCHDOG_SECONDS)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        shutil.rmtree(self._files, ignore_errors=True)
+
+    def _read(self, pipe: int, printed: bytearray) -> None:
+        while block := os.read(pipe, 1 << 16):
+            printed += block
+
+
+def run(*command: str | os.PathLike[str], exit_code: int | None = 0, **options: Any) -> Program:
+    """Run a program to its end, as ``Program(...)`` and its ``finish`` do."""
+    __tracebackhide__ = True
+    with Program(*command, **options) as program:
+        return program.finish(exit_code=exit_code)
