@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal
 
+from shardwise import parallel_state
 from shardwise.collectives import primitives
 from shardwise.errors import ConfigError, DesyncError, NotInitializedError, TopologyError
 from shardwise.topology import ParallelSizes, Topology
@@ -102,6 +103,27 @@ def test_a_time_limit_reaches_the_groups(group):
     backend = topology.group("tp")._get_backend(torch.device("cpu"))
     assert backend.options._timeout == datetime.timedelta(seconds=77)
     topology.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_groups_have_the_time_limit_of_the_default_group(group):
+    backend = group._get_backend(torch.device("cpu"))
+    before = backend.options._timeout
+    backend._set_default_timeout(datetime.timedelta(seconds=77))
+    try:
+        topology = Topology.create(tp=2)
+        assert topology.group("tp")._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
+        topology.destroy()
+        parallel_state.initialize_model_parallel(2)
+        own = parallel_state.get_tensor_model_parallel_group()
+        assert own._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(2, distributed_timeout_minutes=0.5)
+        own = parallel_state.get_tensor_model_parallel_group()
+        assert own._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 30
+        parallel_state.destroy_model_parallel()
+    finally:
+        backend._set_default_timeout(before)
 
 
 @pytest.mark.ranks(4)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.collectives.waiting import Wait
 from shardwise.errors import DesyncError, ShardwiseError
 
 T = TypeVar("T")
@@ -108,6 +109,20 @@ def check_same(value: object, what: str, *, group: ProcessGroup) -> None:
             raise DesyncError(f"ranks disagree on {what}: rank 0 has {values[0]!r}, rank {rank} has {other!r}")
 
 
+def barrier(what: str, *, group: ProcessGroup) -> None:
+    """Wait until every rank is here. Collective.
+
+    Args:
+        what: what is done by then, for the message.
+        group: the ranks that wait for each other.
+
+    Raises:
+        DesyncError: a rank is gone, or does not come within the group's time limit.
+    """
+    with _desync_error(what, group):
+        dist.barrier(group=group)
+
+
 def _failure(error: Exception | None, rank: int) -> ShardwiseError | None:
     """``error`` as the other ranks hear of it: they might not know, or not be able to receive, another's class."""
     if error is None or isinstance(error, ShardwiseError):
@@ -118,10 +133,12 @@ def _failure(error: Exception | None, rank: int) -> ShardwiseError | None:
 @contextmanager
 def _desync_error(what: str, group: ProcessGroup) -> Iterator[None]:
     """A failure to exchange ``what`` as a DesyncError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise DesyncError(
-            f"rank {group.rank()} of {group.size()} could not exchange {what} with the others; another rank ended, or "
-            f"did not come: {error}"
-        ) from error
+    with Wait(f"an exchange of {what}", group) as wait:
+        try:
+            yield
+        except RuntimeError as error:
+            found = f"{wait.finding}; " if wait.finding else ""
+            raise DesyncError(
+                f"{found}rank {group.rank()} of {group.size()} could not exchange {what} with the others; another rank "
+                f"ended, or did not come: {error}"
+            ) from error

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import datetime
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.collectives import accounting
 from shardwise.collectives.pending import Pending
+from shardwise.collectives.waiting import Wait
 from shardwise.errors import DesyncError
 
 # PyTorch 2.13 renamed these two and warns about the old names.
@@ -28,27 +30,39 @@ _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single"
 
 
 class _Work:
-    """A backend's work whose failure names the call."""
+    """A backend's work whose failure names the call.
 
-    __slots__ = ("_dtype", "_group", "_name", "_shape", "_work")
+    ``peer`` is the one rank that a message waits for, counted within the group.
+    """
 
-    def __init__(self, work: Any, name: str, tensor: Tensor, group: ProcessGroup) -> None:
+    __slots__ = ("_dtype", "_group", "_name", "_peer", "_shape", "_work")
+
+    def __init__(self, work: Any, name: str, tensor: Tensor, group: ProcessGroup, peer: int | None = None) -> None:
         self._work = work
         self._name = name
         self._shape = tensor.shape
         self._dtype = tensor.dtype
         self._group = group
+        self._peer = peer
 
     def wait(self) -> None:
-        try:
-            # gloo's own limit does not end every kind of disagreement.
-            limit = _limit_of_waiting(self._group)
-            self._work.wait() if limit is None else self._work.wait(limit)
-        except RuntimeError as error:
-            raise DesyncError(
-                f"{self._name} of {list(self._shape)} {str(self._dtype).removeprefix('torch.')} failed on rank "
-                f"{self._group.rank()} of {self._group.size()}; another rank ended, or made another call: {error}"
-            ) from error
+        missing = None if self._peer is None else self._awaited
+        with Wait(self._name, self._group, (self._shape, self._dtype), missing) as wait:
+            try:
+                # gloo's own limit does not end every kind of disagreement.
+                limit = _limit_of_waiting(self._group)
+                self._work.wait() if limit is None else self._work.wait(limit)
+            except RuntimeError as error:
+                rank, size = self._group.rank(), self._group.size()
+                found = f"{wait.finding}; " if wait.finding else ""
+                raise DesyncError(
+                    f"{found}{wait.describe()} failed on rank {rank} of {size} after "
+                    f"{time.monotonic() - wait.since:.0f} s; another rank ended, does not come, or made another call: "
+                    f"{error}"
+                ) from error
+
+    def _awaited(self) -> list[int]:
+        return [dist.get_global_rank(self._group, cast(int, self._peer))]
 
 
 _limits: weakref.WeakKeyDictionary[ProcessGroup, datetime.timedelta | None] = weakref.WeakKeyDictionary()

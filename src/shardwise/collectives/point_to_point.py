@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.collectives.eager import _Work
 from shardwise.collectives.pending import Pending
+from shardwise.collectives.waiting import count_messages
 
 
 class Letter(NamedTuple):
@@ -50,13 +51,14 @@ def exchange(
     """
     if dist.get_backend(group) == "nccl":
         return _exchange_in_one(sends, receives, group)
+    count_messages(len(sends) + len(receives), group)
     return (
         [
-            _pending(dist.isend(tensor, group=group, group_dst=rank, tag=tag), "send", tensor, group)
+            _pending(dist.isend(tensor, group=group, group_dst=rank, tag=tag), "send", tensor, group, rank)
             for tensor, rank, tag in sends
         ],
         [
-            _pending(dist.irecv(tensor, group=group, group_src=rank, tag=tag), "receive", tensor, group)
+            _pending(dist.irecv(tensor, group=group, group_src=rank, tag=tag), "receive", tensor, group, rank)
             for tensor, rank, tag in receives
         ],
     )
@@ -76,11 +78,11 @@ def _exchange_in_one(
     # The messages of one call may share one work.
     works = works if len(works) == len(operations) else works[:1] * len(operations)
     pending = [
-        _pending(work, "exchange", letter.tensor, group)
+        _pending(work, "exchange", letter.tensor, group, letter.rank)
         for work, letter in zip(works, [*sends, *receives], strict=True)
     ]
     return pending[: len(sends)], pending[len(sends) :]
 
 
-def _pending(work: Any, name: str, tensor: Tensor, group: ProcessGroup) -> Pending:
-    return Pending(_Work(work, name, tensor, group), lambda: tensor, tensor)
+def _pending(work: Any, name: str, tensor: Tensor, group: ProcessGroup, peer: int) -> Pending:
+    return Pending(_Work(work, name, tensor, group, peer), lambda: tensor, tensor)

@@ -64,7 +64,8 @@ def initialize_model_parallel(
             group (``partial_data_parallel=True`` in the getters).
         expert_tensor_parallel_size: ranks that split each expert; the tensor-parallel size if None.
         nccl_communicator_config_path: only None; set NCCL_MIN_CTAS, NCCL_MAX_CTAS and NCCL_CGA_CLUSTER_SIZE instead.
-        distributed_timeout_minutes: time limit of a collective in minutes; the backend's default if None.
+        distributed_timeout_minutes: time limit of a collective in minutes; that of ``init_process_group(timeout=)`` if
+            None.
         order: axes from fastest-varying to slowest.
         get_embedding_ranks: from a pipeline group's ranks, those that hold a tied word embedding; first and last if
             None.

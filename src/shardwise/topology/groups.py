@@ -77,7 +77,7 @@ class Topology:
 
         Args:
             sizes: sizes of the axes.
-            timeout: time limit of a collective; the backend's default if None.
+            timeout: time limit of a collective; that of the default group (``init_process_group(timeout=)``) if None.
             embedding_ranks: from a pipeline group's ranks, those that hold a tied word embedding.
             position_embedding_ranks: the same for the position embedding.
             validate: check now that all ranks ask for the same sizes, and before each collective of these groups that
@@ -105,6 +105,7 @@ class Topology:
             assert world is not None
             check_same(sizes, "the sizes of the topology", group=world)
         rank_lists = sizes.rank_lists(world_size, embedding_ranks, position_embedding_ranks)
+        timeout = _default_timeout() if timeout is None else timeout
         made: dict[tuple[tuple[int, ...], bool], ProcessGroup | None] = {}
         topology = cls(sizes, world_size, own_rank, validate, {}, {})
         try:
@@ -178,6 +179,16 @@ class Topology:
         self._groups.clear()
         self._ranks.clear()
         _destroy(groups)
+
+
+def _default_timeout() -> datetime.timedelta | None:
+    """The default group's time limit, in whose place ``new_group`` would take PyTorch's; None if it has none."""
+    world: Any = dist.group.WORLD
+    limits = [
+        getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+        for device in world._device_types
+    ]
+    return max((limit for limit in limits if limit is not None), default=None)
 
 
 def _new_group(

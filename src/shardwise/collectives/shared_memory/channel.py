@@ -16,6 +16,7 @@ for still live, and gives up at the group's time limit: it never hangs.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives.pending import Pending
+from shardwise.collectives.waiting import Wait, layer_of
 from shardwise.errors import DesyncError, LaunchError, ShardwiseError
 
 NUM_SLOTS = 4
@@ -89,11 +91,20 @@ class Channel:
         memory: ``channel_bytes(t)`` bytes, zero at first, the same memory on every rank.
         processes: the ranks' processes, in rank order.
         timeout: seconds that a rank waits for another.
+        global_ranks: the ranks in the world, in the same order; those of the group itself if None.
     """
 
-    def __init__(self, rank: int, memory: Tensor, processes: Sequence[Process], timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        memory: Tensor,
+        processes: Sequence[Process],
+        timeout: float,
+        global_ranks: Sequence[int] | None = None,
+    ) -> None:
         self.rank = rank
         self.t = len(processes)
+        self.global_ranks = list(range(self.t) if global_ranks is None else global_ranks)
         self._processes = processes
         self._timeout = timeout
         self._others = [other for other in range(self.t) if other != rank]
@@ -175,6 +186,18 @@ class Channel:
                 self._wait_longer(place, number, other, message)
 
     def _wait_longer(self, place: int, number: int, other: int, message: Message) -> None:
+        flag = place - other * _WORDS_PER_RANK
+
+        def missing() -> list[int]:
+            return [
+                self.global_ranks[each] for each in self._others if self._words[each * _WORDS_PER_RANK + flag] < number
+            ]
+
+        name, shape, dtype, *_ = message.description
+        with Wait(name, self.global_ranks, (shape, dtype), missing):
+            self._wait_for_flag(place, number, other, message)
+
+    def _wait_for_flag(self, place: int, number: int, other: int, message: Message) -> None:
         words = self._words
         start = time.monotonic()
         look = start + _SECONDS_BETWEEN_LOOKS
@@ -199,8 +222,9 @@ class Channel:
                 raise self._broken
             if now - start > self._timeout:
                 self._broken = DesyncError(
-                    f"rank {other} of {self.t} (process {process.pid}) did not join rank {self.rank} in {message} "
-                    f"within {self._timeout:g} s; every rank of a group must make the same calls in the same order"
+                    f"rank {other} of {self.t} (process {process.pid}) did not join rank {self.rank} in {message}"
+                    f"{_of_layer()} within {self._timeout:g} s; every rank of a group must make the same calls in the "
+                    "same order"
                 )
                 raise self._broken
 
@@ -225,6 +249,11 @@ class Channel:
         return self._broken
 
 
+def _of_layer() -> str:
+    layer = layer_of(threading.get_ident())
+    return f" of {layer}" if layer else ""
+
+
 class Message(Pending, ABC):
     """One collective in flight. A subclass says what goes into a slot, and what is made of everybody's.
 
@@ -235,7 +264,7 @@ class Message(Pending, ABC):
         num_chunks: how many chunks the message is cut into; the same on every rank.
     """
 
-    __slots__ = ("_channel", "_description", "_num_chunks", "_posted", "_taken", "call", "result")
+    __slots__ = ("_channel", "_num_chunks", "_posted", "_taken", "call", "description", "result")
 
     result: Tensor
 
@@ -247,7 +276,7 @@ class Message(Pending, ABC):
         num_chunks: int,
     ) -> None:
         self._channel = channel
-        self._description = description
+        self.description = description
         self.call = call
         self._num_chunks = num_chunks
         self._posted: list[tuple[int, int]] = []
@@ -290,5 +319,5 @@ class Message(Pending, ABC):
         """Make this rank's result of everybody's rows of the slot."""
 
     def __str__(self) -> str:
-        name, shape, dtype, *rest = self._description
+        name, shape, dtype, *rest = self.description
         return " ".join([f"{name} of {list(shape)} {str(dtype).removeprefix('torch.')}", *rest])

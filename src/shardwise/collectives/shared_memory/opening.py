@@ -84,7 +84,9 @@ def _open(group: ProcessGroup) -> Channel | None:
     if rank == 0:
         memory[: len(token)].zero_()
     _tell_all(True, group)
-    return Channel(rank, memory, [process for _, process in hellos], _timeout(group))
+    return Channel(
+        rank, memory, [process for _, process in hellos], _timeout(group), dist.get_process_group_ranks(group)
+    )
 
 
 def _where_and_who() -> tuple[tuple[str, int], Process | None]:
