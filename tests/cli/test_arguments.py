@@ -83,7 +83,7 @@ def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
         ([], "no text to train on; pass --data with files or folders, or --data stdlib"),
         (["--data"], "no text to train on; pass --data with files or folders, or --data stdlib"),
         (["--data", "a", "--model.dropout", "2"], "model.dropout is 2.0; it must be at least 0 and under 1"),
-        (["--data", "a", "--nproc", "0"], "--nproc is 0; it must be at least 1"),
+        (["--data", "a", "--nproc", "0"], "--nproc is 0; it must be from 1 to 1,024"),
     ],
 )
 def test_a_mistake_in_the_flags_is_one_line(argv, message, capfd):
@@ -111,7 +111,7 @@ def test_a_mistake_in_the_flags_is_one_line(argv, message, capfd):
         ('data = "a"', 'run.toml: data is \'a\'; it must be a list of strings, such as ["a.txt", "b"]'),
         ('resume = "yes"', "run.toml: resume is 'yes'; it must be one of 'auto', 'never', 'restart'"),
         ("x =\ny = 2", "run.toml is not TOML: Invalid value (at line 1, column 4)"),
-        ('data = ["a"]\n[model]\nnum_layers = 0', "model.num-layers is 0; it must be at least 1"),
+        ('data = ["a"]\n[model]\nnum_layers = 0', "model.num-layers is 0; it must be from 1 to 10,000"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(toml, text, message):

@@ -135,7 +135,7 @@ def test_adapters_and_merged_adapters_are_the_same_model(folder, capsys):
     [
         (["--data", "x"], "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ..."),
         (["base"], "no text to train on; pass --data with files or folders, or --data stdlib"),
-        (["base", "--data", "x", "--lora-rank", "0"], "--lora-rank is 0; it must be at least 1"),
+        (["base", "--data", "x", "--lora-rank", "0"], "--lora-rank is 0; it must be from 1 to 65,536"),
         (["base", "--data", "x", "--lora-alpha", "3"], "--lora-alpha without --lora-rank"),
         (["base", "--data", "x", "--lora-rnak", "3"], "unknown flag --lora-rnak; did you mean --lora-rank?"),
         (["base", "--data", "x", "--tp", "2", "--nproc", "3"], "parallel.tp 2 does not divide the 3 ranks"),

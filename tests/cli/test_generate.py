@@ -159,7 +159,7 @@ def test_a_long_prompt_is_read_from_its_end(run, capsys):
         (["--nproc", "0"], "--nproc is 0"),
         (["--nproc", "3"], "2 attention heads cannot be split over 3 ranks; use --nproc 2 or less"),
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["--top-p", "0"], "top_p is 0.0"),
+        (["--top-p", "0"], "--top-p is 0.0"),
         (["--top-k", "many"], "--top-k is 'many'"),
         (["--topk", "3"], "unknown flag --topk; did you mean --top-k?"),
         (["--tp", "2"], "unknown flag --tp; did you mean --nproc?"),

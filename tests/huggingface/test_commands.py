@@ -150,15 +150,15 @@ def test_transformers_computes_what_a_trained_model_does(architecture: Any, tmp_
         (["export-hf", "RUN", "--out", "x", "--max-file-gb", "0"], "--max-file-gb is 0.0"),
         (
             ["export-hf", "RUN", "--out", "x", "--max-file-gb", "1e300"],
-            "--max-file-gb is 1e+300; it must be a number over 0",
+            "--max-file-gb is 1e+300; it must be from 1e-09 to 1e+09",
         ),
         (
             ["export-hf", "RUN", "--out", "x", "--max-file-gb", "inf"],
-            "--max-file-gb is inf; it must be a number over 0",
+            "--max-file-gb is inf; it must be from 1e-09 to 1e+09",
         ),
         (
             ["export-hf", "RUN", "--out", "x", "--max-file-gb", "nan"],
-            "--max-file-gb is nan; it must be a number over 0",
+            "--max-file-gb is nan; it must be a number, from 1e-09 to 1e+09",
         ),
         (["import-hf", "MODEL", "--out", "RUN"], "has a checkpoint already"),
     ],

@@ -262,7 +262,7 @@ def test_what_cannot_be_is_said_on_every_rank(group, root, tmp_path, monkeypatch
 
 def test_settings_that_contradict_each_other():
     for options, message in (
-        ({"lora_rank": 0}, "--lora-rank is 0; it must be at least 1"),
+        ({"lora_rank": 0}, "--lora-rank is 0; it must be from 1 to 65,536"),
         ({"lora_alpha": 3.0}, "--lora-alpha without --lora-rank"),
         ({"lora_rank": 2, "lora_dropout": 1.0}, "--lora-dropout is 1.0"),
         ({"lora_rank": 2, "lora_targets": ()}, "--lora-targets names no layer"),

@@ -18,6 +18,7 @@ import tyro
 from shardwise.cli.reporting import nearest
 from shardwise.cli.toml_file import read_toml, settings_defaults
 from shardwise.errors import ConfigError
+from shardwise.training.bounds import LOCAL_RANKS, check_values
 from shardwise.training.finetune_settings import FinetuneSettings
 from shardwise.training.settings import RunSettings, Settings
 
@@ -50,10 +51,12 @@ TOML file of --config, then from flags:
     "  ",
 )
 
+_LONGEST_MESSAGE = 300
 _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 _PLAINER = (
     (r"Missing value for argument '(\S+)'\. Expected .*", r"\1 needs a value"),
     (r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\.", r"\2 is \1; it must be one of \3"),
+    (r"(\S+): Exceeds the limit .*", r"\1 is too large an integer"),
     (r"(\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 is \2; it must be an integer"),
     (r"(\S+): no type matching INT could be instantiated from \[(.*)\]\.", r"\1 is \2; it must be an integer"),
     (r"(\S+): could not convert string to float: (.*)", r"\1 is \2; it must be a number"),
@@ -75,8 +78,11 @@ class TrainArguments:
 
     settings: Annotated[Settings, tyro.conf.arg(name="")]
     config: str | None = None
-    nproc: int | None = None
+    nproc: Annotated[int | None, LOCAL_RANKS] = None
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+    def __post_init__(self) -> None:
+        check_values(self, "--")
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,11 @@ class FinetuneArguments:
 
     settings: Annotated[FinetuneSettings, tyro.conf.arg(name="")]
     config: str | None = None
-    nproc: int | None = None
+    nproc: Annotated[int | None, LOCAL_RANKS] = None
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+    def __post_init__(self) -> None:
+        check_values(self, "--")
 
 
 def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
@@ -126,10 +135,7 @@ def _parse_run_arguments(
     # Validated when tyro makes them anew: what contradicts itself in the file may be mended by a flag. The class is the
     # one that the arguments' own field is of, which mypy does not see.
     defaults = cls(settings_defaults(settings_class, values, config))  # type: ignore[arg-type]
-    arguments = parse_command(cls, argv, prog, description=description, default=defaults)
-    if arguments.nproc is not None and arguments.nproc < 1:
-        raise ConfigError(f"--nproc is {arguments.nproc}; it must be at least 1")
-    return arguments
+    return parse_command(cls, argv, prog, description=description, default=defaults)
 
 
 def parse_command(
@@ -245,4 +251,6 @@ def _one_line(end: SystemExit, boxes: str) -> ConfigError:
     text = text.strip().removeprefix("Error parsing ")
     for theirs, ours in _PLAINER:
         text = re.sub(f"^{theirs}$", ours, text)
+    if len(text) > _LONGEST_MESSAGE:
+        text = text[:_LONGEST_MESSAGE] + "..."
     return ConfigError(text or "wrong arguments; see --help")

@@ -15,6 +15,7 @@ from shardwise.cli.arguments import parse_command
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import RankEnvironment
 from shardwise.errors import ConfigError
+from shardwise.training.bounds import LOCAL_RANKS, Range, check_values
 from shardwise.training.settings import (
     CorpusSettings,
     ModelSettings,
@@ -42,9 +43,12 @@ class DemoArguments:
     """
 
     out: str = "runs/demo"
-    tp: int = 2
-    steps: int = 560
+    tp: Annotated[int, LOCAL_RANKS] = 2
+    steps: Annotated[int, Range(1, 10**9)] = 560
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+    def __post_init__(self) -> None:
+        check_values(self, "--")
 
 
 def demo_settings(arguments: DemoArguments) -> Settings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +12,7 @@ from shardwise.cli.arguments import parse_command
 from shardwise.cli.checkpoint_model import OpenCheckpoint, open_checkpoint
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import checked_world_size
-from shardwise.errors import ConfigError
+from shardwise.training.bounds import LOCAL_RANKS, Range, check_values
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,12 @@ class ExportArguments:
     out: str
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     architecture: str | None = None
-    max_file_gb: float = 5.0
-    nproc: int | None = None
+    max_file_gb: Annotated[float, Range(1e-9, 1e9)] = 5.0
+    nproc: Annotated[int | None, LOCAL_RANKS] = None
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+    def __post_init__(self) -> None:
+        check_values(self, "--")
 
 
 def main(argv: list[str]) -> int:
@@ -54,8 +56,6 @@ def main(argv: list[str]) -> int:
         CheckpointError: no checkpoint, or a damaged one; the folder cannot be written.
     """
     arguments = parse_command(ExportArguments, argv, "shardwise export-hf")
-    if not 0 < arguments.max_file_gb * 1e9 < math.inf:
-        raise ConfigError(f"--max-file-gb is {arguments.max_file_gb}; it must be a number over 0")
     world_size, here = checked_world_size(arguments.nproc)
     if not here:
         # A mistake costs less to find before the ranks are started.

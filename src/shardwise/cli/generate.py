@@ -17,6 +17,7 @@ from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import checked_world_size
 from shardwise.cli.reporting import print_line
 from shardwise.errors import ConfigError, DataError
+from shardwise.training.bounds import LOCAL_RANKS, SEED, Range, check_values
 
 if TYPE_CHECKING:
     from shardwise.inference import Sampling
@@ -45,14 +46,17 @@ class GenerateArguments:
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     prompt: str = ""
-    max_new_tokens: int = 200
-    temperature: float = 0.8
-    top_k: int = 50
-    top_p: float = 1.0
-    seed: int = 0
-    nproc: int | None = None
+    max_new_tokens: Annotated[int, Range(0, 10**9)] = 200
+    temperature: Annotated[float, Range(0, 1e6)] = 0.8
+    top_k: Annotated[int, Range(0, 10**9)] = 50
+    top_p: Annotated[float, Range(0, 1, low_included=False)] = 1.0
+    seed: Annotated[int, SEED] = 0
+    nproc: Annotated[int | None, LOCAL_RANKS] = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+    def __post_init__(self) -> None:
+        check_values(self, "--")
 
 
 def main(argv: list[str]) -> int:
@@ -84,10 +88,6 @@ def _checked_sampling(arguments: GenerateArguments) -> Sampling:
     # Late, here and below, because PyTorch takes seconds to import, and `--help` or a wrong flag should not.
     from shardwise.inference import Sampling
 
-    if arguments.max_new_tokens < 0:
-        raise ConfigError(f"--max-new-tokens is {arguments.max_new_tokens}; it must not be negative")
-    if not 0 <= arguments.seed < 2**63:
-        raise ConfigError(f"--seed is {arguments.seed}; it must be from 0 to 2**63 - 1")
     return Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
 
 

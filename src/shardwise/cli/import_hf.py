@@ -13,6 +13,7 @@ from shardwise.cli.arguments import parse_command
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import checked_world_size
 from shardwise.errors import ConfigError, DataError
+from shardwise.training.bounds import LOCAL_RANKS, check_values
 
 if TYPE_CHECKING:
     from shardwise.huggingface.folder import PretrainedFolder
@@ -36,8 +37,11 @@ class ImportArguments:
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     out: str
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
-    nproc: int | None = None
+    nproc: Annotated[int | None, LOCAL_RANKS] = None
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+    def __post_init__(self) -> None:
+        check_values(self, "--")
 
 
 def main(argv: list[str]) -> int:

@@ -147,10 +147,8 @@ def checked_world_size(nproc: int | None) -> tuple[int, bool]:
         The number, and False if this process is to start them.
 
     Raises:
-        ConfigError: ``nproc`` is under 1, or not what the launcher started.
+        ConfigError: ``nproc`` is not what the launcher started.
     """
-    if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc is {nproc}; it must be at least 1")
     environment = RankEnvironment.read()
     if environment is None:
         return nproc or 1, (nproc or 1) == 1

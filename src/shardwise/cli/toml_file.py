@@ -24,7 +24,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    # Among them TOMLDecodeError, text that is not UTF-8, and integers of more digits than Python reads.
+    except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
@@ -100,4 +101,7 @@ def _checked(value: Any, annotation: Any, name: str) -> Any:
     if not isinstance(value, accepted) or (isinstance(value, bool) and annotation is not bool):
         what = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[annotation]
         raise ConfigError(f"{name} is {value!r}; it must be {what}")
-    return annotation(value)
+    try:
+        return annotation(value)
+    except OverflowError as error:
+        raise ConfigError(f"{name} is an integer too large for a number: {error}") from error

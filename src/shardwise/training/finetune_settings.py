@@ -9,7 +9,16 @@ from typing import Annotated
 import tyro
 
 from shardwise.errors import ConfigError
-from shardwise.training.settings import OptimizerSettings, ParallelSettings, RunSettings, TrainingSettings
+from shardwise.training.bounds import PROBABILITY, STEPS, Range, check_values
+from shardwise.training.settings import (
+    DECAY,
+    RATE,
+    SEQUENCE,
+    OptimizerSettings,
+    ParallelSettings,
+    RunSettings,
+    TrainingSettings,
+)
 
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
 
@@ -24,14 +33,11 @@ class PretrainedSettings:
             config.json says if not given.
     """
 
-    sequence_length: int | None = None
-    dropout: float | None = None
+    sequence_length: Annotated[int | None, SEQUENCE] = None
+    dropout: Annotated[float | None, PROBABILITY] = None
 
     def __post_init__(self) -> None:
-        if self.sequence_length is not None and self.sequence_length < 2:
-            raise ConfigError(f"model.sequence-length is {self.sequence_length} tokens; it must be at least 2")
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout is {self.dropout}; it must be at least 0 and under 1")
+        check_values(self, "model.")
 
 
 @dataclass(frozen=True)
@@ -48,15 +54,17 @@ class LoraSettings:
         lora_merge: write the whole model with the adapters merged into its weights, in place of the adapters.
     """
 
-    lora_rank: int | None = None
-    lora_alpha: float | None = None
-    lora_dropout: float = 0.0
+    lora_rank: Annotated[int | None, Range(1, 65_536)] = None
+    lora_alpha: Annotated[float | None, Range(-1e6, 1e6)] = None
+    lora_dropout: Annotated[float, PROBABILITY] = 0.0
     lora_targets: tuple[str, ...] = ("all-linear",)
     lora_rslora: bool = False
     lora_merge: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
+        if isinstance(self.lora_targets, list):  # of JSON
+            object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
+        check_values(self, "--")
         if self.lora_rank is None:
             changed = [
                 f"--{setting.name.replace('_', '-')}"
@@ -66,10 +74,6 @@ class LoraSettings:
             if changed:
                 raise ConfigError(f"{', '.join(changed)} without --lora-rank: without a rank there are no adapters")
             return
-        if self.lora_rank < 1:
-            raise ConfigError(f"--lora-rank is {self.lora_rank}; it must be at least 1")
-        if not 0 <= self.lora_dropout < 1:
-            raise ConfigError(f"--lora-dropout is {self.lora_dropout}; it must be at least 0 and under 1")
         if not self.lora_targets:
             raise ConfigError("--lora-targets names no layer; name at least one, such as q_proj")
 
@@ -90,16 +94,10 @@ class FinetuneOptimizerSettings(OptimizerSettings):
     """
 
     # A number once the settings of the run are made, which know whether it is for adapters.
-    learning_rate: float | None = None  # type: ignore[assignment]
-    warmup_steps: int = 10
-    weight_decay: float = 0.0
-    beta2: float = 0.999
-
-    def __post_init__(self) -> None:
-        if self.learning_rate is not None:
-            super().__post_init__()
-        else:
-            dataclasses.replace(self, learning_rate=_LEARNING_RATE)
+    learning_rate: Annotated[float | None, RATE] = None  # type: ignore[assignment]
+    warmup_steps: Annotated[int, STEPS] = 10
+    weight_decay: Annotated[float, DECAY] = 0.0
+    beta2: Annotated[float, PROBABILITY] = 0.999
 
 
 @dataclass(frozen=True)

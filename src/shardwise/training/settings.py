@@ -7,10 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from shardwise.errors import ConfigError
+from shardwise.training.bounds import PROBABILITY, RANKS, SEED, SHARE, STEPS, Range, check_values
+
+_WIDTH = Range(1, 1 << 20)
+_SAMPLES = Range(1, 10**6)
+SEQUENCE = Range(2, 1 << 24)
+"""Of tokens in a sample."""
+
+# What fp32 holds with room for a few products.
+_LARGE = 1e30
+RATE = Range(0, _LARGE, low_included=False)
+"""Of a learning rate."""
+
+DECAY = Range(0, 10_000)
+"""Of a weight decay."""
+
+_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
 def _require(holds: bool, message: str) -> None:
@@ -38,28 +55,19 @@ class ModelSettings:
     """
 
     architecture: Literal["llama", "gpt"] = "llama"
-    num_layers: int = 4
-    hidden_size: int = 256
-    num_heads: int = 4
-    num_query_groups: int | None = None
-    ffn_hidden_size: int | None = None
-    vocab_size: int = 4096
-    sequence_length: int = 256
+    num_layers: Annotated[int, Range(1, 10_000)] = 4
+    hidden_size: Annotated[int, _WIDTH] = 256
+    num_heads: Annotated[int, _WIDTH] = 4
+    num_query_groups: Annotated[int | None, _WIDTH] = None
+    ffn_hidden_size: Annotated[int | None, Range(1, 1 << 22)] = None
+    # The 256 bytes and the end-of-text token at least; at most four times the largest that anybody uses.
+    vocab_size: Annotated[int, Range(257, 1 << 22)] = 4096
+    sequence_length: Annotated[int, SEQUENCE] = 256
     tie_embeddings: bool = True
-    dropout: float = 0.0
+    dropout: Annotated[float, PROBABILITY] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads"):
-            value = getattr(self, name)
-            _require(value >= 1, f"model.{name.replace('_', '-')} is {value}; it must be at least 1")
-        _require(
-            self.sequence_length >= 2, f"model.sequence-length is {self.sequence_length} tokens; it must be at least 2"
-        )
-        _require(
-            self.vocab_size >= 257,
-            f"model.vocab-size is {self.vocab_size}; it must be at least 257: the 256 bytes and the end-of-text token",
-        )
-        _require(0 <= self.dropout < 1, f"model.dropout is {self.dropout}; it must be at least 0 and under 1")
+        check_values(self, "model.")
         _require(
             self.hidden_size % self.num_heads == 0,
             f"model.hidden-size {self.hidden_size} is not a multiple of model.num-heads {self.num_heads}",
@@ -88,16 +96,14 @@ class ParallelSettings:
         virtual_stages: parts of the model on each stage.
     """
 
-    tp: int = 1
+    tp: Annotated[int, RANKS] = 1
     sequence_parallel: bool = False
-    pp: int = 1
+    pp: Annotated[int, RANKS] = 1
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    virtual_stages: int = 1
+    virtual_stages: Annotated[int, RANKS] = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "virtual_stages"):
-            value = getattr(self, name)
-            _require(value >= 1, f"parallel.{name.replace('_', '-')} is {value}; it must be at least 1")
+        check_values(self, "parallel.")
         _require(
             self.virtual_stages == 1 or (self.pp > 1 and self.pipeline_schedule == "interleaved"),
             f"parallel.virtual-stages {self.virtual_stages} needs --parallel.pipeline-schedule interleaved (it is "
@@ -124,27 +130,18 @@ class OptimizerSettings:
         clip_grad_norm: largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     """
 
-    learning_rate: float = 3e-3
-    final_learning_rate_ratio: float = 0.1
-    warmup_steps: int = 20
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    clip_grad_norm: float = 1.0
+    learning_rate: Annotated[float, RATE] = 3e-3
+    final_learning_rate_ratio: Annotated[float, SHARE] = 0.1
+    warmup_steps: Annotated[int, STEPS] = 20
+    weight_decay: Annotated[float, DECAY] = 0.1
+    beta1: Annotated[float, PROBABILITY] = 0.9
+    beta2: Annotated[float, PROBABILITY] = 0.95
+    # Without it the update of a weight that never had a gradient is 0 / 0; less than this vanishes in fp32.
+    epsilon: Annotated[float, Range(1e-30, 10_000)] = 1e-8
+    clip_grad_norm: Annotated[float, Range(0, _LARGE)] = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, f"optimizer.learning-rate is {self.learning_rate}; it must be over 0")
-        _require(
-            0 <= self.final_learning_rate_ratio <= 1,
-            f"optimizer.final-learning-rate-ratio is {self.final_learning_rate_ratio}; it must be from 0 to 1",
-        )
-        for name in ("warmup_steps", "weight_decay", "clip_grad_norm"):
-            value = getattr(self, name)
-            _require(value >= 0, f"optimizer.{name.replace('_', '-')} is {value}; it must not be negative")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            _require(0 <= value < 1, f"optimizer.{name} is {value}; it must be at least 0 and under 1")
+        check_values(self, "optimizer.")
 
 
 @dataclass(frozen=True)
@@ -168,29 +165,20 @@ class TrainingSettings:
             it; "per_rank" lets each rank draw its own, which takes less time and memory.
     """
 
-    steps: int = 500
-    global_batch_size: int = 16
-    micro_batch_size: int | None = None
-    seed: int = 1234
-    eval_every: int = 0
-    save_every: int = 0
-    keep_checkpoints: int = 2
+    steps: Annotated[int, Range(1, 10**9)] = 500
+    global_batch_size: Annotated[int, _SAMPLES] = 16
+    micro_batch_size: Annotated[int | None, _SAMPLES] = None
+    seed: Annotated[int, SEED] = 1234
+    eval_every: Annotated[int, STEPS] = 0
+    save_every: Annotated[int, STEPS] = 0
+    keep_checkpoints: Annotated[int, Range(1, 10**6)] = 2
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     tensorboard: bool = False
     loss: Literal["plain", "linear_fused"] = "linear_fused"
     rng: Literal["per_rank", "global"] = "global"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch_size", "keep_checkpoints"):
-            value = getattr(self, name)
-            _require(value >= 1, f"training.{name.replace('_', '-')} is {value}; it must be at least 1")
-        for name in ("eval_every", "save_every", "seed"):
-            value = getattr(self, name)
-            _require(value >= 0, f"training.{name.replace('_', '-')} is {value}; it must not be negative")
-        _require(
-            self.micro_batch_size is None or self.micro_batch_size >= 1,
-            f"training.micro-batch-size is {self.micro_batch_size}; it must be at least 1",
-        )
+        check_values(self, "training.")
 
 
 @dataclass(frozen=True)
@@ -202,14 +190,11 @@ class CorpusSettings:
         text_key: field of a JSON record that holds the text.
     """
 
-    held_out_fraction: float = 0.03
+    held_out_fraction: Annotated[float, Range(0, 1, low_included=False, high_included=False)] = 0.03
     text_key: str = "text"
 
     def __post_init__(self) -> None:
-        _require(
-            0 < self.held_out_fraction < 1,
-            f"corpus.held-out-fraction is {self.held_out_fraction}; it must be between 0 and 1",
-        )
+        check_values(self, "corpus.")
 
 
 @dataclass(frozen=True)
@@ -238,6 +223,7 @@ class RunSettings:
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
     def __post_init__(self) -> None:
+        check_values(self)
         _require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
 
     @property
@@ -342,6 +328,28 @@ class Settings(RunSettings):
             self.model.num_layers >= stages,
             f"model.num-layers {self.model.num_layers} is less than the {stages} parts of parallel.pp {parallel.pp} x "
             f"parallel.virtual-stages {parallel.virtual_stages}; each needs a layer",
+        )
+
+    def check_world(self, world_size: int) -> None:
+        """Check the settings against the number of ranks, and the model against this machine's memory.
+
+        Raises:
+            ConfigError: as ``RunSettings.check_world``; or one rank's weights are more than the memory there is.
+        """
+        super().check_world(world_size)
+        if "SC_PHYS_PAGES" not in os.sysconf_names:
+            return
+        model, ranks = self.model, self.parallel.tp * self.parallel.pp
+        # Keys and values, biases and norms left out.
+        per_layer = 2 * model.hidden_size**2 + 2 * model.hidden_size * (model.ffn_hidden_size or 4 * model.hidden_size)
+        num_parameters = model.num_layers * per_layer + model.vocab_size * model.hidden_size
+        share = num_parameters * _BYTES[self.training.dtype] // ranks
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        _require(
+            share <= memory,
+            f"a model of model.num-layers {model.num_layers}, model.hidden-size {model.hidden_size} and "
+            f"model.vocab-size {model.vocab_size} has {num_parameters:.1e} parameters, {share / 1e9:,.0f} GB of "
+            f"weights per rank, and this machine has {memory / 1e9:,.0f} GB; use a smaller model, or more ranks",
         )
 
     @property

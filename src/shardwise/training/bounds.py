@@ -1,0 +1,137 @@
+"""What a setting may be: its kind, and the range of a number, both declared by its type.
+
+::
+
+    num_layers: Annotated[int, Range(1, 10_000)] = 4
+    dropout: Annotated[float, Range(0, 1, high_included=False)] = 0.0
+
+Values come from flags, TOML files and the JSON of checkpoints, so nothing is taken for granted: neither the kind, nor
+that a number is finite. Nothing of PyTorch is imported here, for a wrong setting is to be heard of at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from shardwise.errors import ConfigError
+
+_LONGEST_SHOWN = 60
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from ``low`` to ``high``; neither infinities nor NaN.
+
+    Attributes:
+        low: the least.
+        high: the largest.
+        low_included: whether ``low`` itself is one of them.
+        high_included: whether ``high`` itself is one of them.
+    """
+
+    low: float
+    high: float
+    low_included: bool = True
+    high_included: bool = True
+
+    def __contains__(self, value: float) -> bool:
+        above = value >= self.low if self.low_included else value > self.low
+        return above and (value <= self.high if self.high_included else value < self.high)
+
+    def __str__(self) -> str:
+        low, high = (f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (self.low, self.high))
+        if self.low_included and self.high_included:
+            return f"from {low} to {high}"
+        if not (self.low_included or self.high_included):
+            return f"between {low} and {high}"
+        return f"at least {low} and under {high}" if self.low_included else f"over {low} and at most {high}"
+
+
+STEPS = Range(0, 10**9)
+"""Of a number of steps, or between two things; the number of samples drawn then stays within 64 bits."""
+
+RANKS = Range(1, 65_536)
+"""Of ranks along an axis."""
+
+LOCAL_RANKS = Range(1, 1_024)
+"""Of ranks that one machine starts."""
+
+SHARE = Range(0, 1)
+"""Of a share of something."""
+
+PROBABILITY = Range(0, 1, high_included=False)
+"""Of the probability of dropping an element: not all of them."""
+
+SEED = Range(0, 2**63 - 1)
+"""Of a seed."""
+
+
+def check_values(settings: Any, prefix: str = "") -> None:
+    """Check each field of a dataclass against its type, and each number against its ``Range``.
+
+    Args:
+        settings: an instance, as its ``__post_init__`` finds it. Fields that are dataclasses themselves have checked
+            their own values.
+        prefix: what stands before a field's name in messages, such as ``model.`` or ``--``.
+
+    Raises:
+        ConfigError: a value of another kind or out of range; the message names the setting, the value and the range.
+    """
+    cls: Any = type(settings)
+    for name, (annotation, limits) in _declared(cls).items():
+        value = getattr(settings, name)
+        problem = _problem(value, annotation, limits)
+        if problem is not None:
+            raise ConfigError(f"{prefix}{name.replace('_', '-')} is {_shown(value)}; it must be {problem}")
+
+
+@functools.cache
+def _declared(cls: Any) -> dict[str, tuple[Any, Range | None]]:
+    """Type and range of each field."""
+    declared: dict[str, tuple[Any, Range | None]] = {}
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        annotation, marks = hints[field.name], []
+        if get_origin(annotation) is Annotated:
+            annotation, *marks = get_args(annotation)
+        declared[field.name] = (annotation, next((mark for mark in marks if isinstance(mark, Range)), None))
+    return declared
+
+
+def _problem(value: Any, annotation: Any, limits: Range | None) -> str | None:
+    """What ``value`` must be and is not; None if it is."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (types.UnionType, Union):
+        if value is None:
+            return None
+        (annotation,) = (argument for argument in arguments if argument is not type(None))
+        return _problem(value, annotation, limits)
+    if origin is Literal:
+        # Of the same type too, as True is 1; an unhashable value is no error of its own.
+        fits = any(type(value) is type(choice) and value == choice for choice in arguments)
+        return None if fits else f"one of {', '.join(map(repr, arguments))}"
+    if origin is tuple:
+        fits = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        return None if fits else "a list of strings"
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return None if isinstance(value, annotation) else "a table of settings"
+    accepted = (int, float) if annotation is float else annotation
+    if not isinstance(value, accepted) or (isinstance(value, bool) and annotation is not bool):
+        return _KINDS[annotation]
+    if limits is not None and value not in limits:
+        return f"{_KINDS[annotation]}, {limits}" if value != value else str(limits)
+    return None
+
+
+def _shown(value: Any) -> str:
+    """``value`` for a message, cut if it is long."""
+    # Python refuses to write out an integer of thousands of digits.
+    if isinstance(value, int) and value.bit_length() > 4 * _LONGEST_SHOWN:
+        return f"an integer of {value.bit_length()} bits"
+    text = str(value) if isinstance(value, int | float) else repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -1,0 +1,263 @@
+"""Every numeric setting of every command takes a value that it can use, or refuses it by its name, before PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shardwise.cli.arguments import parse_command, parse_finetune_arguments, parse_train_arguments
+from shardwise.cli.demo import DemoArguments, demo_settings
+from shardwise.cli.export_hf import ExportArguments
+from shardwise.cli.generate import GenerateArguments
+from shardwise.cli.import_hf import ImportArguments
+from shardwise.errors import ConfigError
+from shardwise.training.bounds import Range, _declared, check_values
+from shardwise.training.finetune_settings import FinetuneSettings
+from shardwise.training.settings import Settings
+
+
+def parse(cls):
+    return lambda argv: parse_command(cls, argv, "shardwise")
+
+
+def parse_demo(argv):
+    return demo_settings(parse(DemoArguments)(argv))
+
+
+COMMANDS = {
+    "train": (parse_train_arguments, ["--data", "x"], Settings),
+    "finetune": (parse_finetune_arguments, ["base", "--data", "x"], FinetuneSettings),
+    "generate": (parse(GenerateArguments), ["run"], GenerateArguments),
+    "import-hf": (parse(ImportArguments), ["folder", "--out", "x"], ImportArguments),
+    "export-hf": (parse(ExportArguments), ["run", "--out", "x"], ExportArguments),
+    "demo": (parse_demo, [], DemoArguments),
+}
+
+
+def numbers_of(cls: type, prefix: str = "") -> dict[str, tuple[type, Range | None]]:
+    """Each numeric field by its dotted name: its kind and range."""
+    found: dict[str, tuple[type, Range | None]] = {}
+    for name, (annotation, limits) in _declared(cls).items():
+        kinds = getattr(annotation, "__args__", (annotation,))
+        if dataclasses.is_dataclass(annotation):
+            found |= numbers_of(annotation, f"{prefix}{name}.")
+        elif kind := next((kind for kind in (int, float) if kind in kinds), None):
+            found[prefix + name] = (kind, limits)
+    return found
+
+
+def flag_of(command: str, name: str) -> str:
+    name = name.replace("_", "-")
+    # Groups whose flags stand alone.
+    return "--" + (
+        name.rpartition(".")[2] if command == "finetune" and name.startswith(("parallel.", "lora.")) else name
+    )
+
+
+FLAGS = [(command, name) for command, (_, _, cls) in COMMANDS.items() for name in numbers_of(cls)] + [
+    ("train", "nproc"),
+    ("finetune", "nproc"),
+]
+AWKWARD: list[float] = [math.nan, math.inf, -math.inf, -1, 0, 1e20, 1e308, 5e-324, 2**63, 2**64, 10**400, -(2**70)]
+NUMBERS = st.one_of(st.sampled_from(AWKWARD), st.integers(), st.floats())
+
+
+def test_every_number_has_a_range():
+    """None was forgotten, and every default is within its own."""
+    for _, _, cls in COMMANDS.values():
+        numbers = numbers_of(cls)
+        assert numbers
+        assert [name for name, (_, limits) in numbers.items() if limits is None] == []
+        for _, limits in numbers.values():
+            assert math.isfinite(limits.low)
+            assert math.isfinite(limits.high)
+    assert len(FLAGS) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "name"), FLAGS)
+def test_a_flag_takes_a_number_or_refuses_it_by_its_name(command, name):
+    parser, others, cls = COMMANDS[command]
+    flag = flag_of(command, name)
+    _, limits = numbers_of(cls).get(name, (int, Range(1, 1024)))
+    if name.startswith("lora.") and name != "lora.lora_rank":
+        others = [*others, "--lora-rank", "4"]
+    for value in ("nan", "-inf", "1e308", "9" * 5000):
+        assert limits is None or float(value) not in limits
+        with pytest.raises(ConfigError) as caught:
+            parser([*others, f"{flag}={value}"])
+        message = str(caught.value)
+        assert flag.lstrip("-") in message or f"parallel.{flag.lstrip('-')}" in message
+        # What is too long to be shown is described.
+        assert (
+            value in message
+            or value.replace("e", "e+") in message
+            or "9999" in message
+            or "inf" in message
+            or "too large" in message
+        )
+        assert len(message) < 400
+
+
+@pytest.mark.parametrize("cls", [Settings, FinetuneSettings, GenerateArguments, ExportArguments, DemoArguments])
+@given(data=st.data())
+def test_a_number_of_any_kind_is_taken_or_refused(cls, data):
+    """As from TOML files and the JSON of checkpoints, where 1e999 and booleans are possible."""
+    numbers = numbers_of(cls)
+    name = data.draw(st.sampled_from(sorted(numbers)))
+    value = data.draw(st.one_of(NUMBERS, st.booleans(), st.just("7"), st.just([1]), st.just({})))
+    kind, limits = numbers[name]
+    usable = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (kind is float or isinstance(value, int))
+        and value in limits
+        and math.isfinite(value)
+    )
+    group, _, last = name.rpartition(".")
+    part = next((hint for field, (hint, _) in _declared(cls).items() if field == group), cls) if group else cls
+    values = {**required(part), last: value}
+    if not usable:
+        with pytest.raises(ConfigError, match=re.escape(last.replace("_", "-"))) as caught:
+            part(**values)
+        assert len(str(caught.value)) < 400
+        return
+    # What is in range alone may still contradict another: heads that do not divide the width, say.
+    with contextlib.suppress(ConfigError):
+        made = part(**values)
+        assert getattr(made, last) == value
+        json.dumps(dataclasses.asdict(made), allow_nan=False)
+
+
+def required(cls: type) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}
+    given = {"checkpoint": "run", "folder": "f", "out": "o"} | (
+        {"lora_rank": 4} if "lora_rank" in _declared(cls) else {}
+    )
+    return {name: value for name, value in given.items() if name in names or name == "lora_rank"}
+
+
+@pytest.mark.parametrize(
+    "text", ["inf", "nan", "-inf", "1e999", "9" * 400, "true", '"1"', "0x" + "f" * 4000, "9" * 5000]
+)
+@pytest.mark.parametrize(
+    "name", ["optimizer.epsilon", "optimizer.clip_grad_norm", "training.steps", "model.vocab_size"]
+)
+def test_a_number_in_a_toml_file(tmp_path, name, text):
+    path = tmp_path / "run.toml"
+    table, _, last = name.partition(".")
+    path.write_text(f'data = ["x"]\n[{table}]\n{last} = {text}\n')
+    with pytest.raises(ConfigError) as caught:
+        parse_train_arguments(["--config", str(path)])
+    assert "is not TOML" in str(caught.value) or last in str(caught.value).replace("-", "_")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("optimizer", "clip_grad_norm"), math.inf),
+        (("training", "steps"), 1e9),
+        (("model", "num_layers"), True),
+        (("model", "architecture"), ["llama"]),
+        (("model", "tie_embeddings"), 1),
+        (("corpus", "text_key"), None),
+        (("resume",), "sometimes"),
+        (("model",), None),
+    ],
+)
+def test_a_value_in_the_json_of_a_checkpoint(where, value):
+    settings = Settings(data=("x",)).to_json()
+    place = settings
+    for name in where[:-1]:
+        place = place[name]
+    place[where[-1]] = value
+    with pytest.raises(ConfigError):
+        Settings.from_json(json.loads(json.dumps(settings)))
+
+
+def test_a_model_that_no_rank_could_hold_is_refused_before_memory_is_asked_for():
+    settings = parse_train_arguments(
+        ["--data", "x", "--model.num-layers", "10000", "--model.hidden-size", "1048576"]
+    ).settings
+    with pytest.raises(ConfigError, match=r"model\.num-layers 10000.* parameters, .* GB of weights per rank"):
+        settings.check_world(1)
+
+
+def test_the_message_names_flag_value_and_range():
+    def message(*argv):
+        with pytest.raises(ConfigError) as caught:
+            parse_train_arguments(["--data", "x", *argv])
+        return str(caught.value)
+
+    assert message("--optimizer.clip-grad-norm", "inf") == "optimizer.clip-grad-norm is inf; it must be from 0 to 1e+30"
+    assert message("--optimizer.epsilon=nan") == "optimizer.epsilon is nan; it must be a number, from 1e-30 to 10,000"
+    assert message("--model.vocab-size=10000000000") == (
+        "model.vocab-size is 10000000000; it must be from 257 to 4,194,304"
+    )
+    assert message("--corpus.held-out-fraction=1") == "corpus.held-out-fraction is 1.0; it must be between 0 and 1"
+    assert message("--optimizer.learning-rate=0") == (
+        "optimizer.learning-rate is 0.0; it must be over 0 and at most 1e+30"
+    )
+
+
+def test_kinds_that_are_no_numbers():
+    @dataclasses.dataclass(frozen=True)
+    class Some:
+        names: tuple[str, ...] = ("a",)
+        choice: Literal["a", "b"] = "a"
+        other: Literal["a", "b"] | None = None
+        share: Annotated[float, Range(0, 1)] = 0.5
+
+    _declared.cache_clear()
+    globals()["Some"] = Some
+    check_values(Some())
+    check_values(Some(other="b"))
+    for wrong in (
+        Some(names=("a", 1)),
+        Some(names="a"),
+        Some(choice="c"),
+        Some(choice=None),
+        Some(other="c"),
+        Some(share="x" * 999),
+    ):
+        with pytest.raises(ConfigError, match=r"^x\.(names|choice|other|share) is .{1,70}; it must be"):
+            check_values(wrong, "x.")
+
+
+@given(
+    value=st.integers() | st.floats(),
+    low=st.integers(-9, 9),
+    size=st.integers(0, 9),
+    ends=st.tuples(st.booleans(), st.booleans()),
+)
+@example(value=math.nan, low=0, size=1, ends=(True, True))
+def test_a_range_is_what_it_says(value, low, size, ends):
+    limits = Range(low, low + size, *ends)
+    expected = low <= value <= low + size and (ends[0] or value != low) and (ends[1] or value != low + size)
+    assert (value in limits) == expected
+
+
+def test_wrong_numbers_are_said_without_torch():
+    code = """
+import sys
+from shardwise.cli.main import main
+for argv in (["train", "--data", "x", "--optimizer.epsilon", "inf"], ["generate", "run", "--top-p", "nan"],
+             ["finetune", "base", "--data", "x", "--lora-rank", "99999999999"], ["demo", "--steps", "0"],
+             ["export-hf", "run", "--out", "x", "--max-file-gb", "inf"], ["import-hf", "f", "--out", "x", "--nproc=0"]):
+    assert main(argv) == 2, argv
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 6
