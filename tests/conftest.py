@@ -11,6 +11,7 @@ from harness.plugin import (
     pytest_pyfunc_call,
     pytest_unconfigure,
 )
+from hypothesis import HealthCheck, settings
 
 __all__ = [
     "group",
@@ -26,3 +27,7 @@ __all__ = [
 # send it to some of these.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("no limits", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no limits")

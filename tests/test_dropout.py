@@ -67,7 +67,7 @@ def test_equal_shards_need_no_sizes_and_whole_tensors_no_dimension(group):
     assert_bit_equal(dropped != 0, mask)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     shape=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     data=st.data(),

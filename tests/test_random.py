@@ -56,7 +56,7 @@ PROGRAMS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(program=st.lists(PROGRAMS, max_size=5))
 def test_streams_nested_in_any_way_go_on_where_they_were(program):
     tracker = three_streams()

@@ -71,7 +71,7 @@ def divisors(number):
     return st.sampled_from([divisor for divisor in range(1, number + 1) if number % divisor == 0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=sizes_of_axes(), order=st.permutations(AXES), token=st.sampled_from(TOKENS), offset=st.integers(0, 9))
 def test_rank_generator(sizes, order, token, offset):
     generator = RankGenerator(**sizes, order="-".join(order), rank_offset=offset)
@@ -144,7 +144,7 @@ def check_every_group(sizes, world_size):
         assert sorted(lists[name]) == sorted(groups), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), dense=sizes_of_axes(("tp", "cp", "dp", "pp")), order=st.permutations(AXES))
 def test_every_group(data, dense, order):
     per_stage = dense["tp"] * dense["cp"] * dense["dp"]

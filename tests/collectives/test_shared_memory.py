@@ -108,7 +108,7 @@ def test_many_in_flight_waited_for_in_any_order(group):
     assert_bit_equal(all_reduce(own, group=group), sum(every))
 
 
-@pytest.mark.ranks(2, 4, timeout=120)
+@pytest.mark.ranks(2, 4)
 def test_a_thousand_calls_with_ranks_now_and_then_late(group):
     alike, own = random.Random(5), random.Random(group.rank())
     t, rank = group.size(), group.rank()

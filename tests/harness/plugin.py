@@ -4,7 +4,7 @@
 
     @pytest.mark.ranks(4)                # once, on four ranks
     @pytest.mark.ranks(1, 2, 4)          # once for each size; ids start with tp1, tp2, tp4
-    @pytest.mark.ranks(4, timeout=120)   # with a time limit of its own, in seconds
+    @pytest.mark.ranks(4, timeout=2)     # for a test that hangs: the seconds that its ranks may sleep, see ``pool``
     @pytest.mark.ranks(1, 2, 4, slow=(1, 4))  # some of its sizes have the mark `slow` too (see below)
 
 Without ``slow`` in the mark, all but the smallest of several ranks are slow: of 1, 2, 3 and 4 those are 1, 3 and 4.

@@ -22,18 +22,19 @@ from pathlib import Path
 from harness import worker
 from harness.messages import CleanUp, Command, Leave, Reply, RunTest
 from harness.report import RankState, describe_failure
+from harness.stacks import stacks
+from harness.watchdog import WATCHDOG_SECONDS, is_at_work
 
-START_TIMEOUT = 60.0
-"""Seconds that the ranks of a pool have to start and to meet."""
+TEST_TIMEOUT = 120.0
+"""Seconds that the ranks of a test, or of a start, may sleep unless its mark says otherwise.
 
-TEST_TIMEOUT = 60.0
-"""Seconds that a test has unless its mark says otherwise."""
+Only while all that still have something to do sleep at once does time count against them: ranks that wait for each
+other in vain are found soon, and ranks that are slow, or that a busy machine does not let run, are waited for. Ranks
+that compute for ever are ended by ``WATCHDOG_SECONDS``.
+"""
 
 GRACE = 1.5
-"""Seconds that the other ranks still have once one has failed; most of them wait for it in a collective."""
-
-LEAVE_TIMEOUT = 5.0
-"""Seconds that the ranks of a pool have to leave."""
+"""Seconds that the other ranks may still sleep once one has failed; most of them wait for it in a collective."""
 
 MAX_RANKS = 10
 """Ranks alive at once, over all pools: one pool of each of the sizes 1, 2, 3 and 4."""
@@ -80,12 +81,12 @@ def _environment(name: str, value: str) -> Iterator[None]:
 class Pool:
     """``size`` ranks that have met. Usable until a command fails; then it is closed and another takes its place."""
 
-    def __init__(self, size: int, *, start_timeout: float = START_TIMEOUT) -> None:
+    def __init__(self, size: int, *, start_timeout: float = TEST_TIMEOUT) -> None:
         """Start the ranks.
 
         Args:
             size: number of ranks.
-            start_timeout: seconds that they have.
+            start_timeout: seconds that they may sleep meanwhile.
 
         Raises:
             RankError: a rank died or did not arrive in time; no process is left.
@@ -127,7 +128,7 @@ class Pool:
 
         Args:
             command: the test.
-            timeout: its time limit, in seconds.
+            timeout: its time limit: the seconds that its ranks may sleep.
 
         Returns:
             How the test ended, on every rank alike: passed, skipped or expected to fail.
@@ -154,9 +155,9 @@ class Pool:
         """Let the ranks leave; kill those that do not."""
         self.usable = False
         self._send(Leave())
-        deadline = time.monotonic() + LEAVE_TIMEOUT
+        end = time.monotonic() + WATCHDOG_SECONDS
         for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(max(0.0, end - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
@@ -186,17 +187,21 @@ class Pool:
         """
         states = [RankState()] * self.size
         waiting = dict(zip(self._connections, range(self.size), strict=True))
-        deadline = time.monotonic() + timeout
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for ready in connection.wait(list(waiting), left):
+        end, slept, limit = time.monotonic() + WATCHDOG_SECONDS, 0.0, timeout
+        while waiting and slept < limit and time.monotonic() < end:
+            nap = min(limit / 30, 0.5)
+            replies = connection.wait(list(waiting), nap)
+            for ready in replies:
                 assert isinstance(ready, connection.Connection)
                 rank = waiting.pop(ready)
                 states[rank] = self._receive(rank)
                 if states[rank].failed or states[rank].died:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    limit = min(limit, slept + GRACE)
+            if not replies and not any(is_at_work(self._processes[rank].pid) for rank in waiting.values()):
+                slept += nap
         for rank, stack in self._stacks(list(waiting.values())).items():
             states[rank] = RankState(stack=stack)
-        message = describe_failure(states, timeout, doing)
+        message = describe_failure(states, timeout if slept >= limit else WATCHDOG_SECONDS, doing)
         if message is not None:
             raise RankError(message)
         return [state.reply for state in states if state.reply is not None]
@@ -206,25 +211,14 @@ class Pool:
             return RankState(reply=pickle.loads(self._connections[rank].recv_bytes()))
         except (EOFError, OSError):
             process = self._processes[rank]
-            process.join(LEAVE_TIMEOUT)
+            process.join(WATCHDOG_SECONDS)
             return RankState(exit_code=process.exitcode, stack=self._read_stack(rank))
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """Where these ranks stand. Empty for one that is too far gone to answer a signal."""
-        files = {rank: worker.stack_file(self._folder, rank) for rank in ranks}
-        for rank in ranks:
-            pid = self._processes[rank].pid
-            # Before it has its file, a rank has no handler either, and the signal would kill it.
-            if pid is not None and files[rank].exists() and self._processes[rank].is_alive():
-                os.kill(pid, worker.STACK_SIGNAL)
-        deadline = time.monotonic() + 0.5
-        texts: dict[int, str] = {}
-        while time.monotonic() < deadline:
-            before, texts = texts, {rank: self._read_stack(rank) for rank in ranks}
-            if all(texts.values()) and texts == before:
-                break
-            time.sleep(0.02)
-        return texts
+        pids = {rank: self._processes[rank].pid for rank in ranks}
+        stacks({pid: worker.stack_file(self._folder, rank) for rank, pid in pids.items() if pid is not None})
+        return {rank: self._read_stack(rank) for rank in ranks}
 
     def _read_stack(self, rank: int) -> str:
         """What the rank last wrote to its stack file, down to the frame that the harness called."""

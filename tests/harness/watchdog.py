@@ -36,6 +36,19 @@ def is_alive(pid: int) -> bool:
     return states(pid)[:1] not in ("", "Z", "X")
 
 
+def is_at_work(pid: int | None) -> bool:
+    """Whether a thread of a process, or of one that it started, runs, waits for a core, or reads from a disk."""
+    if pid is None:
+        return False
+    if not set(states(pid)).isdisjoint("RD"):
+        return True
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            if any(map(is_at_work, map(int, task.joinpath("children").read_text().split()))):
+                return True
+    return False
+
+
 def wait_until_ended(*pids: int) -> None:
     """Wait until these processes have ended by themselves."""
     __tracebackhide__ = True

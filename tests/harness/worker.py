@@ -30,12 +30,10 @@ import torch.distributed as dist
 
 from harness.hypothesis_ranks import FailedExample, draw_alike
 from harness.messages import Command, Leave, Outcome, Reply, RunTest
+from harness.stacks import STACK_SIGNAL
 
 SEED = 20_240_817
 """Every test starts from this seed, on every rank the same."""
-
-STACK_SIGNAL = signal.SIGUSR1
-"""At this signal a rank writes where it stands to its stack file, even when it is stuck inside a collective."""
 
 
 def log_file(folder: Path, rank: int) -> Path:
@@ -44,7 +42,7 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where the rank stood at a ``STACK_SIGNAL`` or at a crash."""
+    """Where the rank stood at a ``STACK_SIGNAL``, even if stuck inside a collective, or at a crash."""
     return folder / f"rank{rank}.stack"
 
 
@@ -56,9 +54,11 @@ def main(rank: int, size: int, folder: Path, connection: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(log_file(folder, rank))
-    with stack_file(folder, rank).open("w") as stack:
+    with stack_file(folder, rank).with_suffix(".new").open("w") as stack:
         faulthandler.enable(file=stack, all_threads=False)
         faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
+        # Its name says that the signal is answered now, and no longer ends the process.
+        os.rename(stack.name, stack_file(folder, rank))
         commands = _listen(connection, folder)
         # Being a pytest process gives the rank pytest's rewriting of assertions. Nothing of the outer run's options
         # applies here: what matters of them comes with each test.

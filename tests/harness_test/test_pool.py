@@ -2,9 +2,7 @@
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +10,8 @@ import pytest
 from harness import plugin
 from harness.messages import CleanUp
 from harness.pool import Pool, Pools, RankError
+from harness.program import Program
+from harness.watchdog import wait_until_ended
 from harness.worker import log_file
 
 pytest_plugins = ["pytester"]
@@ -85,14 +85,6 @@ def test_the_least_recently_used_pools_make_room(monkeypatch):
     assert FakePool.alive == []
 
 
-def process_is_gone(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    return state == "Z"
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes through /proc")
 def test_no_rank_outlives_pytest(tmp_path):
@@ -113,35 +105,25 @@ def kill_pytest(tmp_path, kill):
         "@pytest.mark.ranks(2)\n"
         "def test_sleep(group):\n"
         "    pathlib.Path(f'pid{group.rank()}').write_text(str(os.getppid()) + ' ' + str(os.getpid()))\n"
-        "    time.sleep(60)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "TMPDIR": str(tmp_path / "temporary")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+        "    time.sleep(1000)\n"
     )
     files = [tmp_path / "pid0", tmp_path / "pid1"]
-    deadline = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    pids = {int(pid) for file in files for pid in file.read_text().split()}
-    assert len(pids) == 3
-    # Ctrl-C reaches the ranks too; SIGKILL pytest alone.
-    if kill is signal.SIGINT:
-        os.killpg(process.pid, kill)
-    else:
-        process.kill()
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == (2 if kill is signal.SIGINT else -signal.SIGKILL), output
-    deadline = time.monotonic() + 10
-    while not all(map(process_is_gone, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert all(map(process_is_gone, pids))
+    with Program(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)),
+        folder=tmp_path,
+        PYTHONPATH=TESTS,
+        TMPDIR=tmp_path / "temporary",
+    ) as process:
+        process.wait_until(lambda: all(file.exists() and file.read_text() for file in files), "both ranks sleep")
+        pids = {int(pid) for file in files for pid in file.read_text().split()}
+        assert len(pids) == 3
+        # Ctrl-C reaches the ranks too; SIGKILL pytest alone.
+        if kill is signal.SIGINT:
+            process.interrupt()
+        else:
+            process.kill()
+        process.finish(exit_code=2 if kill is signal.SIGINT else -signal.SIGKILL)
+        wait_until_ended(*pids)
     assert not list((tmp_path / "temporary").glob("shardwise-ranks-*"))
 
 

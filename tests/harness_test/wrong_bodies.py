@@ -3,13 +3,13 @@
 import os
 import signal
 import sys
-import time
 import types
 
 import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+from harness.watchdog import wait_until
 from hypothesis import given
 
 pytestmark = pytest.mark.ranks(2)
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.ranks(2)
 def test_assertion(group):
     print("printed by", group.rank())
     if group.rank() == 1:
-        time.sleep(0.2)
         assert group.size() == 3
     dist.barrier(group=group)
 
@@ -27,10 +26,24 @@ def test_after_assertion(group):
     dist.barrier(group=group)
 
 
-def test_both_fail(group):
-    if group.rank() == 0:
-        time.sleep(1)
-    raise ValueError(f"rank {group.rank()}")
+class TellsWhenReportedError(ValueError):
+    """Leaves a file as soon as somebody puts it into words: it has been noted by then when it was raised."""
+
+    def __init__(self, path):
+        super().__init__("rank 1")
+        self.path = path
+
+    def __str__(self):
+        self.path.touch()
+        return super().__str__()
+
+
+def test_both_fail(group, tmp_path):
+    path = tmp_path / "reported"
+    if group.rank() == 1:
+        raise TellsWhenReportedError(path)
+    wait_until(path.exists, "rank 1 has failed")
+    raise ValueError("rank 0")
 
 
 def test_killed(group):

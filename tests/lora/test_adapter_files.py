@@ -142,7 +142,7 @@ def test_adapters_of_one_stage_only(group, folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_an_adapter_written_at_two_ranks_gives_its_logits_in_peft(group, folders, tmp_path):
     for kind, targets in (("llama", ("q_proj", "k_proj", "o_proj", "gate_proj")), ("gpt2", ("c_attn", "c_proj")), ("bloom", ("all-linear",))):  # fmt: skip # noqa: E501
         expected = load_file(folders / kind / "expected")
@@ -150,7 +150,7 @@ def test_an_adapter_written_at_two_ranks_gives_its_logits_in_peft(group, folders
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_adapters_of_mistral_and_qwen3_give_their_logits_in_peft(group, tmp_path):
     """Layers of Llama's names, in models whose attention is another."""
     for kind, targets in (("mistral", ("k_proj", "v_proj", "o_proj", "up_proj")), ("qwen3", ("all-linear",))):

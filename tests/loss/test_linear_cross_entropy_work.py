@@ -130,7 +130,7 @@ def test_collectives_are_in_flight_during_products(group, monkeypatch, plan, seq
     assert seen == [reduction, *["product"] * BACKWARD[plan], "wait"]
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("plan", "products"), [("local_logits", 2), ("chunked", 6)])
 def test_the_statistics_may_arrive_as_late_as_the_hidden_gradient(group, monkeypatch, plan, products):
     """A delay of the exchange that is shorter than a product costs nothing: who waited before it would wait in vain."""
@@ -179,7 +179,7 @@ def three_all_reduces(all_reduce_async, group, hidden, weight, target):
     return whole_sums.log() - whole_picked
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_a_delay_of_every_collective_is_hidden(group, monkeypatch):
     """Results arrive half a product after their launch: we sleep under a tenth of that, three all-reduces thrice."""
     tokens, width, vocabulary = 256, 256, 8192 * group.size()
@@ -286,7 +286,7 @@ def test_without_a_weight_gradient_nothing_is_kept_but_the_hidden_gradient(group
 # Dynamo itself does what this warning of PyTorch's warns of.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.ranks(2, timeout=100)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("plan", ["local_logits", "chunked"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_one_graph(group, plan, sequence_parallel):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2)
 def test_one_graph_with_the_numbers_of_eager_mode(group):
     whole, teacher = torch.randn(2, 6, 18, dtype=torch.float64)
     target = torch.tensor([3, -100, 12, 0, 7, 7])

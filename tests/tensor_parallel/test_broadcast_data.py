@@ -100,7 +100,7 @@ class Broken(dict):
         raise OSError("disk gone")
 
 
-@pytest.mark.ranks(1, 3, timeout=20)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("case", [*BAD, "broken"])
 def test_what_is_wrong_on_the_first_rank_is_an_error_on_all(group, case):
     data, message = BAD.get(case, (Broken(a=1), r"OSError\('disk gone'\)"))
@@ -116,7 +116,7 @@ def test_what_is_wrong_on_the_first_rank_is_an_error_on_all(group, case):
     assert_bit_equal(broadcast_data(["a"], data, torch.float32, group)["a"], torch.ones(2))
 
 
-@pytest.mark.ranks(3, timeout=20)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("what", ["keys", "order", "dtype"])
 def test_ranks_that_ask_for_different_things(group, what):
     keys, dtype = ["a", "b"], torch.float32

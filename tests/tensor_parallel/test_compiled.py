@@ -88,7 +88,7 @@ def assert_same(function, x, params, backend="graphs"):
         assert sorted(OPERATORS[call.name] for call in eager_calls.launches) == sorted(launched)
 
 
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tp", "sp"])
 @pytest.mark.parametrize("backend", ["graphs", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])])
 def test_a_block_is_one_graph(group, sequence_parallel, backend):
@@ -101,7 +101,7 @@ def test_a_block_is_one_graph(group, sequence_parallel, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(3, timeout=100)
+@pytest.mark.ranks(3)
 def test_moves_are_one_graph(group):
     sizes = balanced_sizes(HIDDEN, 3)
 
@@ -122,7 +122,7 @@ def test_moves_are_one_graph(group):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=100)
+@pytest.mark.ranks(2)
 def test_embedding_and_loss_are_one_graph(group):
     vocabulary = 11
     made = options()

@@ -284,7 +284,7 @@ def test_the_weight_gradient_is_computed_while_the_input_gradient_travels(group,
     case.assert_equals_dense(output)
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("parallelism", [COLUMN, COLUMN_SEQUENCE], ids=str)
 def test_the_input_gradient_may_arrive_as_late_as_the_weight_gradient(group, monkeypatch, parallelism):
     """Whoever waits for the first before computing the second waits in vain."""

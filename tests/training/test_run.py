@@ -33,7 +33,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_resumed_run_is_bit_equal(group, tmp_path, monkeypatch, sequence_parallel):
     options = {"tp": 2, "sequence_parallel": sequence_parallel, "save_every": 3, "model": {"dropout": 0.1}}

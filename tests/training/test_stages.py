@@ -74,7 +74,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2, 4, timeout=120)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("architecture", ["llama", "gpt"])
 def test_loss_curve_is_the_same_in_stages(group, tmp_path, architecture):
     model = {"architecture": architecture, "tie_embeddings": architecture == "llama", "sequence_length": 13}

@@ -55,7 +55,7 @@ def curve(trainer, *, micro_batch_size=4):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("architecture", "dtype", "rtol"),
     [("gpt", "float32", 1e-5), ("llama", "float64", 1e-10)],

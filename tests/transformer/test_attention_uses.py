@@ -197,7 +197,7 @@ COMPILED = {
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning", "ignore:`torch.jit:DeprecationWarning"
 )

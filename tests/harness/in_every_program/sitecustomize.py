@@ -10,9 +10,12 @@ import signal
 
 
 def _answer_signals() -> None:
+    path = os.path.join(os.environ["TEST_STACKS"], str(os.getpid()))
     # A descriptor and no file object, which would warn of not being closed when the program ends.
-    file = os.open(os.path.join(os.environ["TEST_STACKS"], str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    # Its name says that the signal is answered now, and no longer ends the process.
+    os.rename(f"{path}.new", path)
 
 
 if os.path.isdir(os.environ.get("TEST_STACKS", "")):
