@@ -59,7 +59,9 @@ def test_documents_are_encoded_in_groups(tokenizer, monkeypatch):
     monkeypatch.setattr(tokens, "_GROUP_CHARS", 20)
     sizes = []
     encode_batch = tokenizer.encode_batch
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda group: sizes.append(len(group)) or encode_batch(group))
+    monkeypatch.setattr(
+        tokenizer, "encode_batch", lambda group, **options: sizes.append(len(group)) or encode_batch(group)
+    )
     np.testing.assert_array_equal(TokenStream.from_corpus(CORPUS, tokenizer).tokens, whole.tokens)
     assert sizes == [2, 1]
 
@@ -71,7 +73,7 @@ def test_ids_are_as_small_as_the_vocabulary_allows(vocab_size, dtype, tmp_path):
         beginning = ()
         sha256 = "wide"
 
-        def encode_batch(self, texts):
+        def encode_batch(self, texts, *, parse_special):
             return [[0, vocab_size - 1] for _ in texts]
 
     wide = Wide()
@@ -105,15 +107,34 @@ def test_cache_is_mapped_and_keyed_by_contents(tokenizer, tmp_path, encodings):
     assert sorted(path.suffix for path in cache.iterdir()) == [".json"] * 3 + [".npy"] * 3
 
 
+def test_special_tokens_are_letters_unless_asked_and_the_cache_tells_them_apart(tokenizer, tmp_path, encodings):
+    """Also from what a version without the choice has left, whose ids are of letters."""
+    corpus = Corpus("joined", (f"one{tokenizer.eos_token}two", "three"))
+    for _ in range(2):
+        letters, tokens = (
+            TokenStream.from_corpus(corpus, tokenizer, tmp_path, parse_special=parse).tokens for parse in (False, True)
+        )
+        assert [np.count_nonzero(ids == tokenizer.eos_id) for ids in (letters, tokens)] == [2, 3]
+    assert len(encodings) == 2
+    for header in tmp_path.glob("*.json"):
+        values = json.loads(header.read_text())
+        assert (values["format"], values.pop("parse_special")) in [(3, False), (3, True)]
+        header.write_text(json.dumps(values))
+    for parse in (False, True):
+        TokenStream.from_corpus(corpus, tokenizer, tmp_path, parse_special=parse)
+    assert len(encodings) == 4
+
+
 def test_nothing_in_the_cache_can_run_code(tokenizer, tmp_path):
     TokenStream.from_corpus(CORPUS, tokenizer, tmp_path)
     (array,) = tmp_path.glob("*.npy")
     (description,) = tmp_path.glob("*.json")
     loaded = np.load(array, allow_pickle=False)
     assert json.loads(description.read_text()) == {
-        "format": 2,
+        "format": 3,
         "corpus_sha256": CORPUS.sha256,
         "tokenizer_sha256": tokenizer.sha256,
+        "parse_special": False,
         "dtype": "uint16",
         "num_tokens": len(loaded),
     }
@@ -142,7 +163,7 @@ def save_pickle(path):
         ("json", cut),
         ("json", lambda path: path.unlink()),
         ("json", lambda path: path.write_text("[]")),
-        ("json", lambda path: path.write_text(path.read_text().replace('"format": 2', '"format": 0'))),
+        ("json", lambda path: path.write_text(path.read_text().replace('"format": 3', '"format": 0'))),
     ],
 )
 def test_a_damaged_entry_is_written_anew(tokenizer, tmp_path, encodings, suffix, damage):

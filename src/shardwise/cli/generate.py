@@ -38,6 +38,8 @@ class GenerateArguments:
         temperature: under 1 favours likely tokens; 0 always takes the likeliest.
         top_k: choose among this many likeliest tokens; 0 is off.
         top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off.
+        special_tokens: read the names of special tokens in the prompt, such as <|im_start|>, as these tokens, as
+            transformers does; as letters with --no-special-tokens, for text of people whom you don't trust.
         seed: of the choices.
         nproc: ranks on this machine that split the model.
         device: where to compute; "auto" takes a GPU if there is one for each rank.
@@ -50,6 +52,7 @@ class GenerateArguments:
     temperature: Annotated[float, Range(0, 1e6)] = 0.8
     top_k: Annotated[int, Range(0, 10**9)] = 50
     top_p: Annotated[float, Range(0, 1, low_included=False)] = 1.0
+    special_tokens: bool = True
     seed: Annotated[int, SEED] = 0
     nproc: Annotated[int | None, LOCAL_RANKS] = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -122,7 +125,8 @@ def _generate(arguments: GenerateArguments, sampling: Sampling, ranks: Ranks) ->
 
     def prepare() -> tuple[OpenCheckpoint, Tokenizer, list[int]]:
         opened, tokenizer = _open(arguments, ranks.world_size)
-        return opened, tokenizer, [*tokenizer.beginning, *tokenizer.encode(arguments.prompt)]
+        prompt_ids = tokenizer.encode(arguments.prompt, parse_special=arguments.special_tokens)
+        return opened, tokenizer, [*tokenizer.beginning, *prompt_ids]
 
     world = dist.group.WORLD
     assert world is not None

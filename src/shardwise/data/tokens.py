@@ -17,7 +17,7 @@ from shardwise.data.corpus import Corpus
 from shardwise.files import write_atomically
 from shardwise.tokenizer import Tokenizer
 
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 
 # Documents are encoded in groups of about this size, to bound what the tokenizer holds at once.
 _GROUP_CHARS = 1 << 20
@@ -47,7 +47,12 @@ class TokenStream:
 
     @classmethod
     def from_corpus(
-        cls, corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None = None
+        cls,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        cache_dir: str | os.PathLike[str] | None = None,
+        *,
+        parse_special: bool = False,
     ) -> TokenStream:
         """Encode a corpus, or map what an earlier call with the same contents wrote.
 
@@ -59,20 +64,26 @@ class TokenStream:
             tokenizer: encodes them.
             cache_dir: folder for arrays (``.npy``) and their descriptions (``.json``), made if missing; nothing is
                 cached if None. An entry that is not as described is written anew.
+            parse_special: read the names of special tokens in the documents as these tokens; see ``Tokenizer.encode``.
 
         Raises:
             ConfigError: ``cache_dir`` cannot be written to.
         """
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         if cache_dir is None:
-            tokens = _encode(corpus, tokenizer, dtype)
+            tokens = _encode(corpus, tokenizer, dtype, parse_special)
         else:
-            identity = {"format": _CACHE_FORMAT, "corpus_sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
+            identity = {
+                "format": _CACHE_FORMAT,
+                "corpus_sha256": corpus.sha256,
+                "tokenizer_sha256": tokenizer.sha256,
+                "parse_special": parse_special,
+            }
             key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
             path = Path(cache_dir).expanduser() / f"tokens-{key[:32]}.npy"
             cached = _map_cached(path, identity, dtype)
             if cached is None:
-                tokens = _encode(corpus, tokenizer, dtype)
+                tokens = _encode(corpus, tokenizer, dtype, parse_special)
                 _write_cache(path, identity, tokens)
                 cached = _map_cached(path, identity, dtype)
             tokens = tokens if cached is None else cached
@@ -92,11 +103,11 @@ def _groups(documents: tuple[str, ...]) -> Iterator[list[str]]:
         yield group
 
 
-def _encode(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _encode(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], parse_special: bool) -> NDArray[Any]:
     arrays = [
         np.array([*tokenizer.beginning, *ids, tokenizer.eos_id], dtype=dtype)
         for group in _groups(corpus.documents)
-        for ids in tokenizer.encode_batch(group)
+        for ids in tokenizer.encode_batch(group, parse_special=parse_special)
     ]
     tokens = np.concatenate(arrays)
     tokens.setflags(write=False)

@@ -162,7 +162,8 @@ def open_finetuning(settings: FinetuneSettings, ranks: Ranks) -> tuple[Session, 
     resolved = agree(lambda: base.resolve(settings), group=world)
 
     def prepare() -> Texts:
-        return encode_texts(read_data(resolved.data, resolved.corpus), base.tokenizer, resolved.corpus)
+        corpus = read_data(resolved.data, resolved.corpus)
+        return encode_texts(corpus, base.tokenizer, resolved.corpus, parse_special=resolved.special_tokens)
 
     session = assemble_session(
         resolved,

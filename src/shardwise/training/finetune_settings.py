@@ -111,6 +111,8 @@ class FinetuneSettings(RunSettings):
         resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
             a folder that has checkpoints; "restart" starts anew and deletes them.
         device: "auto", "cpu" or "cuda".
+        special_tokens: read the names of special tokens in the text, such as <|im_end|>, as these tokens, as
+            transformers does; as letters with --no-special-tokens, for text of people whom you don't trust.
         parallel: how the model is split.
         optimizer: AdamW and its schedule.
         training: how long, in which steps, and what is kept.
@@ -121,6 +123,7 @@ class FinetuneSettings(RunSettings):
 
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR")] = ""
     out: str = "runs/finetune"
+    special_tokens: bool = True
     model: PretrainedSettings = field(default_factory=PretrainedSettings)
     parallel: Annotated[ParallelSettings, tyro.conf.arg(name="")] = field(default_factory=ParallelSettings)
     optimizer: FinetuneOptimizerSettings = field(default_factory=FinetuneOptimizerSettings)

@@ -139,6 +139,9 @@ def _check_belongs(session: Session, folder: Path) -> int:
         for name, value in _identity(session).items()
         if meta.get(name) != value
     ]
+    # Runs of versions without the setting took such names as letters.
+    if (before := saved.get("special_tokens", False)) != ours["special_tokens"]:
+        differences.append(f"special-tokens was {before} and is {ours['special_tokens']}")
     if differences:
         raise CheckpointError(
             f"{folder} is of another run: {'; '.join(differences)}; use the same settings and data, or another --out"

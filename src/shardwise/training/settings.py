@@ -207,6 +207,8 @@ class RunSettings:
         resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
             a folder that has checkpoints; "restart" starts anew and deletes them.
         device: "auto", "cpu" or "cuda".
+        special_tokens: read the names of special tokens in the text, such as <|endoftext|>, as these tokens, for text
+            that was joined with them; otherwise they are letters, and no document can end itself.
         parallel: how the model is split.
         optimizer: AdamW and its schedule.
         training: how long, in which steps, and what is kept.
@@ -217,6 +219,7 @@ class RunSettings:
     out: str = "runs/train"
     resume: Literal["auto", "never", "restart"] = "never"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    special_tokens: bool = False
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
@@ -306,6 +309,8 @@ class Settings(RunSettings):
         resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
             a folder that has checkpoints; "restart" starts anew and deletes them.
         device: "auto", "cpu" or "cuda".
+        special_tokens: read the names of special tokens in the text, such as <|endoftext|>, as these tokens, for text
+            that was joined with them; otherwise they are letters, and no document can end itself.
         model: the model's sizes and kind.
         parallel: how the model is split.
         optimizer: AdamW and its schedule.

@@ -57,7 +57,7 @@ def prepare_texts(settings: Settings) -> Texts:
     tokenizer = Tokenizer.train_cached(train, settings.model.vocab_size, cache_folder())
     if tokenizer.vocab_size < settings.parallel.tp:
         raise ConfigError(f"{tokenizer.vocab_size} token ids cannot be split over tp {settings.parallel.tp}")
-    return encode_texts(corpus, tokenizer, settings.corpus)
+    return encode_texts(corpus, tokenizer, settings.corpus, parse_special=settings.special_tokens)
 
 
 def read_data(data: Sequence[str], settings: CorpusSettings) -> Corpus:
@@ -74,8 +74,16 @@ def read_data(data: Sequence[str], settings: CorpusSettings) -> Corpus:
     return stdlib_corpus()
 
 
-def encode_texts(corpus: Corpus, tokenizer: Tokenizer, settings: CorpusSettings) -> Texts:
+def encode_texts(
+    corpus: Corpus, tokenizer: Tokenizer, settings: CorpusSettings, *, parse_special: bool = False
+) -> Texts:
     """Split and encode, or take from the cache what an earlier run left.
+
+    Args:
+        corpus: all of the text.
+        tokenizer: encodes it.
+        settings: how it is split.
+        parse_special: whether the names of special tokens in it are these tokens.
 
     Raises:
         DataError: the text is too short to be split.
@@ -87,6 +95,6 @@ def encode_texts(corpus: Corpus, tokenizer: Tokenizer, settings: CorpusSettings)
         corpus,
         held_out,
         tokenizer,
-        TokenStream.from_corpus(train, tokenizer, cache),
-        TokenStream.from_corpus(held_out, tokenizer, cache),
+        TokenStream.from_corpus(train, tokenizer, cache, parse_special=parse_special),
+        TokenStream.from_corpus(held_out, tokenizer, cache, parse_special=parse_special),
     )

@@ -1,4 +1,4 @@
-"""Text to token ids and back: what data, Hugging Face folders and generation share.
+"""The tokenizer: trained, loaded, cached, saved.
 
 A byte-level BPE by the ``tokenizers`` library. Every byte is a token, so every text survives the round trip exactly,
 and no text is ever out of vocabulary.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from shardwise.errors import ConfigError, DataError, VocabularyError
 from shardwise.files import write_atomically
+from shardwise.tokenizer import parts
+from shardwise.tokenizer.declared_tokens import CONFIG_NAME, DeclaredTokens
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -38,10 +40,6 @@ _PIECE_PATTERN = "|".join(
         r"\s{1,64}",
     )
 )
-
-# The library holds some 200 bytes per token while it encodes, so longer texts go through it in parts of this many
-# characters.
-_MAX_PART_CHARS = 1 << 20
 
 _CACHE_FORMAT = 1
 
@@ -71,18 +69,6 @@ def _use_one_thread() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def _parts(text: str) -> Iterator[str]:
-    """Consecutive parts of bounded length, cut before a line where there is one in the second half of a part."""
-    start = 0
-    while len(text) - start > _MAX_PART_CHARS:
-        limit = start + _MAX_PART_CHARS
-        newline = text.rfind("\n", start + _MAX_PART_CHARS // 2, limit)
-        stop = limit if newline < 0 else newline + 1
-        yield text[start:stop]
-        start = stop
-    yield text[start:]
-
-
 def _check_special_tokens(special_tokens: Sequence[str], vocab_size: int) -> None:
     if isinstance(special_tokens, str) or not special_tokens or not all(special_tokens):
         raise ConfigError(
@@ -101,7 +87,8 @@ def _check_special_tokens(special_tokens: Sequence[str], vocab_size: int) -> Non
 class Tokenizer:
     """A tokenizer of the ``tokenizers`` library with an end-of-text token.
 
-    Text is text: a special token's name in it is encoded like any other characters, so a document cannot end itself.
+    Text is text: a special token's name in it is encoded like any other characters, so a document cannot end itself,
+    unless ``parse_special`` says otherwise.
 
     The library runs on one thread, some 6 MB of text per second, unless the environment has
     ``TOKENIZERS_PARALLELISM=true``; where it has nothing of that name, ``false`` is set, since threads do not survive a
@@ -163,7 +150,7 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        backend.train_from_iterator((part for text in texts for part in _parts(text)), trainer)
+        backend.train_from_iterator((part for text in texts for part in parts.parts_of(text)), trainer)
         return cls(backend, special_tokens[0])
 
     @classmethod
@@ -210,13 +197,16 @@ class Tokenizer:
     def load(cls, path: str | os.PathLike[str], eos_token: str | None = None) -> Tokenizer:
         """Read a ``tokenizer.json``, ours or another of the Hugging Face format.
 
+        The files beside it (``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``) say, too,
+        which tokens are special; see ``declared_tokens``.
+
         Args:
             path: the file, or the folder that holds it.
-            eos_token: the token that ends a text. If None, the one that ``tokenizer_config.json`` beside the file
-                names, or else the first of the usual names that the tokenizer has.
+            eos_token: the token that ends a text. If None, the one that the files beside it name, or else the first of
+                the usual names that the tokenizer has.
 
         Raises:
-            DataError: no such file, not a tokenizer, or no end-of-text token found in it.
+            DataError: no such file, not a tokenizer, no end-of-text token found in it, or a damaged file beside it.
         """
         file = Path(path).expanduser()
         if file.is_dir():
@@ -231,13 +221,17 @@ class Tokenizer:
             raise DataError(f"cannot read the tokenizer {str(file)!r}: {error.strerror or error}") from error
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{str(file)!r} is not a tokenizer.json of the Hugging Face format: {error}") from error
+        declared = DeclaredTokens(file.parent)
         if eos_token is None:
-            eos_token = _eos_token_of_config(file.with_name("tokenizer_config.json"))
+            eos_token = declared.eos_token
         if eos_token is None:
             eos_token = next((name for name in _USUAL_END_NAMES if backend.token_to_id(name) is not None), None)
         if eos_token is None:
             raise DataError(f"the tokenizer {str(file)!r} does not say which token ends a text; pass its eos_token")
-        return cls(backend, eos_token)
+        # Before other tokens are declared: as a new one, of which the model knows nothing, it would end no text.
+        tokenizer = cls(backend, eos_token)
+        declared.declare_(backend)
+        return tokenizer
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json``, which ``transformers`` opens too.
@@ -259,7 +253,7 @@ class Tokenizer:
         folder = Path(folder).expanduser()
         for name, text in (
             ("tokenizer.json", self._backend.to_str(pretty=True)),
-            ("tokenizer_config.json", json.dumps(config, indent=2)),
+            (CONFIG_NAME, json.dumps(config, indent=2)),
         ):
             _write_text(folder / name, f"{text}\n")
 
@@ -288,7 +282,8 @@ class Tokenizer:
 
         Args:
             text: any text without lone surrogates.
-            parse_special: read the names of special tokens in the text as these tokens, for prompts in a chat format.
+            parse_special: read the names of special tokens in the text as these tokens, as ``transformers`` does: for
+                prompts in a chat format, not for the text of people whom you don't trust.
 
         Raises:
             DataError: the text holds a lone surrogate, which no byte sequence stands for.
@@ -297,14 +292,22 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool = False) -> list[list[int]]:
         """``encode`` of each text; on several threads if ``TOKENIZERS_PARALLELISM=true`` is set."""
-        parts: list[str] = []
-        counts: list[int] = []
-        for text in texts:
-            parts.extend(_parts(text) if self._encodes_locally else (text,))
-            counts.append(len(parts))
         backend = self._parsing_backend if parse_special else self._backend
+
+        def encode(texts: Sequence[str]) -> list[list[int]]:
+            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+        pieces: list[str] = []
+        counts: list[int] = []
         try:
-            encoded = [encoding.ids for encoding in backend.encode_batch_fast(parts, add_special_tokens=False)]
+            for text in texts:
+                pieces.extend(
+                    parts.encodable_parts(text, lambda part: encode([part])[0], longest_name=self._longest_name)
+                    if len(text) > parts.MAX_PART_CHARS and self._encodes_locally
+                    else (text,)
+                )
+                counts.append(len(pieces))
+            encoded = encode(pieces)
         except TypeError as error:
             for number, text in enumerate(texts):
                 if not _is_encodable(text):
@@ -322,6 +325,10 @@ class Tokenizer:
     def _parsing_backend(self) -> tokenizers.Tokenizer:
         """A fresh copy, which reads special tokens, so that no call changes what another one sees."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
+
+    @cached_property
+    def _longest_name(self) -> int:
+        return max((len(token.content) for token in self._backend.get_added_tokens_decoder().values()), default=0)
 
     @cached_property
     def _encodes_locally(self) -> bool:
@@ -355,20 +362,6 @@ def _is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _eos_token_of_config(path: Path) -> str | None:
-    """The end-of-text token that a ``tokenizer_config.json`` names; None if there is no such file or name."""
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {str(path)!r}: {error}; repair or remove it") from error
-    token = config.get("eos_token") if isinstance(config, dict) else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 class PaddedTokenizer(Tokenizer):

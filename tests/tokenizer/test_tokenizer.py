@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
-from shardwise import tokenizer as tokenizer_module
 from shardwise.errors import ConfigError, DataError, VocabularyError
-from shardwise.tokenizer import END_OF_TEXT, PaddedTokenizer, Tokenizer
+from shardwise.tokenizer import END_OF_TEXT, PaddedTokenizer, Tokenizer, parts
 
 TEXTS = (
     "def encode(self, text):\n    if self.is_local:\n        return self.encode_batch([text])[0]\n    return None\n",
@@ -101,26 +100,28 @@ def test_no_token_spans_an_endless_word():
 
 @pytest.mark.parametrize("separator", ["\n", ""])
 def test_long_texts_are_encoded_in_parts(tokenizer, monkeypatch, separator):
-    monkeypatch.setattr(tokenizer_module, "_MAX_PART_CHARS", 50)
+    monkeypatch.setattr(parts, "MAX_PART_CHARS", 60)
     text = separator.join(["x = self.text" for _ in range(40)])
     largest = 0
 
     class Backend:
-        def encode_batch_fast(self, parts, **options):
+        def encode_batch_fast(self, texts, **options):
             nonlocal largest
-            largest = max(largest, *map(len, parts))
-            return tokenizer._backend.encode_batch_fast(parts, **options)
+            largest = max(largest, *map(len, texts))
+            return tokenizer._backend.encode_batch_fast(texts, **options)
 
     spy = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer._backend.to_str()))
     assert spy._encodes_locally
+    assert spy._longest_name == len(END_OF_TEXT)
     spy._backend = Backend()
     ids = spy.encode_batch(["a", text, "", "b"])
-    assert largest <= 50
+    assert largest <= 60
     assert [tokenizer.decode(of_text) for of_text in ids] == ["a", text, "", "b"]
+    assert ids[1] == tokenizer._backend.encode(text, add_special_tokens=False).ids
 
 
 def test_texts_stay_whole_where_each_part_would_get_a_blank_in_front(monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "_MAX_PART_CHARS", 5)
+    monkeypatch.setattr(parts, "MAX_PART_CHARS", 5)
     backend = tokenizers.Tokenizer(models.BPE({"▁": 0, "x": 1, "</s>": 2}, []))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer = Tokenizer(backend, "</s>")

@@ -1,0 +1,68 @@
+"""Long texts in parts, since the tokenizer library holds some 200 bytes per token while it encodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+MAX_PART_CHARS = 1 << 20
+"""Longest part."""
+
+_WINDOW_CHARS = 256
+_MAX_LINES_TRIED = 64
+_MAX_PLACES_TRIED = 256
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """Consecutive parts of bounded length, cut before a line where there is one in the second half of a part."""
+    start = 0
+    while len(text) - start > MAX_PART_CHARS:
+        limit = start + MAX_PART_CHARS
+        newline = text.rfind("\n", start + MAX_PART_CHARS // 2, limit)
+        stop = limit if newline < 0 else newline + 1
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def encodable_parts(text: str, encode: Callable[[str], list[int]], *, longest_name: int = 0) -> Iterator[str]:
+    """Consecutive parts of bounded length, whose ids one after the other are those of the whole text.
+
+    A cut is tried out: the text around it must become the same ids with and without it. So none falls within a word
+    that is one token, within the name of a special token, or among the blanks that such a token takes with it. Where no
+    place in reach is good, such as in a word of a million letters, the part just ends.
+
+    Args:
+        text: of any length.
+        encode: the ids of a text by themselves.
+        longest_name: characters of the longest name of a token that is looked for in the text.
+    """
+    reach = max(2 * longest_name, min(_WINDOW_CHARS, MAX_PART_CHARS // 4))
+    start = 0
+    while len(text) - start > MAX_PART_CHARS:
+        limit = start + MAX_PART_CHARS
+        stop = next((place for place in _places(text, start, limit) if _is_seam(text, place, reach, encode)), limit)
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _places(text: str, start: int, limit: int) -> Iterator[int]:
+    """Where a part that begins at ``start`` may end: before a line of its second half, or else near its limit."""
+    middle = start + MAX_PART_CHARS // 2
+    newline = limit
+    for _ in range(_MAX_LINES_TRIED):
+        newline = text.rfind("\n", middle, newline)
+        if newline < 0:
+            break
+        yield newline + 1
+        # Some tokenizers put a line's end and the next line's indentation in one token, and some the blanks before it.
+        yield newline
+    yield from range(limit, max(middle, limit - _MAX_PLACES_TRIED), -1)
+
+
+def _is_seam(text: str, place: int, reach: int, encode: Callable[[str], list[int]]) -> bool:
+    left, right = text[max(0, place - reach) : place], text[place : place + reach]
+    # Beyond nothing but blanks there may be a token that takes them all.
+    if left.isspace() or right.isspace():
+        return False
+    return encode(left + right) == encode(left) + encode(right)

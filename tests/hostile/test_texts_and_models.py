@@ -1,0 +1,98 @@
+"""What is read wrongly without a word: texts, tokens and models that others made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from lora.tiny_models import save_model
+from tokenizers import AddedToken
+
+from shardwise.cli.main import main
+from shardwise.tokenizer import Tokenizer
+
+CHAT = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n  A <think>model</think>.<|im_end|>\n"
+NUM_IDS = 301
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of transformers with a tokenizer in a chat format."""
+    folder = tmp_path_factory.mktemp("model") / "chat"
+    save_model("llama", folder, vocab_size=NUM_IDS)
+    backend = tokenizers.Tokenizer.from_str(
+        Tokenizer.train(["Who are you? A model of words, user and assistant.\n"], 290)._backend.to_str()
+    )
+    backend.add_special_tokens([AddedToken("<|im_start|>", rstrip=True), AddedToken("<|im_end|>", lstrip=True)])
+    backend.add_tokens([AddedToken("<think>"), AddedToken("</think>", single_word=True)])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def flags(tmp_path: Path, data: Path) -> list[str]:
+    held_out = ["--corpus.held-out-fraction", "0.2", "--model.sequence-length", "8", "--device", "cpu"]
+    return ["--data", str(data), "--out", str(tmp_path / "run"), "--training.steps", "1", *held_out]
+
+
+def test_finetuning_reads_special_tokens_as_transformers_does(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a run that read them so does not go on with them as letters, nor take such ids from the cache."""
+    import transformers
+
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    # Equal documents, so that all of one are held out, or a part of one.
+    texts = [f"{CHAT}{number}" for number in range(12)]
+    data = tmp_path / "chats.json"
+    data.write_text(json.dumps([{"text": text} for text in texts]))
+    expected = {}
+    for parse in (True, False):
+        options = {"add_special_tokens": False, "split_special_tokens": not parse}
+        expected[parse] = sum(len(theirs(text, **options)["input_ids"]) + 1 for text in texts)
+    assert expected[True] < expected[False] - 300
+    asked = {}
+    for parse, flag in ((True, []), (False, ["--no-special-tokens", "--resume", "restart"])):
+        before = set((tmp_path / "cache").glob("*.npy"))
+        assert main(["finetune", str(model), *flags(tmp_path, data), *flag]) == 0
+        streams = [np.load(path) for path in set((tmp_path / "cache").glob("*.npy")) - before]
+        assert len(streams) == 2
+        # One document may be cut in two, each with an end.
+        assert expected[parse] <= sum(map(len, streams)) <= expected[parse] + 12
+        ids = {int(token) for stream in streams for token in stream}
+        asked[parse] = theirs.convert_tokens_to_ids("<|im_start|>") in ids
+    assert asked == {True: True, False: False}
+    capsys.readouterr()
+    assert main(["finetune", str(model), *flags(tmp_path, data), "--resume", "auto"]) == 2
+    assert "special-tokens was False and is True" in capsys.readouterr().err
+
+
+def test_data_that_is_no_list_of_records(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is one line that names the file and the place, and leaves nothing."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "list.json"
+    for content, place in (
+        ('[{"text": "a"}, {"text": NaN}]', "record 2 (line 1)"),
+        ('[{"text": "a"},\n{"text": "b', "record 2 (line 2)"),
+        ("[" * 3_000_000, "record 1 (line 1)"),
+        ('["a", ' + "9" * 1_000_000 + "]", "record 2 (line 1)"),
+        ('{\n"data": ["a"]}', "line 1, column 1"),
+        ("Infinity", "line 1, column 1"),
+    ):
+        data.write_text(content)
+        for command in (["finetune", str(model)], ["train"]):
+            argv = flags(tmp_path, data)
+            assert main([*command, *(argv if command[0] == "finetune" else argv[:4])]) == 2
+            error = capsys.readouterr().err
+            assert str(data) in error
+            assert place in error
+            assert error.count("\n") == 1
+            assert len(error) < 500
+            assert not (tmp_path / "run").exists()
