@@ -45,7 +45,9 @@ def make_candidates(problem: Problem, group: ProcessGroup, mesh: DeviceMesh) -> 
 
     return {
         "ours": candidate(
-            lambda x: vocab_parallel_cross_entropy(x, target, group=group, reduction="sum", inplace_=True)
+            lambda x: vocab_parallel_cross_entropy(
+                x, target, group=group, vocab_size=problem.sizes.vocab_size, reduction="sum", inplace_=True
+            )
         ),
         "dtensor": Candidate(dtensor, restore),
         "reference": candidate(lambda x: ReferenceCrossEntropy.apply(x, target, start, group).sum()),

@@ -45,9 +45,11 @@ def make_candidates(problem: Problem, group: ProcessGroup, mesh: DeviceMesh) -> 
         return _local(grad_hidden.redistribute(placements=[Replicate()])), _local(grad_weight)
 
     return {
-        **_ours(hidden, weight, target, group),
+        **_ours(problem.sizes.vocab_size, hidden, weight, target, group),
         "ours_plain": plain(
-            lambda x: vocab_parallel_cross_entropy(x, target, group=group, reduction="sum", inplace_=True)
+            lambda x: vocab_parallel_cross_entropy(
+                x, target, group=group, vocab_size=problem.sizes.vocab_size, reduction="sum", inplace_=True
+            )
         ),
         "dtensor": Candidate(dtensor),
         "reference": plain(lambda x: ReferenceCrossEntropy.apply(x, target, start, group).sum()),
@@ -74,13 +76,20 @@ def make_one_rank_candidates(problem: Problem, group: ProcessGroup) -> dict[str,
     if hasattr(F, "linear_cross_entropy"):
         losses["linear_cross_entropy"] = together
     theirs = {name: Candidate(partial(_gradients, loss, hidden, weight)) for name, loss in losses.items()}
-    return _ours(hidden, weight, target, group) | theirs
+    return _ours(problem.sizes.vocab_size, hidden, weight, target, group) | theirs
 
 
-def _ours(hidden: Tensor, weight: Tensor, target: Tensor, group: ProcessGroup) -> dict[str, Candidate]:
+def _ours(vocab_size: int, hidden: Tensor, weight: Tensor, target: Tensor, group: ProcessGroup) -> dict[str, Candidate]:
     def loss(plan: Any, memory_budget: int) -> Tensor:
         return vocab_parallel_linear_cross_entropy(
-            hidden, weight, target, group=group, reduction="sum", plan=plan, memory_budget=memory_budget
+            hidden,
+            weight,
+            target,
+            group=group,
+            vocab_size=vocab_size,
+            reduction="sum",
+            plan=plan,
+            memory_budget=memory_budget,
         )
 
     # The first keeps this rank's logits, the second one slice of them: the goal leaves 16 MiB, of which the bf16

@@ -109,17 +109,18 @@ def test_forbidden_ids_have_no_part(group):
     teacher[2, 5:] = -torch.inf
     for logits, of_teacher in ((whole, teacher), (torch.randn(3, 12, dtype=torch.float64), teacher)):
         shard = shard_of(logits, group)
-        entropy = vocab_parallel_entropy(shard, group=group)
+        entropy = vocab_parallel_entropy(shard, group=group, vocab_size=12)
         assert_close_to(entropy.detach(), dense_entropy(logits), rtol_of_norm=1e-12)
         entropy.sum().backward()
         assert bool(shard.grad.isfinite().all())
         shards = [shard_of(x, group) for x in (logits, of_teacher)]
-        divergence = vocab_parallel_kl_div(*shards, group=group)
+        divergence = vocab_parallel_kl_div(*shards, group=group, vocab_size=12)
         assert_close_to(divergence.detach(), dense_kl_div(logits, of_teacher), rtol_of_norm=1e-12)
         divergence.sum().backward()
         assert all(bool(x.grad.isfinite().all()) for x in shards)
     # What the teacher wants and the prediction forbids.
-    divergence = vocab_parallel_kl_div(shard_of(whole, group), shard_of(torch.ones(3, 12), group), group=group)
+    shards = shard_of(whole, group), shard_of(torch.ones(3, 12), group)
+    divergence = vocab_parallel_kl_div(*shards, group=group, vocab_size=12)
     assert divergence[:2].tolist() == [torch.inf, torch.inf]
     assert bool(divergence[2].isfinite())
 
@@ -213,29 +214,31 @@ def test_one_collective_of_a_few_bytes(group, dtype, word):
 def test_mistakes_are_told(group):
     logits = torch.randn(3, 4)
     with pytest.raises(VocabularyError, match=r"target 8 at position \[2\] is outside the vocabulary of 8 ids"):
-        vocab_parallel_log_probs(logits, torch.tensor([0, 1, 8]), group=group)
+        vocab_parallel_log_probs(logits, torch.tensor([0, 1, 8]), group=group, vocab_size=8)
     with pytest.raises(ShardingError, match=r"logits \[3, 4\] and teacher_logits \[3, 5\] must have the same shape"):
-        vocab_parallel_kl_div(logits, torch.randn(3, 5), group=group)
+        vocab_parallel_kl_div(logits, torch.randn(3, 5), group=group, vocab_size=8)
     for k in (0, 9):
         with pytest.raises(ConfigError, match=rf"k is {k}; it must be at least 1 and at most the 8 ids"):
-            vocab_parallel_topk(logits, k, group=group)
+            vocab_parallel_topk(logits, k, group=group, vocab_size=8)
     for function in (vocab_parallel_entropy, vocab_parallel_argmax, lambda x, **o: vocab_parallel_topk(x, 1, **o)):
         with pytest.raises(ShardingError, match=r"has 3 logits per token, but its balanced share .* of 9 is [45]"):
             function(logits[:, :3], group=group, vocab_size=9)
     with pytest.raises(ConfigError, match="temperature is 0"):
-        vocab_parallel_entropy(logits, group=group, temperature=0.0)
+        vocab_parallel_entropy(logits, group=group, vocab_size=8, temperature=0.0)
 
 
 @pytest.mark.ranks(2)
 def test_the_ambient_group(group):
     logits, teacher = torch.randn(2, 3, 4)
     with pytest.raises(NotInitializedError):
-        vocab_parallel_entropy(logits)
+        vocab_parallel_entropy(logits, vocab_size=8)
     parallel_state.initialize_model_parallel(2)
-    assert_bit_equal(vocab_parallel_entropy(logits), vocab_parallel_entropy(logits, group=group))
-    assert_bit_equal(vocab_parallel_kl_div(logits, teacher), vocab_parallel_kl_div(logits, teacher, group=group))
-    assert_bit_equal(vocab_parallel_argmax(logits), vocab_parallel_topk(logits, 1)[1].squeeze(1))
+    size = {"vocab_size": 8}
+    given = size | {"group": group}
+    assert_bit_equal(vocab_parallel_entropy(logits, **size), vocab_parallel_entropy(logits, **given))
+    assert_bit_equal(vocab_parallel_kl_div(logits, teacher, **size), vocab_parallel_kl_div(logits, teacher, **given))
+    assert_bit_equal(vocab_parallel_argmax(logits, **size), vocab_parallel_topk(logits, 1, **size)[1].squeeze(1))
     ids = torch.tensor([0, -100, 7])
-    log_probs = vocab_parallel_log_probs(logits, ids)
+    log_probs = vocab_parallel_log_probs(logits, ids, **size)
     assert log_probs[1].item() == 0.0
     assert bool((log_probs[::2] < 0.0).all())

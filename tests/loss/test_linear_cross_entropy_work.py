@@ -203,7 +203,14 @@ def test_a_delay_of_every_collective_is_hidden(group, monkeypatch):
     slices = weight.numel() // width // 2 * tokens * weight.element_size()
     for plan, budget in (("local_logits", 1 << 40), ("chunked", slices)):
         loss = vocab_parallel_linear_cross_entropy(
-            hidden, weight, target, group=group, plan=plan, memory_budget=budget, reduction="sum"
+            hidden,
+            weight,
+            target,
+            group=group,
+            vocab_size=vocabulary,
+            plan=plan,
+            memory_budget=budget,
+            reduction="sum",
         )
         loss.backward()
         assert len(slept) == 2, plan
@@ -251,9 +258,8 @@ def test_memory(group, monkeypatch, dtype, smoothing):
     for plan in PLANS:
         hidden, weight, target = tensors(group, dtype, tokens=tokens, width=width, vocabulary=columns)
         with Peak(hidden, weight, target) as peak:
-            loss = vocab_parallel_linear_cross_entropy(
-                hidden, weight, target, group=group, plan=plan, reduction="mean", label_smoothing=smoothing
-            )
+            options = {"vocab_size": columns, "reduction": "mean", "label_smoothing": smoothing}
+            loss = vocab_parallel_linear_cross_entropy(hidden, weight, target, group=group, plan=plan, **options)
             kept[plan], forward_peaks[plan] = peak.count(), peak.peak
             loss.backward()
         peaks[plan] = peak.peak

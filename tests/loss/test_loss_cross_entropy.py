@@ -184,7 +184,7 @@ def test_forbidden_ids_are_minus_infinity(group):
     target = torch.tensor([7, 3, 0, 11])
     expected = F.cross_entropy(whole, target, reduction="none")
     logits = shard_of(whole, group)
-    loss = vocab_parallel_cross_entropy(logits, target, group=group)
+    loss = vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=12)
     loss.sum().backward()
     assert_close_to(loss.detach(), expected, rtol_of_norm=1e-12)
     reference = whole.clone().requires_grad_()
@@ -192,7 +192,7 @@ def test_forbidden_ids_are_minus_infinity(group):
     start, stop = balanced_range(12, group.size(), group.rank())
     assert_close_to(logits.grad, reference.grad[:, start:stop].contiguous(), rtol_of_norm=1e-12)
     # A target that cannot be costs infinitely much, on every rank.
-    loss = vocab_parallel_cross_entropy(logits.detach(), torch.tensor([0, 3, 0, 11]), group=group)
+    loss = vocab_parallel_cross_entropy(logits.detach(), torch.tensor([0, 3, 0, 11]), group=group, vocab_size=12)
     assert loss[0].item() == torch.inf
 
 
@@ -216,10 +216,10 @@ def test_given_up_logits_become_the_gradient(group):
     for dtype in (torch.float64, torch.bfloat16):
         logits = shard_of(torch.randn(3, 8).to(dtype), group)
         target = torch.randint(8, (3,))
-        loss = vocab_parallel_cross_entropy(logits * 1, target, group=group)
+        loss = vocab_parallel_cross_entropy(logits * 1, target, group=group, vocab_size=8)
         (plain,) = torch.autograd.grad(loss.sum(), logits)
         given_up = logits * 1
-        loss = vocab_parallel_cross_entropy(given_up, target, group=group, inplace_=True)
+        loss = vocab_parallel_cross_entropy(given_up, target, group=group, vocab_size=8, inplace_=True)
         (gradient,) = torch.autograd.grad(loss.sum(), given_up, retain_graph=True)
         assert gradient.data_ptr() == given_up.data_ptr()
         assert_bit_equal(gradient, plain)
@@ -231,7 +231,7 @@ def test_given_up_logits_become_the_gradient(group):
 @pytest.mark.ranks(2)
 def test_a_kept_graph_can_be_used_again(group):
     logits = shard_of(torch.randn(3, 8), group)
-    loss = vocab_parallel_cross_entropy(logits, torch.randint(8, (3,)), group=group).sum()
+    loss = vocab_parallel_cross_entropy(logits, torch.randint(8, (3,)), group=group, vocab_size=8).sum()
     (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
     (second,) = torch.autograd.grad(loss, logits)
     assert_bit_equal(first, second)
@@ -334,7 +334,7 @@ def test_shapes_that_do_not_fit_are_told(group):
     rank = group.rank()
     logits, target = torch.randn(4, 3), torch.randint(9, (4,))
     with pytest.raises(ShardingError, match=r"logits \[4, 3\] and target \[4, 1\] must agree"):
-        vocab_parallel_cross_entropy(logits, target.view(4, 1), group=group)
+        vocab_parallel_cross_entropy(logits, target.view(4, 1), group=group, vocab_size=9)
     message = rf"rank {rank} of 3 has 3 logits .* vocabulary of 15 is 5; pass vocab_size"
     with pytest.raises(ShardingError, match=message):
         vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=15)
@@ -342,7 +342,7 @@ def test_shapes_that_do_not_fit_are_told(group):
         vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=12, padded_vocab_size=9)
     for smoothing in (-0.1, 1.0, float("nan")):
         with pytest.raises(ConfigError, match=f"label_smoothing is {smoothing}; it must be"):
-            vocab_parallel_cross_entropy(logits, target, group=group, label_smoothing=smoothing)
+            vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=9, label_smoothing=smoothing)
     one = torch.randn(4, int(rank == 0))
     with pytest.raises(ConfigError, match=r"label_smoothing is 0.1 over 1 ids; .*at least 2 ids"):
         vocab_parallel_cross_entropy(one, target * 0, group=group, label_smoothing=0.1, vocab_size=1)
@@ -355,14 +355,15 @@ def test_ranges_of_the_vocabulary(group):
     # Padded to 120, of which the last rank holds the rest.
     assert vocab_ranges(40, 81, 120, group) == [(0, 40), (40, 80), (80, 81)]
     assert vocab_ranges(40, 80, 120, group) == [(0, 40), (40, 80), (80, 80)]
-    assert vocab_ranges(40, None, None, group) == [(0, 40), (40, 80), (80, 120)]
+    with pytest.raises(ConfigError, match="vocab_size is None; pass the number of ids of the whole vocabulary"):
+        vocab_ranges(40, None, None, group)
 
 
 @pytest.mark.ranks(2)
 def test_the_public_door(group):
     whole, target = torch.randn(3, 2, 10), torch.randint(10, (3, 2))
     logits = shard_of(whole, group)
-    expected = vocab_parallel_cross_entropy(logits, target, group=group, label_smoothing=0.1)
+    expected = vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=10, label_smoothing=0.1)
     assert_bit_equal(public_cross_entropy(logits, target, 0.1, group), expected)
     parallel_state.initialize_model_parallel(2)
     with assert_unmodified(logits):

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.config import TransformerConfig
 from shardwise.initialization import Normal
-from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
+from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from shardwise.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from shardwise.transformer.layer import TransformerLayer, TransformerLayerSpec
@@ -91,7 +91,8 @@ def embedding(group, config):
 
 def loss(group, **options):
     target = torch.randint(V, (S, B))
-    return lambda logits: vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=V, **options)
+    options = {"vocab_size": V} | options
+    return lambda logits: vocab_parallel_cross_entropy(logits, target, tp_group=group, **options)
 
 
 def layer(group, config):

@@ -141,6 +141,9 @@ def measured_parts(group, sequence_parallel, dtype):
         "residual addition": kept_by(torch.add, between, input_of(plain, group)),
         "embedding": kept_by(embedding(group, plain), torch.randint(V, (B, S))),
         "loss": kept_by(loss(group), input_of(plain, group, V // t, whole_sequence=True)),
+        "loss, without the size of the vocabulary": kept_by(
+            loss(group, vocab_size=None), input_of(plain, group, V // t, whole_sequence=True)
+        ),
     }
     streams().reset()
     return measured

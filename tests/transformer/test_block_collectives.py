@@ -54,6 +54,7 @@ def test_collectives(group, dtype):
             heads |= {
                 "loss": (loss(group), logits),
                 "loss, label smoothing": (loss(group, label_smoothing=0.1), logits),
+                "loss, without the size of the vocabulary": (loss(group, vocab_size=None), logits),
             }
         suffix = ", sequence parallel" if sequence_parallel else ""
         for name, block in blocks.items():

@@ -45,6 +45,7 @@ from torch.distributed import ProcessGroup
 from shardwise.collectives.primitives import check_alike
 from shardwise.kernels.choice import choose
 from shardwise.loss.combine import combine, gather_statistics
+from shardwise.loss.equal_shards import equal_ranges, with_size, without_sizes
 from shardwise.loss.finite import check_finite_logits
 from shardwise.loss.options import LossOptions, check_reduction
 from shardwise.loss.reduction import reduce_loss
@@ -64,6 +65,7 @@ class _VocabParallelCrossEntropy(Function):
         ignore_index: int,
         inplace: bool,
         check_finite: bool,
+        sizes_are_known: bool,
         group: ProcessGroup,
     ) -> Tensor:
         own_ids = ranges[group.rank()]
@@ -78,7 +80,9 @@ class _VocabParallelCrossEntropy(Function):
             temperature=options.temperature,
             want_sum=options.label_smoothing > 0,
         )
-        every = gather_statistics(own, group)
+        every = gather_statistics(own if sizes_are_known else with_size(own, logits.size(-1)), group)
+        if not sizes_are_known:
+            every = without_sizes(every, logits.size(-1))
         if check_finite:
             check_finite_logits(every, flat.__getitem__, ignored, target.shape, own_ids, group)
         combined = combine(every, ranges, ignored, options)
@@ -113,7 +117,7 @@ class _VocabParallelCrossEntropy(Function):
         )
         if num_valid < result.size(1):
             result[:, num_valid:] = 0.0
-        return result.view(logits.shape), *(None,) * 7
+        return result.view(logits.shape), *(None,) * 8
 
 
 def vocab_parallel_cross_entropy(
@@ -121,11 +125,11 @@ def vocab_parallel_cross_entropy(
     target: Tensor,
     *,
     group: ProcessGroup,
+    vocab_size: int,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     temperature: float = 1.0,
-    vocab_size: int | None = None,
     padded_vocab_size: int | None = None,
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "none",
@@ -143,11 +147,11 @@ def vocab_parallel_cross_entropy(
         logits: ``[..., v/t]``, this rank's part of the vocabulary.
         target: ``[...]`` global ids, the same on every rank.
         group: the ranks that split the vocabulary.
+        vocab_size: true size of the vocabulary.
         label_smoothing: probability taken from the target and spread over all other ids.
         z_loss: weight of the squared logarithm of the softmax's normalizer.
         softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
         temperature: divides the (capped) logits.
-        vocab_size: true size of the vocabulary; ``v/t`` times the number of ranks if None.
         padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
         ignore_index: a target that costs nothing and has no gradient.
         reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored.
@@ -167,16 +171,17 @@ def vocab_parallel_cross_entropy(
         VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
         DivergenceError: logits that are no numbers, with ``check_finite``.
     """
-    options = LossOptions(label_smoothing, z_loss, softcap, temperature)
     check_reduction(reduction)
-    check_target_shape(logits, target)
-    ranges = vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group)
-    options.check_vocabulary(ranges[-1][1])
-    if validate:
-        check = partial(check_ids, target, ranges[-1][1], what="target", ignore_index=ignore_index)
-        check_alike(check, group=group)
-    loss: Tensor = _VocabParallelCrossEntropy.apply(
-        logits, target, ranges, options, ignore_index, inplace_, check_finite, group
+    loss = cross_entropy_of_tokens(
+        vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group),
+        logits,
+        target,
+        LossOptions(label_smoothing, z_loss, softcap, temperature),
+        ignore_index=ignore_index,
+        inplace_=inplace_,
+        validate=validate,
+        check_finite=check_finite,
+        group=group,
     )
     return reduce_loss(
         loss,
@@ -186,3 +191,39 @@ def vocab_parallel_cross_entropy(
         data_parallel_group=data_parallel_group,
         validate=validate,
     )
+
+
+def cross_entropy_of_tokens(
+    ranges: list[Interval] | None,
+    logits: Tensor,
+    target: Tensor,
+    options: LossOptions,
+    *,
+    ignore_index: int,
+    inplace_: bool,
+    validate: bool,
+    check_finite: bool,
+    group: ProcessGroup,
+) -> Tensor:
+    """``vocab_parallel_cross_entropy`` without a reduction, from every rank's range of ids where those are known.
+
+    If ``ranges`` is None each rank takes all shards to be as large as its own, and the all-gather has one more row, of
+    the ranks' sizes: see ``equal_shards``, which raises a ShardingError on every rank where they differ.
+    """
+    check_target_shape(logits, target)
+    sizes_are_known = ranges is not None
+    if ranges is None:
+        ranges = equal_ranges(logits.size(-1), group)
+    vocab_size = ranges[-1][1]
+    check = partial(check_ids, target, vocab_size, what="target", ignore_index=ignore_index)
+    if sizes_are_known:
+        options.check_vocabulary(vocab_size)
+        if validate:
+            check_alike(check, group=group)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(
+        logits, target, ranges, options, ignore_index, inplace_, check_finite, sizes_are_known, group
+    )
+    if validate and not sizes_are_known:
+        # Not earlier: of ranks whose sizes differ, some would take a target for wrong and never reach the all-gather.
+        check_alike(check, group=group)
+    return loss

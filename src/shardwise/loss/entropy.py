@@ -79,9 +79,9 @@ def vocab_parallel_entropy(
     logits: Tensor,
     *,
     group: ProcessGroup | None = None,
+    vocab_size: int,
     softcap: float | None = None,
     temperature: float = 1.0,
-    vocab_size: int | None = None,
     padded_vocab_size: int | None = None,
 ) -> Tensor:
     """Entropy, in nats, of each token's distribution, ``-Σ p log p``.
@@ -91,9 +91,9 @@ def vocab_parallel_entropy(
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified. -inf forbids an id.
         group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
+        vocab_size: true size of the vocabulary.
         softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
         temperature: divides the (capped) logits.
-        vocab_size: true size of the vocabulary; ``v/t`` times the number of ranks if None.
         padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
 
     Returns:

@@ -111,9 +111,9 @@ def vocab_parallel_kl_div(
     teacher_logits: Tensor,
     *,
     group: ProcessGroup | None = None,
+    vocab_size: int,
     softcap: float | None = None,
     temperature: float = 1.0,
-    vocab_size: int | None = None,
     padded_vocab_size: int | None = None,
 ) -> Tensor:
     """Divergence ``Σ q (log q - log p)`` of each token's prediction ``p`` from the teacher's ``q``.
@@ -125,9 +125,9 @@ def vocab_parallel_kl_div(
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified. -inf forbids an id.
         teacher_logits: ``[..., v/t]``; not modified.
         group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
+        vocab_size: true size of the vocabulary.
         softcap: bound of both logits, ``softcap · tanh(x / softcap)``; none if None.
         temperature: divides both (capped) logits.
-        vocab_size: true size of the vocabulary; ``v/t`` times the number of ranks if None.
         padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
 
     Returns:

@@ -54,11 +54,11 @@ def vocab_parallel_linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     group: ProcessGroup,
+    vocab_size: int,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     temperature: float = 1.0,
-    vocab_size: int | None = None,
     padded_vocab_size: int | None = None,
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "none",
@@ -82,6 +82,7 @@ def vocab_parallel_linear_cross_entropy(
         target: ``[s, b]``, or ``[...]``: global ids of all tokens, the same on every rank.
         bias: ``[v/t]`` or None.
         group: the ranks that split the vocabulary, and with sequence parallelism the sequence.
+        vocab_size: true size of the vocabulary.
         label_smoothing: as in ``vocab_parallel_cross_entropy``, and so are all options up to the plan that are not
             explained here.
         sequence_parallel: ``hidden`` is this rank's shard along the first dimension.

@@ -15,9 +15,9 @@ def vocab_parallel_log_probs(
     ids: Tensor,
     *,
     group: ProcessGroup | None = None,
+    vocab_size: int,
     softcap: float | None = None,
     temperature: float = 1.0,
-    vocab_size: int | None = None,
     padded_vocab_size: int | None = None,
     ignore_index: int = IGNORE_INDEX,
     inplace_: bool = False,
@@ -31,9 +31,9 @@ def vocab_parallel_log_probs(
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified unless ``inplace_``.
         ids: ``[...]`` global ids, the same on every rank.
         group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
+        vocab_size: true size of the vocabulary.
         softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
         temperature: divides the (capped) logits.
-        vocab_size: true size of the vocabulary; ``v/t`` times the number of ranks if None.
         padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
         ignore_index: an id whose result is 0, without gradient.
         inplace_: the caller gives up ``logits``: their memory becomes the gradient's.

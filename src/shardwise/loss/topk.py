@@ -68,7 +68,7 @@ def vocab_parallel_topk(
     k: int,
     *,
     group: ProcessGroup | None = None,
-    vocab_size: int | None = None,
+    vocab_size: int,
     padded_vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` largest logits of each token, largest first, and their ids; of equal ones the smaller id comes first.
@@ -80,7 +80,7 @@ def vocab_parallel_topk(
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified.
         k: how many; at most the size of the vocabulary.
         group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
-        vocab_size: true size of the vocabulary; ``v/t`` times the number of ranks if None.
+        vocab_size: true size of the vocabulary.
         padded_vocab_size: size that was split, where padding was added; padded columns are left out.
 
     Returns:
@@ -103,7 +103,7 @@ def vocab_parallel_argmax(
     logits: Tensor,
     *,
     group: ProcessGroup | None = None,
-    vocab_size: int | None = None,
+    vocab_size: int,
     padded_vocab_size: int | None = None,
 ) -> Tensor:
     """The id of each token's largest logit, the smallest of them if several are equal; NaN counts as the largest.
@@ -113,7 +113,7 @@ def vocab_parallel_argmax(
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified.
         group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
-        vocab_size: true size of the vocabulary; ``v/t`` times the number of ranks if None.
+        vocab_size: true size of the vocabulary.
         padded_vocab_size: size that was split, where padding was added; padded columns are left out.
 
     Returns:

@@ -5,40 +5,45 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ShardingError
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.sharding import Interval, balanced_range
 
 IGNORE_INDEX = -100
 
 
 def vocab_ranges(
-    local_size: int, vocab_size: int | None, padded_vocab_size: int | None, group: ProcessGroup
+    local_size: int, vocab_size: int, padded_vocab_size: int | None, group: ProcessGroup
 ) -> list[Interval]:
     """Every rank's range of true vocabulary ids, ``(start, stop)``, in rank order.
 
     Args:
         local_size: number of logits per token on this rank, checked against the split.
-        vocab_size: true size of the vocabulary; ``local_size`` times the number of ranks if None.
+        vocab_size: true size of the vocabulary.
         padded_vocab_size: size that was split, where padding was added; the true size if None.
         group: the ranks that split the vocabulary.
 
     Raises:
+        ConfigError: ``vocab_size`` is None.
         ShardingError: this rank's share of the vocabulary is not ``local_size``, or the vocabulary has no ids.
     """
     t, rank = group.size(), group.rank()
-    true_size = local_size * t if vocab_size is None else vocab_size
-    split_size = true_size if padded_vocab_size is None else padded_vocab_size
-    if true_size < 1:
-        raise ShardingError(f"a vocabulary of {true_size} ids on {t} ranks; it needs at least 1")
+    if vocab_size is None:
+        raise ConfigError(
+            f"vocab_size is None; pass the number of ids of the whole vocabulary, which the {local_size} logits per "
+            "token of one rank do not tell"
+        )
+    split_size = vocab_size if padded_vocab_size is None else padded_vocab_size
+    if vocab_size < 1:
+        raise ShardingError(f"a vocabulary of {vocab_size} ids on {t} ranks; it needs at least 1")
     ranges = [balanced_range(split_size, t, r) for r in range(t)]
     share = ranges[rank][1] - ranges[rank][0]
-    if share != local_size or split_size < true_size:
+    if share != local_size or split_size < vocab_size:
         raise ShardingError(
             f"rank {rank} of {t} has {local_size} logits per token, but its balanced share of a vocabulary of "
-            f"{split_size} is {share}; pass vocab_size (the true one, {true_size} here) and, where it was padded, "
+            f"{split_size} is {share}; pass vocab_size (the true one, {vocab_size} here) and, where it was padded, "
             "padded_vocab_size"
         )
-    return [(min(start, true_size), min(stop, true_size)) for start, stop in ranges]
+    return [(min(start, vocab_size), min(stop, vocab_size)) for start, stop in ranges]
 
 
 def check_target_shape(logits: Tensor, target: Tensor) -> None:

@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from shardwise.collectives.primitives import all_reduce
 from shardwise.config import TransformerConfig
 from shardwise.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
-from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharded_state import state_of_parts
 from shardwise.sharding import ParamShard, ShardedOffset
 from shardwise.tensor_parallel.copying import GroupModule
+from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.tensor_parallel.module import parameter_device
 from shardwise.transformer.backend import check_attention_backend
 
@@ -41,6 +41,7 @@ class LanguageModule(GroupModule):
 
     Attributes:
         tp_group: tensor parallel.
+        vocab_size: number of ids, which the loss needs unless every rank has as many logits per token.
         pp_group: pipeline parallel, or None.
         embd_group: the stages that hold a tied weight, or None.
         vp_stage: which of the stage's chunks this is; None without interleaving.
@@ -91,6 +92,7 @@ class LanguageModule(GroupModule):
 
         Raises:
             VocabularyError: a label outside the vocabulary.
+            ShardingError: without ``vocab_size``, ranks with different numbers of logits per token.
         """
         return self._loss(labels, logits, inplace_=False)
 
@@ -129,7 +131,7 @@ class LanguageModule(GroupModule):
 
         Raises:
             VocabularyError: a label outside the vocabulary.
-            ConfigError: there is no weight, or an option that separate layers do not have.
+            ConfigError: there is no weight, no ``vocab_size``, or an option that separate layers do not have.
         """
         if column_parallel_linear is not None and not self.fuses_output_layer_and_loss:
             if reduction != "none" or ignore_index != -100:
@@ -142,6 +144,11 @@ class LanguageModule(GroupModule):
             return self._loss(labels, logits, inplace_=True)
         if weight is None:
             raise AssertedConfigError("output layer and loss in one need the output layer's weight; pass it")
+        if self.vocab_size is None:
+            raise AssertedConfigError(
+                "output layer and loss in one need the size of the vocabulary, and this "
+                f"{type(self).__name__}'s vocab_size is None; set it"
+            )
         loss = vocab_parallel_linear_cross_entropy(
             hidden,
             weight,
@@ -171,7 +178,7 @@ class LanguageModule(GroupModule):
         loss = vocab_parallel_cross_entropy(
             logits,
             labels.t().contiguous(),
-            group=self.tp_group,
+            tp_group=self.tp_group,
             vocab_size=self.vocab_size,
             inplace_=inplace_,
         )

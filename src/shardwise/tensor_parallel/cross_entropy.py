@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy as _cross_entropy
-from shardwise.loss.vocabulary import IGNORE_INDEX
+from shardwise.errors import ConfigError
+from shardwise.loss.cross_entropy import cross_entropy_of_tokens
+from shardwise.loss.options import LossOptions, check_reduction
+from shardwise.loss.reduction import reduce_loss
+from shardwise.loss.vocabulary import IGNORE_INDEX, vocab_ranges
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 __all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]
@@ -132,7 +135,8 @@ def vocab_parallel_cross_entropy(
         target: ``[s, b]`` global ids.
         label_smoothing: probability taken from the target and spread over all other ids of the true vocabulary.
         tp_group: tensor-parallel group; the ambient one if None.
-        vocab_size: true size of the vocabulary; ``v/t`` times the number of ranks if None.
+        vocab_size: true size of the vocabulary. If None every rank must have as many logits per token, padding is
+            taken for ids, and the all-gather has one more row of 12 bytes (16), by which that is checked.
         padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
         ignore_index: a target that costs nothing and has no gradient.
         z_loss: weight of the squared logarithm of the softmax's normalizer.
@@ -151,25 +155,39 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         TopologyError: no group given and none initialised.
-        ConfigError: an option that cannot be.
-        ShardingError: shapes that do not match, or a shard that does not fit the vocabulary.
+        ConfigError: an option that cannot be; ``padded_vocab_size`` without ``vocab_size``.
+        ShardingError: shapes that do not match, or a shard that does not fit the vocabulary. Without ``vocab_size``:
+            the ranks have different numbers of logits per token, on every rank; an assertion on the device in its
+            place on CUDA, where nothing waits for it, and a RuntimeError under torch.compile.
         VocabularyError: a target outside the vocabulary that is not ``ignore_index``.
         DivergenceError: logits that are no numbers, with ``check_finite``.
     """
-    return _cross_entropy(
+    group = resolve_tensor_model_parallel_group(tp_group)
+    local_size = vocab_parallel_logits.size(-1)
+    if vocab_size is None and padded_vocab_size is not None:
+        raise ConfigError(
+            f"padded_vocab_size is {padded_vocab_size}, and without vocab_size nothing says how much of it is padding; "
+            "pass vocab_size= too"
+        )
+    if vocab_size is None and group.size() == 1:
+        vocab_size = local_size
+    check_reduction(reduction)
+    loss = cross_entropy_of_tokens(
+        None if vocab_size is None else vocab_ranges(local_size, vocab_size, padded_vocab_size, group),
         vocab_parallel_logits,
         target,
-        group=resolve_tensor_model_parallel_group(tp_group),
-        label_smoothing=label_smoothing,
-        vocab_size=vocab_size,
-        padded_vocab_size=padded_vocab_size,
+        LossOptions(label_smoothing, z_loss, softcap, temperature),
         ignore_index=ignore_index,
-        z_loss=z_loss,
-        softcap=softcap,
-        temperature=temperature,
-        reduction=reduction,
-        data_parallel_group=data_parallel_group,
         inplace_=inplace_,
         validate=validate,
         check_finite=check_finite,
+        group=group,
+    )
+    return reduce_loss(
+        loss,
+        target,
+        reduction,
+        ignore_index=ignore_index,
+        data_parallel_group=data_parallel_group,
+        validate=validate,
     )
