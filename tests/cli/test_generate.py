@@ -229,7 +229,7 @@ def test_checkpoints_of_other_programs(tmp_path):
 def test_help_explains_each_flag(capsys):
     assert shardwise_main(["generate", "--help"]) == 0
     text = capsys.readouterr().out
-    for words in ("CHECKPOINT", "--prompt", "--top-p", "0 is off", "(default: 200)", "1 is off"):
+    for words in ("CHECKPOINT", "--prompt", "--top-p", "0 is off", "or else 200", "1 is off"):
         assert words in text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,44 @@ def test_finetuning_reads_special_tokens_as_transformers_does(
     capsys.readouterr()
     assert main(["finetune", str(model), *flags(tmp_path, data), "--resume", "auto"]) == 2
     assert "special-tokens was False and is True" in capsys.readouterr().err
+
+
+def generate_here(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[str, str]:
+    capsys.readouterr()
+    assert main(["generate", *map(str, argv), "--device", "cpu"]) == 0
+    return capsys.readouterr()
+
+
+def test_a_model_says_how_it_generates_also_after_import_and_export(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each end of a text ends it, and what cannot be followed is said; the words are those of transformers."""
+    import torch
+    import transformers
+
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = "<|im_start|>user\nWho"
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+    whole = theirs.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
+    new = whole[ids.size(1) :]
+    # A token that is nobody's end of a text, where the text has not had it before.
+    place = next(place for place in range(5, 20) if new[place] not in new[:place] and new[place] < 290)
+    wishes = {"do_sample": False, "eos_token_id": [NUM_IDS + 5, new[place]], "max_new_tokens": 20, "num_beams": 3}
+    (folder / "generation_config.json").write_text(json.dumps(wishes))
+    assert main(["import-hf", str(folder), "--out", str(tmp_path / "run")]) == 0
+    assert main(["export-hf", str(tmp_path / "run"), "--out", str(tmp_path / "back")]) == 0
+    assert json.loads((tmp_path / "back/generation_config.json").read_text()) == wishes
+    out, notes = generate_here(capsys, tmp_path / "run", "--prompt", prompt)
+    assert out == prompt + tokenizer.decode(new[:place]) + "\n"
+    assert notes == (
+        "shardwise generate: not applied, of generation_config.json: num_beams 3\n"
+        "shardwise generate: eos_token_id 306 is outside the model's 301 ids and ends no text\n"
+    )
+    # A flag wins, and prompts of strangers do not spell tokens.
+    assert generate_here(capsys, tmp_path / "run", "--prompt", prompt, "--max-new-tokens", "2")[0] != out
+    assert generate_here(capsys, tmp_path / "run", "--prompt", prompt, "--no-special-tokens")[0] != out
 
 
 def test_data_that_is_no_list_of_records(

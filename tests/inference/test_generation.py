@@ -127,6 +127,10 @@ def test_end_of_text_ends_it_and_is_no_part_of_it(group):
     shorter = generate(model, [1, 2], max_new_tokens=8, sampling=Sampling(), eos_id=stop, on_token=seen.append)
     assert shorter == tokens[: tokens.index(stop)]
     assert seen == shorter
+    # Of several, whichever comes first.
+    for several in ([stop, tokens[1]], (tokens[1], 100, stop)):
+        shorter = generate(model, [1, 2], max_new_tokens=8, sampling=Sampling(), eos_id=several)
+        assert shorter == tokens[: min(tokens.index(stop), tokens.index(tokens[1]))]
 
 
 @pytest.mark.ranks(2)
@@ -135,6 +139,8 @@ def test_no_prompt_starts_from_the_end_of_text(group):
     tokens = generate(model, [100], max_new_tokens=8, sampling=GREEDY)
     assert 100 not in tokens
     assert generate(model, [], max_new_tokens=8, sampling=GREEDY, eos_id=100) == tokens
+    other = next(token for token in range(100) if token not in tokens)
+    assert generate(model, [], max_new_tokens=8, sampling=GREEDY, eos_id=[100, other]) == tokens
     with pytest.raises(ConfigError, match="prompt is empty"):
         generate(model, [], max_new_tokens=8, sampling=GREEDY)
 

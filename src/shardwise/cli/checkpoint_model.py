@@ -12,6 +12,7 @@ from shardwise.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from shardwise.huggingface import PretrainedConfig
     from shardwise.huggingface.building import Model
+    from shardwise.huggingface.generation_config import GenerationDefaults
     from shardwise.tokenizer import Tokenizer
     from shardwise.training.ranks import Ranks
     from shardwise.training.settings import Settings
@@ -30,6 +31,29 @@ class OpenCheckpoint:
     folder: Path
     origin: Settings | PretrainedConfig
     tokenizer: Tokenizer | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model, which may have more ids than the tokenizer."""
+        from shardwise.training.settings import Settings
+
+        if isinstance(self.origin, Settings):
+            assert self.tokenizer is not None
+            return self.tokenizer.vocab_size
+        return self.origin.description.vocab_size
+
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model's files say about generation; nothing for a training run.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        from shardwise.huggingface.generation_config import GenerationDefaults
+        from shardwise.training.settings import Settings
+
+        if isinstance(self.origin, Settings):
+            return GenerationDefaults()
+        return GenerationDefaults(self.folder, self.origin.values)
 
     def check_fits(self, world_size: int) -> None:
         """Raise ConfigError unless the model can be split over ``world_size`` ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,7 +21,7 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.training.bounds import LOCAL_RANKS, SEED, Range, check_values
 
 if TYPE_CHECKING:
-    from shardwise.inference import Sampling
+    from shardwise.huggingface.generation_config import GenerationChoice
     from shardwise.tokenizer import Tokenizer
     from shardwise.training.ranks import Ranks
 
@@ -34,10 +35,12 @@ class GenerateArguments:
     Attributes:
         checkpoint: folder of a run, for its newest checkpoint, or of one of its checkpoints.
         prompt: text to continue; a new text begins if it is empty.
-        max_new_tokens: most tokens to add.
-        temperature: under 1 favours likely tokens; 0 always takes the likeliest.
-        top_k: choose among this many likeliest tokens; 0 is off.
-        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off.
+        max_new_tokens: most tokens to add. Here and below, if not given: what the model's generation_config.json says,
+            or else 200.
+        temperature: under 1 favours likely tokens; 0 always takes the likeliest. If not given: see above, or else 0.8.
+        top_k: choose among this many likeliest tokens; 0 is off. If not given: see above, or else 50.
+        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off. If not given: see
+            above, or else 1.
         special_tokens: read the names of special tokens in the prompt, such as <|im_start|>, as these tokens, as
             transformers does; as letters with --no-special-tokens, for text of people whom you don't trust.
         seed: of the choices.
@@ -48,10 +51,10 @@ class GenerateArguments:
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     prompt: str = ""
-    max_new_tokens: Annotated[int, Range(0, 10**9)] = 200
-    temperature: Annotated[float, Range(0, 1e6)] = 0.8
-    top_k: Annotated[int, Range(0, 10**9)] = 50
-    top_p: Annotated[float, Range(0, 1, low_included=False)] = 1.0
+    max_new_tokens: Annotated[int | None, Range(0, 10**9)] = None
+    temperature: Annotated[float | None, Range(0, 1e6)] = None
+    top_k: Annotated[int | None, Range(0, 10**9)] = None
+    top_p: Annotated[float | None, Range(0, 1, low_included=False)] = None
     special_tokens: bool = True
     seed: Annotated[int, SEED] = 0
     nproc: Annotated[int | None, LOCAL_RANKS] = None
@@ -77,25 +80,38 @@ def main(argv: list[str]) -> int:
     """
     arguments = parse_command(GenerateArguments, argv, "shardwise generate")
     world_size, here = checked_world_size(arguments.nproc)
-    sampling = _checked_sampling(arguments)
     if not here:
         # A mistake costs less to find before the ranks are started.
-        _open(arguments, world_size)
+        _prepare(arguments, world_size)
         program = shardwise_command("generate", *argv)
         return launch_ranks(world_size, program, command="shardwise generate", debug=arguments.debug)
-    _run_rank(arguments, sampling)
+    # Late, here and below, because PyTorch takes seconds to import, and `--help` or a wrong flag should not.
+    from shardwise.training.ranks import open_ranks
+
+    with open_ranks(arguments.device) as ranks:
+        _generate(arguments, ranks)
     return 0
 
 
-def _checked_sampling(arguments: GenerateArguments) -> Sampling:
-    # Late, here and below, because PyTorch takes seconds to import, and `--help` or a wrong flag should not.
-    from shardwise.inference import Sampling
+@dataclass(frozen=True)
+class _Task:
+    """A text to continue.
 
-    return Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    Attributes:
+        opened: the model.
+        tokenizer: of the model.
+        prompt_ids: what the tokenizer puts in front, and the prompt.
+        choice: how tokens are chosen.
+    """
+
+    opened: OpenCheckpoint
+    tokenizer: Tokenizer
+    prompt_ids: list[int]
+    choice: GenerationChoice
 
 
-def _open(arguments: GenerateArguments, world_size: int) -> tuple[OpenCheckpoint, Tokenizer]:
-    """The checkpoint of a model that continues texts, and its tokenizer."""
+def _prepare(arguments: GenerateArguments, world_size: int) -> _Task:
+    """Open the checkpoint of a model that continues texts, and read the prompt."""
     from shardwise.training.settings import Settings
 
     opened = open_checkpoint(Path(arguments.checkpoint))
@@ -104,52 +120,64 @@ def _open(arguments: GenerateArguments, world_size: int) -> tuple[OpenCheckpoint
         raise ConfigError(
             f"{opened.folder} holds a {opened.origin.architecture.model_type} model, which adds no tokens"
         )
-    if opened.tokenizer is None:
+    tokenizer = opened.tokenizer
+    if tokenizer is None:
         raise DataError(f"{opened.folder} was imported without a tokenizer.json that says which token ends a text")
-    return opened, opened.tokenizer
+    prompt_ids = [
+        *tokenizer.beginning,
+        *tokenizer.encode(arguments.prompt, parse_special=arguments.special_tokens),
+    ]
+    choice = opened.generation_defaults().choose(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        max_new_tokens=arguments.max_new_tokens,
+        num_prompt_tokens=len(prompt_ids),
+        vocab_size=opened.vocab_size,
+        eos_id=tokenizer.eos_id,
+    )
+    return _Task(opened, tokenizer, prompt_ids, choice)
 
 
-def _run_rank(arguments: GenerateArguments, sampling: Sampling) -> None:
-    from shardwise.training.ranks import open_ranks
+def _notes(task: _Task, longest: int) -> Iterator[str]:
+    """What a user should know, one line each."""
+    yield from task.choice.notes
+    ids, beginning = task.prompt_ids, list(task.tokenizer.beginning)
+    if beginning and ids[len(beginning) : 2 * len(beginning)] == beginning:
+        yield (
+            f"the prompt begins with {task.tokenizer.decode(beginning)}, which the tokenizer puts in front of "
+            "every text: it stands there twice"
+        )
+    if len(ids) > longest:
+        yield f"the prompt has {len(ids)} tokens, of which the model reads the last {longest}"
 
-    with open_ranks(arguments.device) as ranks:
-        _generate(arguments, sampling, ranks)
 
-
-def _generate(arguments: GenerateArguments, sampling: Sampling, ranks: Ranks) -> None:
+def _generate(arguments: GenerateArguments, ranks: Ranks) -> None:
     import torch.distributed as dist
 
     from shardwise.collectives.agreement import agree
     from shardwise.inference import TextStream, generate
     from shardwise.models.gpt import GPTModel
 
-    def prepare() -> tuple[OpenCheckpoint, Tokenizer, list[int]]:
-        opened, tokenizer = _open(arguments, ranks.world_size)
-        prompt_ids = tokenizer.encode(arguments.prompt, parse_special=arguments.special_tokens)
-        return opened, tokenizer, [*tokenizer.beginning, *prompt_ids]
-
     world = dist.group.WORLD
     assert world is not None
-    opened, tokenizer, prompt_ids = agree(prepare, group=world)
-    model = opened.load_model(ranks)
+    task = agree(lambda: _prepare(arguments, ranks.world_size), group=world)
+    model = task.opened.load_model(ranks)
     assert isinstance(model, GPTModel)
-    text = TextStream(tokenizer, prompt_ids)
+    text = TextStream(task.tokenizer, task.prompt_ids)
     if ranks.is_first:
-        if len(prompt_ids) > model.max_sequence_length:
-            print_line(
-                f"shardwise generate: the prompt has {len(prompt_ids)} tokens, of which the model reads the last "
-                f"{model.max_sequence_length}"
-            )
+        for note in _notes(task, model.max_sequence_length):
+            print_line(f"shardwise generate: {note}")
         _allow_any_character()
         _show(arguments.prompt)
     try:
         generate(
             model,
-            prompt_ids,
-            max_new_tokens=arguments.max_new_tokens,
-            sampling=sampling,
+            task.prompt_ids,
+            max_new_tokens=task.choice.max_new_tokens,
+            sampling=task.choice.sampling,
             seed=arguments.seed,
-            eos_id=tokenizer.eos_id,
+            eos_id=task.choice.eos_ids,
             on_token=(lambda token: _show(text.push(token))) if ranks.is_first else None,
         )
     finally:

@@ -90,6 +90,10 @@ class Fields:
         if found != value:
             raise self.error(name, found, f"{_json(value)}, the only value that is supported")
 
+    def shown(self, name: str) -> str:
+        """A value for messages, as it stands in the file, or its beginning."""
+        return _json(self.values[name])
+
     def error(self, name: str, found: object, expected: str) -> ConfigError:
         """An error that names the field and its value."""
         return ConfigError(f"{self.where}: {name} is {_json(found)}; it must be {expected}")

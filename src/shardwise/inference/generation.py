@@ -24,7 +24,7 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling,
     seed: int = 0,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     on_token: Callable[[int], None] | None = None,
 ) -> list[int]:
     """Continue a prompt.
@@ -40,17 +40,17 @@ def generate(
 
     Args:
         model: with or without sequence parallelism, which saves nothing here and costs time.
-        prompt_ids: token ids; may be empty if ``eos_id`` is given, from which the model then starts, as from the end of
-            the text before.
+        prompt_ids: token ids; may be empty if ``eos_id`` is given, from which (the first, of several) the model then
+            starts, as from the end of the text before.
         max_new_tokens: most tokens to generate.
         sampling: how a token is chosen.
         seed: of the choices, from 0 to 2**63 - 1.
-        eos_id: the token that ends the text.
+        eos_id: the token that ends the text, or several that do.
         on_token: called with each token as soon as it is chosen, on every rank. What it raises ends the generation on
             its rank.
 
     Returns:
-        The new tokens, without the prompt and without ``eos_id``.
+        The new tokens, without the prompt and without the one that ended the text.
 
     Raises:
         ConfigError: no prompt, a negative ``max_new_tokens``, a seed out of range, or a model that is one of several
@@ -65,13 +65,13 @@ def generate(
         raise ConfigError("generation needs the whole model on each rank, and this is one pipeline stage of it")
     # Before the other checks, so that a mistake on one rank leaves no rank waiting.
     prompt_sha256 = hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()
-    asked = f"prompt SHA-256 {prompt_sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_id=}"
+    eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
+    asked = f"prompt SHA-256 {prompt_sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_ids=}"
     check_same(asked, "what to generate", group=model.tp_group)
-    _check_arguments(prompt_ids, max_new_tokens, seed, eos_id, vocab_size)
+    _check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
 
     window = model.max_sequence_length
-    context = list(prompt_ids) if eos_id is None or prompt_ids else [eos_id]
-    context = context[-window:]
+    context = list(prompt_ids or eos_ids[:1])[-window:]
     generator = torch.Generator(device="cpu").manual_seed(seed)
     cache = PreallocatedCache.for_model(model, batch_size=1, capacity=min(window, len(context) + max_new_tokens))
     new_tokens: list[int] = []
@@ -83,7 +83,7 @@ def generate(
                 logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generator
             )
             token = int(chosen)
-            if token == eos_id:
+            if token in eos_ids:
                 break
             new_tokens.append(token)
             if on_token is not None:
@@ -142,14 +142,15 @@ def _next_logits(model: GPTModel, unread: Sequence[int], cache: PreallocatedCach
 
 
 def _check_arguments(
-    prompt_ids: Sequence[int], max_new_tokens: int, seed: int, eos_id: int | None, vocab_size: int
+    prompt_ids: Sequence[int], max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocab_size: int
 ) -> None:
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must not be negative")
     if not 0 <= seed < 2**63:
         raise ConfigError(f"seed is {seed}; it must be from 0 to 2**63 - 1")
-    if not prompt_ids and eos_id is None:
+    if not prompt_ids and not eos_ids:
         raise ConfigError("the prompt is empty; give at least one token, or an eos_id to start from")
-    for what, token in (*((f"prompt_ids[{i}]", token) for i, token in enumerate(prompt_ids)), ("eos_id", eos_id)):
-        if token is not None and not 0 <= token < vocab_size:
-            raise VocabularyError(f"{what} is {token}, outside the vocabulary of {vocab_size} ids")
+    for name, ids in (("prompt_ids[{}]", prompt_ids), ("eos_id", eos_ids)):
+        for index, token in enumerate(ids):
+            if not 0 <= token < vocab_size:
+                raise VocabularyError(f"{name.format(index)} is {token}, outside the vocabulary of {vocab_size} ids")
