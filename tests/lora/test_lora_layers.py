@@ -13,7 +13,7 @@ from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError
 from shardwise.initialization import Normal
 from shardwise.lora.config import LoraConfig
-from shardwise.lora.layers import LoraAdapter, LoraColumnParallelLinear, LoraLinear
+from shardwise.lora.layers import LoraAdapter, LoraColumn, LoraLinear
 from shardwise.optimizer.gradients import finalize_gradients_, global_grad_norm
 from shardwise.random import seed_streams
 from shardwise.sharded_state import sharded_state_dict
@@ -308,7 +308,7 @@ def test_what_cannot_have_adapters(group):
     with pytest.raises(ConfigError, match="a Linear cannot have adapters"):
         LoraLinear.add(nn.Linear(3, 3), LoraConfig(), {"x": None})
     layer = column(group, "whole")
-    assert isinstance(layer, LoraColumnParallelLinear)
+    assert isinstance(layer, LoraColumn)
     assert isinstance(layer.lora["whole"], LoraAdapter)
     with pytest.raises(ConfigError, match="has adapters already: whole"):
         LoraLinear.add(layer, LoraConfig(), {"x": None})

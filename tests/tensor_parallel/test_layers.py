@@ -500,5 +500,5 @@ def test_what_cannot_be(group):
         row(group, 4, 6, sizes=[1, 2])
     with pytest.raises(ShardingError, match="7 is not divisible by 2"):
         column(group, 4, 7, stride=2)
-    with pytest.raises(ShardingError, match="the input has 5 features, the layer 4; with input_is_parallel=False"):
+    with pytest.raises(ShardingError, match="the input has 5 features, the layer 4; it takes the whole input"):
         row(group, 4, 6, input_is_parallel=False)(torch.randn(S, B, 5, dtype=torch.float64))

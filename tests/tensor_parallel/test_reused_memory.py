@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal
 from torch import nn
 
+from shardwise.collectives.context import context_of
 from shardwise.config import ModelParallelConfig
 from shardwise.initialization import init_method_normal
-from shardwise.parallel_state.memory import communication_buffers
 from shardwise.recompute import recomputed
 from shardwise.sharding import balanced_sizes
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -51,14 +51,14 @@ def gradients(model, x, sequence, between=lambda: None, through=lambda model, *a
 
 @pytest.mark.ranks(2, 3)
 def test_one_memory_for_all_layers(group):
-    communication_buffers().buffer.clear()
+    context_of(group).buffers.buffer.clear()
     model = Blocks(group, [5, 8, 11])
     gradients(model, shard(group, SEQUENCE), SEQUENCE)
-    (held,) = communication_buffers().buffer.values()
+    (held,) = context_of(group).buffers.buffer.values()
     assert held.numel() == SEQUENCE * 2 * HIDDEN
     pointer = held.data_ptr()
     gradients(model, shard(group, SEQUENCE), SEQUENCE)
-    assert next(iter(communication_buffers().buffer.values())).data_ptr() == pointer
+    assert next(iter(context_of(group).buffers.buffer.values())).data_ptr() == pointer
 
 
 @pytest.mark.ranks(2, 3)

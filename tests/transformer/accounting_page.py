@@ -125,8 +125,8 @@ class WithoutTheOutputOfGelu(nn.Module):
         self.mlp = mlp
 
     def forward(self, hidden):
-        inner, _ = self.mlp.linear_fc1(hidden)
+        inner = self.mlp.linear_fc1(hidden)
         recomputation = CheckpointWithoutOutput()
-        output, _ = self.mlp.linear_fc2(recomputation.checkpoint(F.gelu, inner))
+        output = self.mlp.linear_fc2(recomputation.checkpoint(F.gelu, inner))
         recomputation.discard_output_and_register_recompute(output)
         return output

@@ -84,7 +84,7 @@ class Given(nn.Module):
         self.output = output
 
     def forward(self, *_, **__):
-        return self.output, None
+        return self.output
 
 
 class KeepsItsInput(nn.Module):
@@ -95,13 +95,13 @@ class KeepsItsInput(nn.Module):
         self.scale = nn.Parameter(torch.ones(1, dtype=dtype))
 
     def forward(self, input_):
-        return input_ * self.scale, None
+        return input_ * self.scale
 
 
 def core(group, config):
     """Attention between its two projections, whose input is one tensor of queries, keys and values."""
     attention = SelfAttention(config, 1, group)
-    width = attention.linear_qkv.output_size_per_partition
+    width = attention.linear_qkv.local_features
     attention.linear_qkv = Given(input_of(config, group, width, whole_sequence=True))
     attention.linear_proj = KeepsItsInput(config.params_dtype)
     return attention
@@ -204,7 +204,7 @@ def test_uneven_shares(group):
     config = config_of(group)
     mlp, attention = MLP(config, group), SelfAttention(config, 1, group)
     # What `f/t` and `a/t` are here.
-    own = {"f": 3 * mlp.linear_fc2.input_size_per_partition, "a": 3 * attention.num_local_groups}
+    own = {"f": 3 * mlp.linear_fc2.local_features, "a": 3 * attention.num_local_groups}
     assert (FFN % 3, A % 3) == (2, 1)
     rows = table("block")
     for name, block in (("MLP", mlp), ("attention", attention)):

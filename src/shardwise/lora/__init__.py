@@ -2,7 +2,7 @@
 
 from shardwise.lora.adapter_files import load_adapter_, read_adapter_config, save_adapter
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
-from shardwise.lora.layers import LoraAdapter, LoraColumnParallelLinear, LoraLinear, LoraRowParallelLinear
+from shardwise.lora.layers import LoraAdapter, LoraColumn, LoraLinear, LoraRow
 from shardwise.lora.model import (
     add_lora_,
     lora_disabled,
@@ -15,10 +15,10 @@ from shardwise.lora.model import (
 __all__ = [
     "ALL_LINEAR",
     "LoraAdapter",
-    "LoraColumnParallelLinear",
+    "LoraColumn",
     "LoraConfig",
     "LoraLinear",
-    "LoraRowParallelLinear",
+    "LoraRow",
     "add_lora_",
     "load_adapter_",
     "lora_disabled",

@@ -126,7 +126,7 @@ def load_adapter_(model: LanguageModule, folder: str | os.PathLike[str], archite
             adapter = site.adapter
             assert adapter is not None
             for name, layout in adapter.param_layouts.items():
-                adapter.get_parameter(name).copy_(layout.take(tensors[site.path, name], adapter.tp_rank))
+                adapter.get_parameter(name).copy_(layout.take(tensors[site.path, name], adapter.group.rank()))
     return config
 
 

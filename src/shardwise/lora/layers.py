@@ -17,7 +17,6 @@ rank, because the sum over ranks is taken of the gradient of ``z`` already.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -31,19 +30,18 @@ from torch.nn import init
 from shardwise.collectives import moves
 from shardwise.dropout import sharded_dropout
 from shardwise.errors import ConfigError
+from shardwise.layers import ColumnLinear, LinearParallelism, RowLinear, ShardedModule, tensor_parallel_linear
+from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.lora.config import LoraConfig
 from shardwise.lora.sections import is_identity, local_places, section_layout
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, balanced_sizes, uneven_sizes
-from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from shardwise.tensor_parallel.linear import LinearParallelism, tensor_parallel_linear
-from shardwise.tensor_parallel.module import TensorParallelModule
 
 # As ``peft``: that of nn.Linear, uniform within 1 / sqrt(fan in).
 _INIT_A = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
 _REDUCED_PRECISION = (torch.float16, torch.bfloat16)
 
 
-class LoraAdapter(TensorParallelModule):
+class LoraAdapter(ShardedModule):
     """The two factors for one Hugging Face linear layer.
 
     Factors of a layer in half precision are kept in fp32, so that small updates are not lost, and multiplied in the
@@ -62,37 +60,34 @@ class LoraAdapter(TensorParallelModule):
 
     places: Tensor | None
 
-    def __init__(
-        self, layer: ColumnParallelLinear | RowParallelLinear, config: LoraConfig, section: Tensor | None = None
-    ) -> None:
+    def __init__(self, layer: ParallelLinear, config: LoraConfig, section: Tensor | None = None) -> None:
         assert layer.weight is not None
         weight_layout = layer.param_layouts["weight"]
-        own = copy.copy(layer.config)
-        if layer.weight.dtype in _REDUCED_PRECISION:
-            own.params_dtype = torch.float32
-        else:
-            own.params_dtype = layer.weight.dtype
-        super().__init__(own, layer.tp_group)
+        super().__init__(
+            layer.group,
+            device=layer.weight.device,
+            dtype=torch.float32 if layer.weight.dtype in _REDUCED_PRECISION else layer.weight.dtype,
+            initialize=layer.initializes,
+            init_on_cpu=layer.init_on_cpu,
+        )
+        t, rank = self.group.size(), self.group.rank()
         output_size, input_size = weight_layout.global_shape
         places: Tensor | None = None
-        if isinstance(layer, ColumnParallelLinear):
+        if isinstance(layer, ColumnLinear):
             if section is None:
                 section = torch.arange(output_size)
-            layout_a = ParamLayout.replicated((config.r, input_size), self.tp_size)
+            layout_a = ParamLayout.replicated((config.r, input_size), t)
             layout_b = section_layout(section, weight_layout, config.r)
             partial_a, partial_b = layer.sequence_parallel, False
-            places = local_places(section, weight_layout, self.tp_rank)
-            if is_identity(places, weight_layout.local_size(self.tp_rank)):
+            places = local_places(section, weight_layout, rank)
+            if is_identity(places, weight_layout.local_size(rank)):
                 places = None
         else:
-            layout_a = ParamLayout(
-                (config.r, input_size), 1, weight_layout.intervals, self.tp_size, weight_layout.stride
-            )
-            layout_b = ParamLayout.replicated((output_size, config.r), self.tp_size)
-            partial_a, partial_b = False, self.tp_size > 1
-        with torch.device(layer.weight.device):
-            self._make_parameter("lora_A", layout_a, _INIT_A, partial_gradient=partial_a)
-            self._make_parameter("lora_B", layout_b, init.zeros_, partial_gradient=partial_b)
+            layout_a = ParamLayout((config.r, input_size), 1, weight_layout.intervals, t, weight_layout.stride)
+            layout_b = ParamLayout.replicated((output_size, config.r), t)
+            partial_a, partial_b = False, t > 1
+        self._make_parameter("lora_A", layout_a, _INIT_A, partial_gradient=partial_a)
+        self._make_parameter("lora_B", layout_b, init.zeros_, partial_gradient=partial_b)
         self.lora_A: nn.Parameter
         self.lora_B: nn.Parameter
         self.register_buffer("places", None if places is None else places.to(layer.weight.device), persistent=False)
@@ -100,10 +95,12 @@ class LoraAdapter(TensorParallelModule):
     def extra_repr(self) -> str:
         layout = self.param_layouts
         (r, in_features), out_features = layout["lora_A"].global_shape, layout["lora_B"].global_shape[0]
-        return f"in_features={in_features}, out_features={out_features}, r={r}, tp={self.tp_rank}/{self.tp_size}"
+        return (
+            f"in_features={in_features}, out_features={out_features}, r={r}, tp={self.group.rank()}/{self.group.size()}"
+        )
 
 
-class LoraLinear(TensorParallelModule):
+class LoraLinear(ParallelLinear):
     """What column- and row-parallel layers with adapters share.
 
     Not made by itself: ``add`` turns a layer into one with adapters, in place, so that its parameters keep their names.
@@ -114,8 +111,6 @@ class LoraLinear(TensorParallelModule):
         lora_enabled: whether the adapters take part in ``forward``.
         lora_merged: whether their product is part of ``weight`` now.
     """
-
-    _plain_class: type[ColumnParallelLinear] | type[RowParallelLinear]
 
     weight: nn.Parameter
     lora: nn.ModuleDict
@@ -128,7 +123,7 @@ class LoraLinear(TensorParallelModule):
         """Give a linear layer adapters, in place.
 
         Args:
-            layer: a ColumnParallelLinear or a RowParallelLinear.
+            layer: a ColumnLinear or a RowLinear, or of a class derived from one of them.
             config: rank, strength and dropout.
             sections: for each adapter's name the rows of the layer's output that it adds to; None for all in order.
 
@@ -140,17 +135,15 @@ class LoraLinear(TensorParallelModule):
         """
         if isinstance(layer, LoraLinear):
             raise ConfigError(f"the layer has adapters already: {', '.join(layer.lora)}; remove them first")
-        kinds = {ColumnParallelLinear: LoraColumnParallelLinear, RowParallelLinear: LoraRowParallelLinear}
-        kind = kinds.get(type(layer))
-        if not isinstance(layer, ColumnParallelLinear | RowParallelLinear) or kind is None:
+        if not isinstance(layer, ColumnLinear | RowLinear):
             raise ConfigError(f"a {type(layer).__name__} cannot have adapters; only tensor-parallel linear layers can")
         if layer.weight is None:
             raise ConfigError("the layer has no weight of its own, so it cannot have adapters")
-        if layer._parallelism is LinearParallelism.LOCAL and layer.tp_size > 1:
+        if layer.parallelism is LinearParallelism.LOCAL and layer.group.size() > 1:
             raise ConfigError("the layer leaves its communication to its caller, so it cannot have adapters")
         adapters = {name: LoraAdapter(layer, config, section) for name, section in sections.items()}
         adapted: Any = layer
-        adapted.__class__ = kind
+        adapted.__class__ = _with_adapters(layer.__class__)
         adapted.lora = nn.ModuleDict(adapters)
         adapted.lora_config = config
         adapted.lora_enabled = True
@@ -162,7 +155,7 @@ class LoraLinear(TensorParallelModule):
         """Take the adapters away, in place; a merged product stays in the weight."""
         plain: Any = self
         del plain.lora, plain.lora_config, plain.lora_enabled, plain.lora_merged
-        plain.__class__ = self._plain_class
+        plain.__class__ = type(self).__bases__[1]
 
     @property
     def _is_active(self) -> bool:
@@ -178,7 +171,7 @@ class LoraLinear(TensorParallelModule):
             return F.linear(input_, _side_by_side([adapter.lora_A for adapter in adapters], 0).to(input_.dtype))
         parts = []
         for adapter in adapters:
-            kept = sharded_dropout(input_, p, dim=dim, group=self.tp_group, sizes=sizes)
+            kept = sharded_dropout(input_, p, dim=dim, group=self.group, sizes=sizes)
             parts.append(F.linear(kept, adapter.lora_A.to(input_.dtype)))
         return _side_by_side(parts, -1)
 
@@ -236,71 +229,68 @@ class LoraLinear(TensorParallelModule):
         return entries
 
 
-class LoraColumnParallelLinear(LoraLinear, ColumnParallelLinear):
-    """A ColumnParallelLinear with adapters."""
+class LoraColumn(LoraLinear):
+    """What a ColumnLinear becomes with adapters."""
 
-    weight: nn.Parameter
-    _plain_class = ColumnParallelLinear
+    sequence_parallel: bool
 
-    def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        *,
-        sequence_length: int | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As ``ColumnParallelLinear.forward``, with the adapters' product added."""
+    def _apply_linear(
+        self, input_: Tensor, weight: Tensor | None, bias: Tensor | None, sequence_length: int | None
+    ) -> Tensor:
+        plain: Any = super()
+        output: Tensor = plain._apply_linear(input_, weight, bias, sequence_length)
         if not self._is_active:
-            return super().forward(input_, weight, runtime_gather_output, sequence_length=sequence_length)
-        output, bias = super().forward(input_, weight, False, sequence_length=sequence_length)
-        sizes = None
+            return output
+        t, sizes = self.group.size(), None
         if self.sequence_parallel and sequence_length is not None:
-            sizes = balanced_sizes(sequence_length, self.tp_size)
+            sizes = balanced_sizes(sequence_length, t)
         low_rank = self._low_rank(input_, dim=0 if self.sequence_parallel else None, sizes=sizes)
         if self.sequence_parallel:
-            uneven = None if sequence_length is None else uneven_sizes(sequence_length, self.tp_size)
-            low_rank = moves.gather(low_rank, dim=0, group=self.tp_group, sizes=uneven, partial_gradient=True)
-        elif self.tp_size > 1:
-            low_rank = moves.copy(low_rank, group=self.tp_group)
-        output = self._add_up(output, low_rank)
-        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        if gather and self.tp_size > 1:
-            output = self._gather(output)
-        return output, bias
+            uneven = None if sequence_length is None else uneven_sizes(sequence_length, t)
+            low_rank = moves.gather(low_rank, dim=0, group=self.group, sizes=uneven, partial_gradient=True)
+        elif t > 1:
+            low_rank = moves.copy(low_rank, group=self.group)
+        return self._add_up(output, low_rank)
 
 
-class LoraRowParallelLinear(LoraLinear, RowParallelLinear):
-    """A RowParallelLinear with adapters."""
+class LoraRow(LoraLinear):
+    """What a RowLinear becomes with adapters: their product is added before the sum over ranks."""
 
-    _plain_class = RowParallelLinear
+    _input_sizes: list[int]
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As ``RowParallelLinear.forward``, with the adapters' product added before the sum over ranks."""
+    def _apply_linear(self, input_: Tensor, bias: Tensor | None) -> Tensor:
         if not self._is_active:
-            return super().forward(input_)
-        if not self.input_is_parallel and self.tp_size > 1:
-            input_ = self._split(input_)
-        else:
-            self._check_width(input_, self.input_size_per_partition)
+            plain: Any = super()
+            result: Tensor = plain._apply_linear(input_, bias)
+            return result
+        self._check_width(input_, self.local_features)
         output = tensor_parallel_linear(
             input_,
             self.weight,
-            None,
+            bias,
             parallelism=LinearParallelism.LOCAL,
-            group=self.tp_group,
-            weight_gradient=self._weight_gradient(),
+            group=self.group,
+            weight_gradient=self._weight_gradient(self.weight),
         )
         output = self._add_up(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes))
-        if self._parallelism is LinearParallelism.ROW:
-            output = moves.reduce(output, group=self.tp_group)
-        elif self._parallelism is LinearParallelism.ROW_SEQUENCE:
-            output = moves.reduce_scatter(output, dim=0, group=self.tp_group)
-        if self.skip_bias_add:
-            return output, self.bias
-        if self.bias is not None:
-            output = output + self.bias.to(output.dtype)
-        return output, None
+        if self.parallelism is LinearParallelism.ROW:
+            return moves.reduce(output, group=self.group)
+        if self.parallelism is LinearParallelism.ROW_SEQUENCE:
+            return moves.reduce_scatter(output, dim=0, group=self.group)
+        return output
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _with_adapters(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class of a ``plain`` layer with adapters."""
+    if plain not in _classes:
+        base = LoraColumn if issubclass(plain, ColumnLinear) else LoraRow
+        _classes[plain] = type(
+            f"Lora{plain.__name__}", (base, plain), {"__doc__": f"A {plain.__name__} with adapters."}
+        )
+    return _classes[plain]
 
 
 def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:

@@ -13,10 +13,10 @@ from shardwise.errors import ConfigError
 from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.mapping import Heads, compose
 from shardwise.initialization import draw_seed, part_seeded
+from shardwise.layers import ColumnLinear, RowLinear
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
 from shardwise.lora.layers import LoraAdapter, LoraLinear
 from shardwise.models.language_module import LanguageModule
-from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 _BLOCKS = ("decoder", "encoder")
 
@@ -33,7 +33,7 @@ class Site:
     """
 
     path: str
-    layer: ColumnParallelLinear | RowParallelLinear
+    layer: ColumnLinear | RowLinear
     section: Tensor | None
     transposed: bool
 
@@ -191,7 +191,7 @@ def _names(target: str, path: str) -> bool:
 def _sites_of_layer(model: LanguageModule, layer: nn.Module, prefix: str, architecture: Architecture) -> Iterator[Site]:
     heads = Heads(*model.config.heads)
     for name, linear in layer.named_modules():
-        if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+        if not isinstance(linear, ColumnLinear | RowLinear):
             continue
         shape = linear.param_layouts["weight"].global_shape
         composition = compose(architecture.table, f"{prefix}.{name}.weight", shape, heads)

@@ -12,19 +12,29 @@ from torch.distributed import ProcessGroup
 from shardwise.collectives import moves
 from shardwise.config import TransformerConfig
 from shardwise.errors import ShardingError
+from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm
 from shardwise.models.embedding import PositionEmbedding
-from shardwise.models.replicated import ReplicatedLinear
 from shardwise.models.transformer_model import TransformerModel
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharding import balanced_sizes
-from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.block import TransformerBlock
-from shardwise.transformer.layer import TransformerLayerSpec, make_norm
+from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.transformer.rotary import RotaryScaling
 
 __all__ = ["BertLMHead", "BertModel", "Pooler"]
+
+
+def _dense(
+    config: TransformerConfig, out_features: int, tp_group: ProcessGroup | None, *, sequence_shards: bool = False
+) -> ReplicatedLinear:
+    assert config.init_method is not None
+    arguments = layer_arguments(config, group=resolve_tensor_model_parallel_group(tp_group), linear=False)
+    return ReplicatedLinear(
+        config.hidden_size, out_features, init=config.init_method, sequence_shards=sequence_shards, **arguments
+    )
 
 
 class BertLMHead(GroupModule):
@@ -40,9 +50,7 @@ class BertLMHead(GroupModule):
     def __init__(self, config: TransformerConfig, tp_group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.activation_func = config.activation_func
-        self.dense = ReplicatedLinear(
-            config.hidden_size, config=config, sequence_shards=config.sequence_parallel, tp_group=tp_group
-        )
+        self.dense = _dense(config, config.hidden_size, tp_group, sequence_shards=config.sequence_parallel)
         self.layernorm = make_norm(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -65,7 +73,7 @@ class Pooler(GroupModule):
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
-        self.dense = ReplicatedLinear(config.hidden_size, config=config, tp_group=tp_group)
+        self.dense = _dense(config, config.hidden_size, tp_group)
 
     def forward(self, hidden: Tensor, *, sequence_length: int) -> Tensor:
         """``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` of ``sequence_length`` positions, to ``[b, h]``."""
@@ -172,7 +180,7 @@ class BertModel(TransformerModel):
                 with self._seeded("pooler"):
                     self.pooler = Pooler(self.config, self.tp_group)
                 with self._seeded("binary_head"):
-                    self.binary_head = ReplicatedLinear(2, config=self.config, tp_group=self.tp_group)
+                    self.binary_head = _dense(self.config, 2, self.tp_group)
         self._finish_construction()
 
     def forward(

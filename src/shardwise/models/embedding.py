@@ -10,11 +10,9 @@ from torch.distributed import ProcessGroup
 from shardwise.collectives import moves
 from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.models.replicated import ReplicatedEmbedding
+from shardwise.layers import GroupModule, ReplicatedEmbedding, VocabEmbedding, layer_arguments, make_norm
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.tensor_parallel.copying import GroupModule
-from shardwise.tensor_parallel.layers import VocabParallelEmbedding
-from shardwise.transformer.layer import ResidualDropout, make_norm
+from shardwise.transformer.layer import ResidualDropout
 
 __all__ = ["LanguageModelEmbedding", "PositionEmbedding"]
 
@@ -61,24 +59,25 @@ class LanguageModelEmbedding(GroupModule):
         self.max_sequence_length = max_sequence_length
         learned = position_embedding_type == "learned_absolute"
         self.scatters = config.sequence_parallel and scatter_to_sequence_parallel and self.tp_group.size() > 1
-        self.word_embeddings = VocabParallelEmbedding(
+        arguments = layer_arguments(config, group=self.tp_group, linear=False)
+        self.word_embeddings = VocabEmbedding(
             vocab_size,
             config.hidden_size,
-            init_method=config.init_method,
             # Positions and token types are added to the whole sequence before it is split.
-            reduce_scatter_embeddings=self.scatters and not learned and num_tokentypes == 0,
-            config=config,
-            tp_group=self.tp_group,
+            sequence_parallel=self.scatters and not learned and num_tokentypes == 0,
+            init=config.init_method,
+            deterministic=config.deterministic_mode,
+            **arguments,
         )
         self.position_embeddings: ReplicatedEmbedding | None = None
         if learned:
             self.position_embeddings = ReplicatedEmbedding(
-                max_sequence_length, what="position", config=config, tp_group=self.tp_group
+                max_sequence_length, config.hidden_size, what="position", init=config.init_method, **arguments
             )
         self.tokentype_embeddings: ReplicatedEmbedding | None = None
         if num_tokentypes > 0:
             self.tokentype_embeddings = ReplicatedEmbedding(
-                num_tokentypes, what="token type", config=config, tp_group=self.tp_group
+                num_tokentypes, config.hidden_size, what="token type", init=config.init_method, **arguments
             )
         self.layernorm: nn.Module | None = make_norm(config) if config.embedding_layernorm else None
         self.dropout = ResidualDropout(config.hidden_dropout, self.scatters, self.tp_group)
@@ -110,7 +109,7 @@ class LanguageModelEmbedding(GroupModule):
                 "tokentype_ids are given, but the model has no token types; make it with num_tokentypes"
             )
         hidden: Tensor = self.word_embeddings(input_ids)
-        if not self.word_embeddings.reduce_scatter_embeddings:
+        if not self.word_embeddings.sequence_parallel:
             if self.tokentype_embeddings is not None:
                 kinds = self.tokentype_embeddings
                 hidden = hidden + (kinds.first(1) if tokentype_ids is None else kinds(tokentype_ids))

@@ -13,14 +13,13 @@ from torch.distributed import ProcessGroup
 from shardwise.collectives.primitives import all_reduce
 from shardwise.config import TransformerConfig
 from shardwise.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
+from shardwise.layers import GroupModule, parameter_device
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharded_state import state_of_parts
 from shardwise.sharding import ParamShard, ShardedOffset
-from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from shardwise.tensor_parallel.module import parameter_device
 from shardwise.transformer.backend import check_attention_backend
 
 __all__ = ["LanguageModule"]
@@ -77,7 +76,7 @@ class LanguageModule(GroupModule):
         Raises:
             ConfigError: with PyTorch's reasons.
         """
-        device = parameter_device(self.config, self.tp_group)
+        device = parameter_device(self.tp_group, on_cpu=self.config.use_cpu_initialization)
         check_attention_backend(self.config, device, masked=self._attention_is_masked)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:

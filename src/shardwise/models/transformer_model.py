@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from shardwise.config import TransformerConfig
 from shardwise.errors import AssertedShardingError, ConfigError, ShardingError
 from shardwise.initialization import draw_seed, part_seeded
+from shardwise.layers import parameter_device
 from shardwise.models.embedding import LanguageModelEmbedding, PositionEmbedding
 from shardwise.models.language_module import LanguageModule
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.tensor_parallel.layers import ColumnParallelLinear
-from shardwise.tensor_parallel.module import parameter_device
 from shardwise.transformer.alibi import local_alibi_slopes
 from shardwise.transformer.block import TransformerBlock, layers_of_this_stage
 from shardwise.transformer.layer import TransformerLayerSpec
@@ -98,7 +98,7 @@ class TransformerModel(LanguageModule):
         self._check_stages()
         self._input_tensor: Tensor | None = None
         layers = layers_of_this_stage(config, self.pp_group, vp_stage)
-        device = parameter_device(config, self.tp_group)
+        device = parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization)
         starts = config.perform_initialization and torch.get_default_device().type != "meta"
         self._seed = draw_seed(torch.device("cpu") if config.use_cpu_initialization else device) if starts else None
         if pre_process:

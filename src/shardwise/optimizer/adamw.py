@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from shardwise.layers import named_param_layouts
 from shardwise.sharding import ParamShard, has_copies
-from shardwise.tensor_parallel.layers import named_param_layouts
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from shardwise.collectives.primitives import all_reduce
 from shardwise.errors import ConfigError
+from shardwise.layers import named_param_layouts
 from shardwise.sharding import ParamLayout, has_copies, holders, segments
-from shardwise.tensor_parallel.layers import named_param_layouts
 
 # Gradients travel in runs of about this many elements: few enough collectives, and a bounded copy.
 _BUCKET_ELEMENTS = 1 << 24

@@ -23,7 +23,7 @@ class Ambient:
         ranks: what ``set_*_rank`` overrides.
         virtual_size: parts of the model on each pipeline stage; None without interleaving.
         virtual_rank: the part that is being computed.
-        memory_buffer: reusable communication buffers.
+        memory_buffer: the communication buffers of the tensor-parallel group, which its layers use too.
         symmetric_memory_buffer: memory that the tensor-parallel ranks reach in each other.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardwise.collectives.buffers import GlobalMemoryBuffer
+from shardwise.collectives.context import context_of
 from shardwise.errors import AssertedTopologyError, ConfigError, TopologyError
 from shardwise.parallel_state.ambient import AMBIENT
 from shardwise.topology import (
@@ -120,7 +120,7 @@ def initialize_model_parallel(
         validate=validate,
     )
     AMBIENT.topology = topology
-    AMBIENT.memory_buffer = GlobalMemoryBuffer()
+    AMBIENT.memory_buffer = context_of(topology.group("tp")).buffers
     if virtual_pipeline_model_parallel_size is not None:
         AMBIENT.virtual_size, AMBIENT.virtual_rank = virtual_pipeline_model_parallel_size, 0
 

@@ -1,9 +1,10 @@
-"""The buffers that live as long as the ambient topology."""
+"""The buffers of the ambient topology."""
 
 from __future__ import annotations
 
 from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.parallel_state.ambient import AMBIENT, get_topology, group_of
+from shardwise.collectives.context import context_of
+from shardwise.parallel_state.ambient import AMBIENT, group_of
 from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
 
 # Activations of one tensor-parallel region of a large model: 8192 tokens of width 16384 in bf16.
@@ -11,24 +12,21 @@ _SYMMETRIC_MEBIBYTES = 256
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """The reusable communication buffers.
+    """The communication buffers of the tensor-parallel group, which its layers use too.
 
     Raises:
         NotInitializedError: ``initialize_model_parallel`` was not called.
     """
-    get_topology()
-    return communication_buffers()
-
-
-def communication_buffers() -> GlobalMemoryBuffer:
-    """The same for layers, which may have been given their group by a program without an ambient topology."""
+    group = group_of("tp")
     if AMBIENT.memory_buffer is None:
-        AMBIENT.memory_buffer = GlobalMemoryBuffer()
+        AMBIENT.memory_buffer = context_of(group).buffers
     return AMBIENT.memory_buffer
 
 
 def destroy_global_memory_buffer() -> None:
     """Free the reusable communication buffers; the next use makes new ones."""
+    if AMBIENT.topology is not None:
+        context_of(group_of("tp")).buffers = GlobalMemoryBuffer()
     AMBIENT.memory_buffer = None
 
 

@@ -20,7 +20,7 @@ from shardwise.pipeline_parallel.schedules import make_schedule
 from shardwise.pipeline_parallel.stage import Pipeline, deferred_buffers, wrapped
 from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharding import balanced_sizes, divide
-from shardwise.tensor_parallel.weight_gradient import drain_embedding_wgrad_compute
+from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
 
 ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
 

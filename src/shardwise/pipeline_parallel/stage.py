@@ -199,7 +199,7 @@ class _Step(Generic[T]):
         # Gradients that still wait are of no use to the next step, whichever stage failed.
         for chunk in self._pipeline.chunks:
             for layer in _delayed(chunk):
-                layer.take()
+                layer.take_weight_gradients()
             for buffer in deferred_buffers(chunk) or ():
                 buffer.clear()
         agree(self._raise_failure, group=group)
@@ -253,7 +253,7 @@ class _Step(Generic[T]):
                 compute()
             return None
         gradient = self._backward(key, received)
-        self._waiting[key] = [layer.take() for layer in _delayed(self._pipeline.chunks[action.chunk])]
+        self._waiting[key] = [layer.take_weight_gradients() for layer in _delayed(self._pipeline.chunks[action.chunk])]
         if action.kind is Kind.BACKWARD:
             for compute in self._waiting.pop(key):
                 compute()
@@ -297,11 +297,10 @@ class _Step(Generic[T]):
 
 
 def _delayed(chunk: nn.Module) -> Iterator[Any]:
-    """The weight gradients that the chunk's layers leave out of their backward passes."""
+    """The chunk's layers that leave their weight gradients out of the backward."""
     for module in chunk.modules():
-        delayed: Any = getattr(module, "delayed_weight_gradients", None)
-        if delayed is not None:
-            yield delayed
+        if getattr(module, "delays_weight_gradients", False):
+            yield module
 
 
 def deferred_buffers(chunk: nn.Module) -> tuple[list[Tensor], list[Tensor]] | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -72,19 +71,7 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup
     return rank == 0
 
 
-def named_param_layouts(module: nn.Module, world_size: int) -> Iterator[tuple[str, Parameter, ParamLayout]]:
-    """Name, parameter and layout of every parameter of ``module``; a tied parameter comes once, under its first name.
-
-    Args:
-        module: any module; a parameter that no tensor-parallel layer owns is one that every rank holds whole.
-        world_size: size of the tensor-parallel group.
-    """
-    seen: set[int] = set()
-    for prefix, owner in module.named_modules():
-        layouts: dict[str, ParamLayout] = getattr(owner, "param_layouts", {})
-        for name, param in owner.named_parameters(recurse=False):
-            if id(param) in seen:
-                continue
-            seen.add(id(param))
-            layout = layouts.get(name) or ParamLayout.replicated(param.shape, world_size)
-            yield f"{prefix}.{name}" if prefix else name, param, layout
+def mark_parameter(param: Parameter, layout: ParamLayout) -> None:
+    """``set_tensor_model_parallel_attributes`` by a layout."""
+    is_split = layout.dim is not None
+    set_tensor_model_parallel_attributes(param, is_split, -1 if layout.dim is None else layout.dim, layout.stride)

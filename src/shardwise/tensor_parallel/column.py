@@ -1,26 +1,24 @@
-"""The linear layer whose output features are split over the ranks."""
+"""Megatron's column-parallel linear layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
-from shardwise.collectives import moves
 from shardwise.config import ModelParallelConfig
-from shardwise.errors import ConfigError, ShardingError, WeightError
+from shardwise.errors import ConfigError, WeightError
 from shardwise.initialization import InitMethod
-from shardwise.sharding import Interval, ParamLayout
-from shardwise.tensor_parallel.linear import LinearParallelism, tensor_parallel_linear
-from shardwise.tensor_parallel.module import StatelessExtra, TensorParallelModule
-from shardwise.tensor_parallel.weight_gradient import WeightGradient
+from shardwise.layers.column import ColumnLinear
+from shardwise.layers.linear import LinearParallelism
+from shardwise.layers.weight_gradient import WeightGradientQueue
+from shardwise.sharding import Interval
+from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
 
 
-class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
-    """Linear layer ``Y = X A + b`` whose output features are split over the ranks.
+class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
+    """``ColumnLinear`` as Megatron has it: from a config, and with a pair for its result.
 
     Args:
         input_size: width of the input, ``i``.
@@ -41,10 +39,7 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
         disable_grad_reduce: leave the input gradient a partial sum, for the caller to reduce (without sequence
             parallelism).
         tp_group: tensor-parallel group; the ambient one if None.
-        sizes: output features of each rank, within one section; balanced if None.
-        intervals: in place of ``sizes`` and ``stride``: for each rank the runs of output features that it holds, in the
-            order of its output. Runs may be held by several ranks, and their weight gradients are then partial sums;
-            such an output is not gathered.
+        sizes, intervals: as ``ColumnLinear``.
 
     Attributes:
         weight: ``[o/t, i]``.
@@ -81,61 +76,49 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
         sizes: Sequence[int] | None = None,
         intervals: Sequence[Sequence[Interval]] | None = None,
     ) -> None:
-        super().__init__(config, tp_group, is_expert=is_expert)
-        self.input_size = input_size
-        self.output_size = output_size
-        self.gather_output = gather_output
-        self.stride = stride
-        self.skip_bias_add = skip_bias_add
-        self.embedding_activation_buffer = embedding_activation_buffer
-        self.grad_output_buffer = grad_output_buffer
-        self.tp_comm_buffer_name = tp_comm_buffer_name
-        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
-        self.disable_grad_reduce = disable_grad_reduce
-        self.sequence_parallel = self._sequence_parallel()
-        self.explicit_expert_comm = is_expert and (self.tp_size > 1 or self.expert_parallel)
-        self.allreduce_dgrad = self.tp_size > 1 and not self.sequence_parallel and not disable_grad_reduce
-        self._keeps_master_weight = keep_master_weight_for_test
-        if gather_output and self.sequence_parallel:
+        arguments = self._arguments(config, tp_group, is_expert=is_expert, keep_master=keep_master_weight_for_test)
+        if gather_output and arguments["sequence_parallel"]:
             raise ConfigError("gather_output and sequence_parallel exclude each other; turn one off")
+        if intervals is not None and gather_output:
+            raise ConfigError("intervals exclude gather_output, stride and sizes; leave those at their defaults")
         if (embedding_activation_buffer is None) != (grad_output_buffer is None):
             raise ConfigError(
                 "a deferred weight gradient needs both embedding_activation_buffer and grad_output_buffer; give both "
                 "lists or neither"
             )
-        self._parallelism = LinearParallelism.LOCAL
-        if not self.explicit_expert_comm:
-            if self.sequence_parallel:
-                self._parallelism = LinearParallelism.COLUMN_SEQUENCE
-            elif self.allreduce_dgrad:
-                self._parallelism = LinearParallelism.COLUMN
-        self._delay_weight_gradients(self.tp_group if self._parallelism is LinearParallelism.COLUMN_SEQUENCE else None)
+        queue: WeightGradientQueue | None = None
+        if config.defer_embedding_wgrad_compute and grad_output_buffer is not None:
+            queue = WeightGradientQueue(
+                limit=config.wgrad_deferral_limit, inputs=embedding_activation_buffer, grad_outputs=grad_output_buffer
+            )
+        explicit_expert_comm = is_expert and self._has_expert_communication(config, arguments["group"])
+        communicates_nothing = explicit_expert_comm or (disable_grad_reduce and not arguments["sequence_parallel"])
+        ColumnLinear.__init__(
+            self,
+            input_size,
+            output_size,
+            bias,
+            sizes=sizes,
+            init=init_method,
+            sections=stride,
+            intervals=intervals,
+            own_weight=not skip_weight_param_allocation,
+            parallelism=LinearParallelism.LOCAL if communicates_nothing else None,
+            weight_gradient_queue=queue,
+            **arguments,
+        )
+        self.explicit_expert_comm = explicit_expert_comm
+        self.input_size, self.output_size, self.stride = input_size, output_size, stride
+        self.output_size_per_partition = self.local_features
+        self.gather_output = gather_output
+        self.skip_bias_add = skip_bias_add
+        self.embedding_activation_buffer = embedding_activation_buffer
+        self.grad_output_buffer = grad_output_buffer
+        self.tp_comm_buffer_name = tp_comm_buffer_name
+        self.disable_grad_reduce = disable_grad_reduce
+        self.allreduce_dgrad = self.tp_size > 1 and not self.sequence_parallel and not disable_grad_reduce
 
-        if intervals is not None and (gather_output or stride != 1 or sizes is not None):
-            raise ConfigError("intervals exclude gather_output, stride and sizes; leave those at their defaults")
-
-        def layout_of(shape: tuple[int, ...]) -> ParamLayout:
-            if intervals is not None:
-                return ParamLayout.of_intervals(shape, 0, intervals)
-            return ParamLayout.split(shape, 0, self.tp_size, stride=stride, sizes=sizes)
-
-        self._can_gather = intervals is None
-        layout = layout_of((output_size, input_size))
-        self.weight_shape = torch.Size(layout.local_shape(self.tp_rank))
-        self.output_size_per_partition = self.weight_shape[0]
-        self._output_sizes = [layout.local_size(rank) for rank in range(self.tp_size)]
-        self.weight: Parameter | None
-        self.bias: Parameter | None
-        if skip_weight_param_allocation:
-            self.register_parameter("weight", None)
-        else:
-            self._make_parameter("weight", layout, init_method)
-        if bias:
-            self._make_parameter("bias", layout_of((output_size,)), torch.nn.init.zeros_)
-        else:
-            self.register_parameter("bias", None)
-
-    def forward(
+    def forward(  # type: ignore[override]  # Megatron's layers return pairs.
         self,
         input_: Tensor,
         weight: Tensor | None = None,
@@ -160,56 +143,10 @@ class ColumnParallelLinear(StatelessExtra, TensorParallelModule):
             ShardingError: the input is not of the layer's width.
             WeightError: there is no weight, or a passed one is not of this layer's shape.
         """
-        self._check_width(input_, self.input_size)
-        if weight is None:
-            weight = self.weight
-            if weight is None:
-                raise WeightError("the layer was made with skip_weight_param_allocation; pass a weight to forward")
-        elif weight.shape != self.weight_shape:
-            raise WeightError(
-                f"the weight has shape {list(weight.shape)}; rank {self.tp_rank} needs {list(self.weight_shape)}"
-            )
-        output = tensor_parallel_linear(
-            input_,
-            weight,
-            None if self.skip_bias_add else self.bias,
-            parallelism=self._parallelism,
-            group=self.tp_group,
-            sequence_length=sequence_length,
-            weight_gradient=self._weight_gradient(weight),
-        )
+        if weight is None and self.weight is None:
+            raise WeightError("the layer was made with skip_weight_param_allocation; pass a weight to forward")
+        output = self._apply_linear(input_, weight, None if self.skip_bias_add else self.bias, sequence_length)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather and self.tp_size > 1:
-            output = self._gather(output)
+            output = self.gather(output)
         return output, self.bias if self.skip_bias_add else None
-
-    def _weight_gradient(self, weight: Tensor) -> WeightGradient | None:
-        config = self.config
-        defers = config.defer_embedding_wgrad_compute and self.grad_output_buffer is not None
-        delayed = self.delayed_weight_gradients
-        if not (self.gradient_accumulation_fusion or defers or delayed) or not weight.requires_grad:
-            return None
-        return WeightGradient(
-            weight,
-            fuse=self.gradient_accumulation_fusion,
-            activation_buffer=self.embedding_activation_buffer if defers else None,
-            grad_output_buffer=self.grad_output_buffer if defers else None,
-            deferral_limit=config.wgrad_deferral_limit,
-            delayed=delayed,
-        )
-
-    def _gather(self, output: Tensor) -> Tensor:
-        if not self._can_gather:
-            raise ShardingError("the layer was made with intervals; its output cannot be gathered")
-        gathered = moves.gather(output, dim=-1, group=self.tp_group, sizes=self._output_sizes)
-        if self.stride == 1:
-            return gathered
-        # Each rank's part holds its piece of every section; the whole has the sections one after the other.
-        parts = [part.chunk(self.stride, dim=-1) for part in gathered.split(self._output_sizes, dim=-1)]
-        return torch.cat([part[section] for section in range(self.stride) for part in parts], dim=-1)
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
-            f"local={self.output_size_per_partition}, tp={self.tp_rank}/{self.tp_size}"
-        )

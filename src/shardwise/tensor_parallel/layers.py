@@ -4,9 +4,9 @@ Each layer keeps ``param_layouts``: for each of its own parameters, where this r
 Weights start with the values of the dense layer, whatever the number of ranks (``shardwise.initialization``).
 """
 
+from shardwise.layers.module import named_param_layouts
 from shardwise.tensor_parallel.attributes import (
     copy_tensor_model_parallel_attributes,
-    named_param_layouts,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
@@ -16,6 +16,7 @@ from shardwise.tensor_parallel.embedding import VocabParallelEmbedding
 from shardwise.tensor_parallel.linear_functions import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
+    drain_embedding_wgrad_compute,
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
@@ -25,7 +26,6 @@ from shardwise.tensor_parallel.private_names import (  # noqa: F401
     _initialize_affine_weight_gpu,
 )
 from shardwise.tensor_parallel.row import RowParallelLinear
-from shardwise.tensor_parallel.weight_gradient import drain_embedding_wgrad_compute
 
 __all__ = [
     "ColumnParallelLinear",

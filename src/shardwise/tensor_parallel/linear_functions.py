@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.config import ModelParallelConfig
 from shardwise.errors import AssertedConfigError
+from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
+from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue, compute_weight_gradients_
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.tensor_parallel.linear import LinearParallelism, tensor_parallel_linear
-from shardwise.tensor_parallel.weight_gradient import WeightGradient
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -61,8 +62,9 @@ def linear_with_grad_accumulation_and_async_allreduce(
         weight_gradient = WeightGradient(
             weight,
             fuse=gradient_accumulation_fusion,
-            grad_output_buffer=grad_output_buffer,
-            deferral_limit=wgrad_deferral_limit or 0,
+            queues=()
+            if grad_output_buffer is None
+            else (WeightGradientQueue(limit=wgrad_deferral_limit or 0, grad_outputs=grad_output_buffer),),
         )
     return tensor_parallel_linear(
         input,
@@ -189,3 +191,37 @@ def _group(parallelism: LinearParallelism, tp_group: ProcessGroup | None) -> Pro
     if parallelism is LinearParallelism.LOCAL:
         return tp_group
     return resolve_tensor_model_parallel_group(tp_group)
+
+
+def drain_embedding_wgrad_compute(
+    config: ModelParallelConfig,
+    embedding_activation_buffer: list[Tensor],
+    grad_output_buffer: list[Tensor],
+    weight: Tensor,
+    tp_group: ProcessGroup | None = None,
+) -> None:
+    """Compute the weight gradients that an output layer put off, and empty its buffers.
+
+    With sequence parallelism each input is gathered while the gradient before it is computed.
+
+    Args:
+        config: says whether inputs are shards of the sequence (``sequence_parallel``) and where the gradient goes: into
+            ``weight.main_grad`` with ``gradient_accumulation_fusion``, else into ``weight.grad``.
+        embedding_activation_buffer: the inputs, ``[s, b, i]`` or ``[s/t, b, i]``; emptied.
+        grad_output_buffer: the output gradients, ``[s, b, o/t]``, in the same order; emptied.
+        weight: the output layer's weight.
+        tp_group: tensor-parallel group; the ambient one if None. Not looked at without sequence parallelism.
+
+    Raises:
+        ShardingError: the buffers are not of the same length.
+        ConfigError: ``weight.main_grad`` is needed and missing.
+        TopologyError: a group is needed, and neither given nor initialised.
+    """
+    gathers = config.sequence_parallel and grad_output_buffer
+    compute_weight_gradients_(
+        weight,
+        embedding_activation_buffer,
+        grad_output_buffer,
+        fuse=config.gradient_accumulation_fusion,
+        gather_group=resolve_tensor_model_parallel_group(tp_group) if gathers else None,
+    )

@@ -15,10 +15,10 @@ from torch import nn
 from shardwise.collectives.agreement import agree, check_same, tell_all
 from shardwise.collectives.primitives import carrier
 from shardwise.data import DataLoader, EvaluationWindows, TokenDataset
+from shardwise.layers import named_param_layouts
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPTModel
 from shardwise.process_groups_config import ProcessGroupCollection
-from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.topology import Topology
 from shardwise.training.build import build_chunks, build_model
 from shardwise.training.ranks import Ranks

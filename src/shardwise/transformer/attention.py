@@ -14,14 +14,12 @@ from torch.nn.attention import sdpa_kernel
 
 from shardwise.config import TransformerConfig
 from shardwise.dropout import sharded_dropout
+from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments, make_norm
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.random import streams
-from shardwise.tensor_parallel.copying import GroupModule
-from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from shardwise.transformer.backend import attention_kernels, expands_keys
 from shardwise.transformer.heads import split_heads
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
-from shardwise.transformer.norm import make_norm
 from shardwise.transformer.rotary import apply_rotary
 
 
@@ -86,14 +84,14 @@ class SelfAttention(GroupModule):
         assert config.init_method is not None
         assert config.output_layer_init_method is not None
         layout = split.qkv_layout((config.hidden_size,), head_dim)
-        self.linear_qkv = ColumnParallelLinear(
+        arguments = layer_arguments(config, group=group)
+        self.linear_qkv = ColumnLinear(
             config.hidden_size,
             layout.global_shape[0],
-            config=config,
-            init_method=config.init_method,
-            bias=bool(config.add_qkv_bias),
+            bias=config.add_qkv_bias,
+            init=config.init_method,
             intervals=layout.intervals,
-            tp_group=group,
+            **arguments,
         )
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
@@ -101,16 +99,13 @@ class SelfAttention(GroupModule):
             self.q_layernorm, self.k_layernorm = make_norm(config, head_dim), make_norm(config, head_dim)
             for param in (*self.q_layernorm.parameters(), *self.k_layernorm.parameters()):
                 param.sequence_parallel = group.size() > 1  # type: ignore[attr-defined]
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = RowLinear(
             num_heads * head_dim,
             config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
-            input_is_parallel=True,
-            skip_bias_add=False,
+            init=config.output_layer_init_method,
             sizes=[n * head_dim for n in self._head_sizes],
-            tp_group=group,
+            **arguments,
         )
 
     def forward(
@@ -138,7 +133,7 @@ class SelfAttention(GroupModule):
         Raises:
             ShardingError: a mask that does not fit.
         """
-        mixed, _ = self.linear_qkv(hidden, sequence_length=sequence_length)
+        mixed: Tensor = self.linear_qkv(hidden, sequence_length=sequence_length)
         s, b, _ = mixed.shape
         query, key, value = self._split_heads(mixed)
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -152,7 +147,7 @@ class SelfAttention(GroupModule):
             key, value = cache.append(self.layer_number, key, value)
         mask = attention_mask if isinstance(attention_mask, AttentionMask) else AttentionMask(attention_mask)
         context = self._attend(query, key, value, mask)
-        output: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))[0]
+        output: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return output
 
     def _split_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,10 +11,10 @@ from torch.distributed import ProcessGroup
 from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, TopologyError
 from shardwise.initialization import part_seeded
+from shardwise.layers import GroupModule
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamShard, ShardedOffset
-from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.layer import TransformerLayer, TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask

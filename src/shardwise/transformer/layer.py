@@ -10,13 +10,12 @@ from torch.distributed import ProcessGroup
 
 from shardwise.config import TransformerConfig
 from shardwise.dropout import sharded_dropout
+from shardwise.layers import GroupModule, make_norm
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import balanced_sizes
-from shardwise.tensor_parallel.copying import GroupModule
 from shardwise.transformer.attention import KeyValueCache, SelfAttention
 from shardwise.transformer.masks import AttentionMask
 from shardwise.transformer.mlp import MLP
-from shardwise.transformer.norm import make_norm
 
 __all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "make_norm"]
 

@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 
 from shardwise.config import TransformerConfig
 from shardwise.kernels.elementwise_cpu import swiglu
-from shardwise.tensor_parallel.copying import GroupModule
-from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 
 class MLP(GroupModule):
@@ -30,24 +30,21 @@ class MLP(GroupModule):
         self.activation_func = config.activation_func
         self.gated = config.gated_linear_unit
         sections = 2 if self.gated else 1
-        self.linear_fc1 = ColumnParallelLinear(
+        arguments = layer_arguments(config, group=resolve_tensor_model_parallel_group(tp_group))
+        self.linear_fc1 = ColumnLinear(
             config.hidden_size,
             sections * config.ffn_hidden_size,
-            config=config,
-            init_method=config.init_method,
             bias=config.add_bias_linear,
-            stride=sections,
-            tp_group=tp_group,
+            init=config.init_method,
+            sections=sections,
+            **arguments,
         )
-        self.linear_fc2 = RowParallelLinear(
+        self.linear_fc2 = RowLinear(
             config.ffn_hidden_size,
             config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=tp_group,
+            init=config.output_layer_init_method,
+            **arguments,
         )
 
     def forward(self, hidden: Tensor, *, sequence_length: int | None = None) -> Tensor:
@@ -55,12 +52,12 @@ class MLP(GroupModule):
 
         ``sequence_length`` is ``s``, which sequence parallelism must be told where the ranks do not divide it.
         """
-        inner, _ = self.linear_fc1(hidden, sequence_length=sequence_length)
+        inner: Tensor = self.linear_fc1(hidden, sequence_length=sequence_length)
         if self.gated:
             inner = self._gate(inner)
         else:
             inner = self.activation_func(inner)
-        output: Tensor = self.linear_fc2(inner)[0]
+        output: Tensor = self.linear_fc2(inner)
         return output
 
     def _gate(self, inner: Tensor) -> Tensor:

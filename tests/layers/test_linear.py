@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.errors import ShardingError
+from shardwise.layers import linear
+from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.recompute import is_checkpointing, is_recomputing, recomputed
 from shardwise.sharding import ParamLayout
-from shardwise.tensor_parallel import linear
-from shardwise.tensor_parallel.linear import LinearParallelism, tensor_parallel_linear
 
 COLUMN, COLUMN_SEQUENCE = LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE
 ROW, ROW_SEQUENCE = LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives import moves
+from shardwise.collectives.context import context_of
 from shardwise.collectives.primitives import (
     Pending,
     all_gather,
@@ -28,10 +29,9 @@ from shardwise.collectives.primitives import (
 )
 from shardwise.errors import ShardingError
 from shardwise.kernels import products
-from shardwise.parallel_state.memory import communication_buffers
+from shardwise.layers.weight_gradient import WeightGradient, accumulate_
 from shardwise.recompute import is_checkpointing, is_recomputing
 from shardwise.sharding import uneven_sizes
-from shardwise.tensor_parallel.weight_gradient import WeightGradient, accumulate_main_grad_
 
 Sizes = Sequence[int] | None
 
@@ -84,10 +84,10 @@ class TensorParallelLinear(Function):
         if parallelism is LinearParallelism.COLUMN_SEQUENCE:
             assert group is not None
             # A deferred gradient gathers by itself, when its time comes.
-            defers = weight_gradient is not None and weight_gradient.may_defer
+            defers = weight_gradient is not None and weight_gradient.may_wait
             keeps_gathered = kept is not None and _is_kept_briefly() and not defers
             # What is dropped after the product lies in memory that every layer uses in turn.
-            buffer = None if keeps_gathered else communication_buffers()
+            buffer = None if keeps_gathered else context_of(group).buffers
             input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
             if keeps_gathered:
                 kept = input_
@@ -115,7 +115,8 @@ class TensorParallelLinear(Function):
         gathered_input: Pending | None = None
         if ctx.gathers_again and needs_weight_grad:
             # In flight during the product for the input gradient.
-            gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=communication_buffers())
+            buffer = context_of(group).buffers
+            gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
 
         pending: Pending | None = None
         if needs_input_grad:
@@ -130,7 +131,7 @@ class TensorParallelLinear(Function):
             if gathered_input is not None:
                 input_ = gathered_input.wait()
             if weight_gradient is not None and weight_gradient.fuse:
-                accumulate_main_grad_(weight_gradient.weight, _flat(grad_output), _flat(input_))
+                accumulate_(weight_gradient.weight, _flat(grad_output), _flat(input_), fuse=True)
                 grad_weight = weight_gradient.placeholder()
             else:
                 grad_weight = products.weight_gradient(_flat(grad_output), _flat(input_))
@@ -197,7 +198,7 @@ def tensor_parallel_linear(
         # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
         if parallelism is LinearParallelism.COLUMN_SEQUENCE:
             assert group is not None
-            input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=communication_buffers())
+            input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=context_of(group).buffers)
         return _multiply_and_reduce(input_, weight, bias, parallelism, group)
     if torch.is_autocast_enabled(input_.device.type):
         # Autocast ends with the forward; what the backward multiplies must have one dtype by then.

@@ -1,0 +1,171 @@
+"""The linear layer whose output features are split over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives import moves
+from shardwise.errors import ConfigError, ShardingError, WeightError
+from shardwise.initialization import InitMethod
+from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
+from shardwise.layers.parallel_linear import ParallelLinear
+from shardwise.layers.weight_gradient import WeightGradientQueue
+from shardwise.sharding import Interval, ParamLayout
+
+
+class ColumnLinear(ParallelLinear):
+    """Linear layer ``y = x A^T + b`` whose output features are split over the ranks.
+
+    Made from one state of the default generator it holds this rank's rows of ``torch.nn.Linear(in_features,
+    out_features, bias)``.
+
+    Args:
+        in_features: width of the input, ``i``.
+        out_features: width of the whole output, ``o``.
+        bias: whether there is a bias.
+        group: the ranks that share the layer.
+        sequence_parallel: each rank is given its shard of the sequence, and gathers it.
+        sizes: output features of each rank, within one section; balanced if None.
+        device: where parameters are made; PyTorch's default if None, or the GPU where the ranks talk by NCCL.
+        dtype: of the parameters; PyTorch's default if None.
+        init: fills the whole weight in place, and the bias starts at 0; both as in ``torch.nn.Linear`` if None.
+        sections: number of equal parts of the output, each split by itself: 2 for a gate and an up projection.
+        intervals: in place of ``sizes`` and ``sections``: for each rank the runs of output features that it holds, in
+            the order of its output. Runs may be held by several ranks, and their weight gradients are then partial
+            sums; such an output is not gathered.
+        own_weight: make a weight; without, it is passed to ``forward``.
+        parallelism: what the layer communicates, where it is not the usual: LOCAL leaves the input's gradient a partial
+            sum.
+        fuse_weight_gradient: add the weight's gradient to ``weight.main_grad`` in place of ``weight.grad``.
+        delay_weight_gradient: leave the weight's gradient out of the backward, for ``backward_dw``.
+        weight_gradient_queue: where weight gradients wait, before those two.
+        options: ``initialize``, ``init_on_cpu`` of ``ShardedModule``.
+
+    Attributes:
+        weight: ``[o/t, i]``, or None.
+        bias: ``[o/t]``, or None.
+
+    Raises:
+        ShardingError: ``sizes`` do not sum to a section.
+        ConfigError: ``intervals`` with what they exclude.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: ProcessGroup,
+        sequence_parallel: bool = False,
+        sizes: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        init: InitMethod | None = None,
+        sections: int = 1,
+        intervals: Sequence[Sequence[Interval]] | None = None,
+        own_weight: bool = True,
+        parallelism: LinearParallelism | None = None,
+        fuse_weight_gradient: bool = False,
+        delay_weight_gradient: bool = False,
+        weight_gradient_queue: WeightGradientQueue | None = None,
+        **options: Any,
+    ) -> None:
+        t = group.size()
+        if t == 1:
+            parallelism = LinearParallelism.LOCAL
+        elif parallelism is None:
+            parallelism = LinearParallelism.COLUMN_SEQUENCE if sequence_parallel else LinearParallelism.COLUMN
+        super().__init__(
+            in_features,
+            out_features,
+            group=group,
+            parallelism=parallelism,
+            fuse_weight_gradient=fuse_weight_gradient,
+            delay_weight_gradient=delay_weight_gradient,
+            weight_gradient_queue=weight_gradient_queue,
+            device=device,
+            dtype=dtype,
+            **options,
+        )
+        if intervals is not None and (sections != 1 or sizes is not None):
+            raise ConfigError("intervals exclude sections and sizes; leave those at their defaults")
+        self.sections = sections
+        self.sequence_parallel = sequence_parallel and t > 1
+        self._can_gather = intervals is None
+
+        def layout_of(shape: tuple[int, ...]) -> ParamLayout:
+            if intervals is not None:
+                return ParamLayout.of_intervals(shape, 0, intervals)
+            return ParamLayout.split(shape, 0, t, stride=sections, sizes=sizes)
+
+        layout = layout_of((out_features, in_features))
+        self.weight_shape = torch.Size(layout.local_shape(group.rank()))
+        self.local_features = self.weight_shape[0]
+        self._output_sizes = [layout.local_size(rank) for rank in range(t)]
+        self._make_parameters(layout if own_weight else None, layout_of((out_features,)) if bias else None, init)
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, *, sequence_length: int | None = None) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            input_: ``[s, b, i]``, the same on every rank, or this rank's shard ``[s/t, b, i]`` with sequence
+                parallelism; not modified.
+            weight: ``[o/t, i]``, in place of the layer's own.
+            sequence_length: ``s``, where the ranks do not divide it, with sequence parallelism: shards are then of the
+                balanced sizes. None if all ranks hold as many positions.
+
+        Returns:
+            ``[s, b, o/t]``.
+
+        Raises:
+            ShardingError: the input is not of the layer's width.
+            WeightError: there is no weight, or a passed one is not of this layer's shape.
+        """
+        return self._apply_linear(input_, weight, self.bias, sequence_length)
+
+    def _apply_linear(
+        self, input_: Tensor, weight: Tensor | None, bias: Tensor | None, sequence_length: int | None
+    ) -> Tensor:
+        self._check_width(input_, self.in_features)
+        if weight is None:
+            weight = self.weight
+            if weight is None:
+                raise WeightError("the layer was made without a weight of its own; pass a weight to forward")
+        elif weight.shape != self.weight_shape:
+            raise WeightError(
+                f"the weight has shape {list(weight.shape)}; rank {self.group.rank()} needs {list(self.weight_shape)}"
+            )
+        return tensor_parallel_linear(
+            input_,
+            weight,
+            bias,
+            parallelism=self.parallelism,
+            group=self.group,
+            sequence_length=sequence_length,
+            weight_gradient=self._weight_gradient(weight),
+        )
+
+    def gather(self, output: Tensor) -> Tensor:
+        """The whole output ``[s, b, o]`` of this rank's part ``[s, b, o/t]``, the same on every rank.
+
+        Layout V -> I: forward all-gather, backward split.
+
+        Raises:
+            ShardingError: the layer was made with ``intervals``.
+        """
+        if not self._can_gather:
+            raise ShardingError("the layer was made with intervals; its output cannot be gathered")
+        gathered = moves.gather(output, dim=-1, group=self.group, sizes=self._output_sizes)
+        if self.sections == 1 or self.group.size() == 1:
+            return gathered
+        # Each rank's part holds its piece of every section; the whole has the sections one after the other.
+        parts = [part.chunk(self.sections, dim=-1) for part in gathered.split(self._output_sizes, dim=-1)]
+        return torch.cat([part[section] for section in range(self.sections) for part in parts], dim=-1)

@@ -1,0 +1,109 @@
+"""The embedding whose vocabulary is split over the ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives import moves
+from shardwise.collectives.primitives import check_alike
+from shardwise.initialization import InitMethod
+from shardwise.layers.module import ShardedModule
+from shardwise.sharding import ParamLayout
+from shardwise.validation import check_ids
+
+
+class VocabEmbedding(ShardedModule):
+    """Embedding whose rows, the vocabulary, are split over the ranks by the balanced rule.
+
+    Made from one state of the default generator it holds this rank's rows of ``torch.nn.Embedding(num_embeddings,
+    embedding_dim)``.
+
+    Args:
+        num_embeddings: size of the vocabulary, of any size, ``v``.
+        embedding_dim: width of an embedding, ``h``.
+        group: the ranks that share the layer.
+        sequence_parallel: return this rank's shard of the sequence, with the sequence in front.
+        device, dtype, options: as ``ColumnLinear``.
+        init: fills the whole weight in place; as in ``torch.nn.Embedding`` if None.
+        deterministic: sum the weight's gradient in a fixed order.
+
+    Attributes:
+        weight: ``[v/t, h]``.
+        vocab_start_index, vocab_end_index: ids on this rank, the end excluded.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+    """
+
+    _allow_shape_mismatch = True
+    weight: Tensor
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: ProcessGroup,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        init: InitMethod | None = None,
+        deterministic: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(group, device=device, dtype=dtype, **options)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.sequence_parallel = sequence_parallel
+        self.deterministic = deterministic
+        layout = ParamLayout.split((num_embeddings, embedding_dim), 0, group.size())
+        self.vocab_start_index, self.vocab_end_index = layout.intervals[group.rank()][0]
+        self._make_parameter("weight", layout, init or torch.nn.init.normal_)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Look ids up.
+
+        Args:
+            input_: ``[b, s]`` ids of the whole vocabulary, the same on every rank; not modified.
+
+        Returns:
+            ``[b, s, h]``, the same on every rank; with sequence parallelism ``[s/t, b, h]``, by the balanced rule where
+            the ranks do not divide the sequence.
+
+        Raises:
+            VocabularyError: an id outside the vocabulary.
+        """
+        check_alike(partial(check_ids, input_, self.num_embeddings, what="token id"), group=self.group)
+        if self.group.size() == 1:
+            output = self._look_up(input_)
+            return output.transpose(0, 1).contiguous() if self.sequence_parallel else output
+        if self.sequence_parallel:
+            input_ = input_.transpose(0, 1)
+        local, num_local = input_ - self.vocab_start_index, self.vocab_end_index - self.vocab_start_index
+        elsewhere = (local < 0) | (local >= num_local)
+        if num_local > 0:
+            output = self._look_up(local.masked_fill_(elsewhere, 0))
+        else:
+            output = self.weight.new_zeros(*input_.shape, self.embedding_dim) + self.weight.sum()
+        # Nothing saved the lookup's output, so it may be masked in place.
+        output = output.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        if self.sequence_parallel:
+            return moves.reduce_scatter(output, dim=0, group=self.group)
+        return moves.reduce(output, group=self.group)
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        if self.deterministic:
+            # The gradient of indexing sorts by id before it sums; that of an embedding adds as threads come.
+            return self.weight[ids]
+        return F.embedding(ids, self.weight)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}, "
+            f"ids=[{self.vocab_start_index}, {self.vocab_end_index}), tp={self.group.rank()}/{self.group.size()}"
+        )

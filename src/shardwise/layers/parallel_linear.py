@@ -1,0 +1,105 @@
+"""What the linear layers share: how they communicate, and where their weight gradients go."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter, init
+
+from shardwise.initialization import InitMethod
+from shardwise.layers.linear import LinearParallelism
+from shardwise.layers.module import ShardedModule
+from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue
+from shardwise.sharding import ParamLayout
+
+
+class ParallelLinear(ShardedModule):
+    """Base of ``ColumnLinear`` and ``RowLinear``.
+
+    Attributes:
+        in_features, out_features: of the whole layer.
+        local_features: those of this rank, of the dimension that is split.
+        parallelism: what the layer communicates.
+    """
+
+    weight: Parameter | None
+    bias: Parameter | None
+    local_features: int
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: ProcessGroup,
+        parallelism: LinearParallelism,
+        fuse_weight_gradient: bool,
+        delay_weight_gradient: bool,
+        weight_gradient_queue: WeightGradientQueue | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(group, **options)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.parallelism = parallelism
+        self.fuse_weight_gradient = fuse_weight_gradient
+        self._delayed = WeightGradientQueue(inputs=[]) if delay_weight_gradient else None
+        self._queues = tuple(queue for queue in (weight_gradient_queue, self._delayed) if queue is not None)
+
+    def _make_parameters(
+        self,
+        weight: ParamLayout | None,
+        bias: ParamLayout | None,
+        init_method: InitMethod | None,
+        *,
+        partial_bias_gradient: bool = False,
+    ) -> None:
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        if weight is None:
+            self.register_parameter("weight", None)
+        else:
+            # As torch.nn.Linear: uniform within 1 / sqrt(fan in), weight and bias.
+            as_linear = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
+            self._make_parameter("weight", weight, init_method or as_linear)
+        if bias is None:
+            self.register_parameter("bias", None)
+        else:
+            zeros_or_uniform = init.zeros_ if init_method else functools.partial(init.uniform_, a=-bound, b=bound)
+            self._make_parameter("bias", bias, zeros_or_uniform, partial_gradient=partial_bias_gradient)
+
+    def _weight_gradient(self, weight: Tensor) -> WeightGradient | None:
+        """What becomes of the gradient of ``weight``; None if autograd keeps it."""
+        if not (self.fuse_weight_gradient or self._queues) or not weight.requires_grad:
+            return None
+        return WeightGradient(weight, fuse=self.fuse_weight_gradient, queues=self._queues)
+
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """Whether weight gradients wait for ``backward_dw``."""
+        return self._delayed is not None
+
+    def take_weight_gradients(self) -> Callable[[], None]:
+        """A function that computes what waits for ``backward_dw`` at this moment; here it no longer waits."""
+        if self._delayed is None:
+            return lambda: None
+        gathers = self.parallelism is LinearParallelism.COLUMN_SEQUENCE
+        return self._delayed.take(fuse=self.fuse_weight_gradient, gather_group=self.group if gathers else None)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the backward passes left, with ``delay_weight_gradient``.
+
+        They are added to ``weight.grad``, or to ``weight.main_grad`` with ``fuse_weight_gradient``; hooks on the weight
+        do not run. With sequence parallelism a column-parallel layer gathers its inputs: every rank of the group calls.
+        """
+        self.take_weight_gradients()()
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"local={self.local_features}, tp={self.group.rank()}/{self.group.size()}"
+        )

@@ -1,0 +1,105 @@
+"""Layers that every rank holds whole: small tables and small linear layers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives.primitives import check_alike
+from shardwise.initialization import InitMethod
+from shardwise.layers.module import ShardedModule
+from shardwise.sharding import ParamLayout
+from shardwise.validation import check_ids
+
+
+class ReplicatedEmbedding(ShardedModule):
+    """A table that every rank holds whole, such as that of learned positions.
+
+    Args:
+        num_embeddings: number of rows.
+        embedding_dim: width of a row, ``h``.
+        what: what the row numbers are, for errors.
+        group: the ranks that hold the table.
+        init: fills the weight in place.
+        options: as for ``ColumnLinear``.
+
+    Attributes:
+        weight: ``[num_embeddings, h]``.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        what: str,
+        group: ProcessGroup,
+        init: InitMethod,
+        **options: Any,
+    ) -> None:
+        super().__init__(group, **options)
+        self.what = what
+        self._make_parameter("weight", ParamLayout.replicated((num_embeddings, embedding_dim), group.size()), init)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Row numbers of any shape to ``[..., h]``.
+
+        Raises:
+            VocabularyError: a number that is no row.
+        """
+        check_alike(partial(check_ids, input_, self.weight.size(0), what=self.what), group=self.group)
+        return F.embedding(input_, self.weight)
+
+    def first(self, count: int) -> Tensor:
+        """The first ``count`` rows, ``[count, h]``: a view, without a look at any number."""
+        return self.weight[:count]
+
+
+class ReplicatedLinear(ShardedModule):
+    """A linear layer that every rank holds whole.
+
+    Args:
+        in_features: width of the input, ``i``.
+        out_features: width of the output, ``o``.
+        group: the ranks that hold the layer.
+        init: fills the weight in place; the bias starts at 0.
+        sequence_shards: each rank applies the layer to its own part of the sequence, so that gradients are partial
+            sums (``param.sequence_parallel``).
+        options: as for ``ColumnLinear``.
+
+    Attributes:
+        weight: ``[o, i]``.
+        bias: ``[o]``.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: ProcessGroup,
+        init: InitMethod,
+        sequence_shards: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(group, **options)
+        for name, shape, method in (
+            ("weight", (out_features, in_features), init),
+            ("bias", (out_features,), torch.nn.init.zeros_),
+        ):
+            layout = ParamLayout.replicated(shape, group.size())
+            self._make_parameter(name, layout, method, partial_gradient=sequence_shards)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """``[..., i]`` to ``[..., o]``."""
+        return F.linear(input_, self.weight, self.bias)

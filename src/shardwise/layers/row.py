@@ -1,0 +1,147 @@
+"""The linear layer whose input features are split over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.collectives import moves
+from shardwise.errors import ShardingError
+from shardwise.initialization import InitMethod
+from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
+from shardwise.layers.parallel_linear import ParallelLinear
+from shardwise.layers.weight_gradient import WeightGradientQueue
+from shardwise.sharding import ParamLayout
+
+
+class RowLinear(ParallelLinear):
+    """Linear layer ``y = x A^T + b`` whose input features are split over the ranks.
+
+    Made from one state of the default generator it holds this rank's columns of ``torch.nn.Linear(in_features,
+    out_features, bias)``, and its bias whole.
+
+    Args:
+        in_features: width of the whole input, ``i``.
+        out_features: width of the output, ``o``.
+        bias: whether there is a bias; every rank holds it whole.
+        group: the ranks that share the layer.
+        sequence_parallel: each rank keeps its shard of the output's sequence.
+        sizes: input features of each rank, within one section; balanced if None.
+        device, dtype, init, fuse_weight_gradient, delay_weight_gradient, weight_gradient_queue, options: as
+            ``ColumnLinear``.
+        sections: number of equal parts of the input, each split by itself.
+        parallelism: what the layer communicates, where it is not the usual: LOCAL leaves the output a partial sum.
+
+    Attributes:
+        weight: ``[o, i/t]``.
+        bias: ``[o]``, or None. With sequence parallelism its gradient is a partial sum (``bias.sequence_parallel``).
+
+    Raises:
+        ShardingError: ``sizes`` do not sum to a section.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: ProcessGroup,
+        sequence_parallel: bool = False,
+        sizes: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        init: InitMethod | None = None,
+        sections: int = 1,
+        parallelism: LinearParallelism | None = None,
+        fuse_weight_gradient: bool = False,
+        delay_weight_gradient: bool = False,
+        weight_gradient_queue: WeightGradientQueue | None = None,
+        **options: Any,
+    ) -> None:
+        t = group.size()
+        if t == 1:
+            parallelism = LinearParallelism.LOCAL
+        elif parallelism is None:
+            parallelism = LinearParallelism.ROW_SEQUENCE if sequence_parallel else LinearParallelism.ROW
+        super().__init__(
+            in_features,
+            out_features,
+            group=group,
+            parallelism=parallelism,
+            fuse_weight_gradient=fuse_weight_gradient,
+            delay_weight_gradient=delay_weight_gradient,
+            weight_gradient_queue=weight_gradient_queue,
+            device=device,
+            dtype=dtype,
+            **options,
+        )
+        self.sections = sections
+        self.sequence_parallel = sequence_parallel and t > 1
+        layout = ParamLayout.split((out_features, in_features), 1, t, stride=sections, sizes=sizes)
+        self._input_sizes = [layout.local_size(rank) for rank in range(t)]
+        self.local_features = self._input_sizes[group.rank()]
+        self._make_parameters(
+            layout,
+            ParamLayout.replicated((out_features,), t) if bias else None,
+            init,
+            partial_bias_gradient=self.sequence_parallel,
+        )
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            input_: ``[s, b, i/t]``, this rank's features; not modified.
+
+        Returns:
+            ``[s, b, o]``, the same on every rank; ``[s/t, b, o]`` with sequence parallelism, by the balanced rule.
+
+        Raises:
+            ShardingError: the input is not of the width that the layer takes.
+        """
+        # On one rank the bias goes with the product; on several it must be added once, after the sum.
+        adds_later = self.bias is not None and self.group.size() > 1
+        output = self._apply_linear(input_, None if adds_later else self.bias)
+        return self._add_bias(output) if adds_later else output
+
+    def _apply_linear(self, input_: Tensor, bias: Tensor | None) -> Tensor:
+        self._check_width(input_, self.local_features)
+        assert self.weight is not None
+        return tensor_parallel_linear(
+            input_,
+            self.weight,
+            bias,
+            parallelism=self.parallelism,
+            group=self.group,
+            weight_gradient=self._weight_gradient(self.weight),
+        )
+
+    def _add_bias(self, output: Tensor) -> Tensor:
+        assert self.bias is not None
+        # Under autocast the output has another dtype than the bias; a whole linear would add in the output's.
+        return output + self.bias.to(output.dtype)
+
+    def scatter(self, input_: Tensor) -> Tensor:
+        """This rank's features ``[s, b, i/t]`` of a whole input ``[s, b, i]``.
+
+        Layout I -> V: forward split, backward all-gather.
+
+        Raises:
+            ShardingError: the input is not of the layer's width.
+        """
+        if input_.size(-1) != self.in_features:
+            raise ShardingError(
+                f"the input has {input_.size(-1)} features, the layer {self.in_features}; it takes the whole input"
+            )
+        if self.sections > 1:
+            # Each rank's runs side by side, so that what it keeps is one.
+            runs = [run for rank_runs in self.param_layouts["weight"].intervals for run in rank_runs]
+            input_ = torch.cat([input_[..., start:stop] for start, stop in runs], dim=-1)
+        return moves.scatter(input_, dim=-1, group=self.group, sizes=self._input_sizes)
