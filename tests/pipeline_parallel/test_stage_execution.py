@@ -9,9 +9,10 @@ from harness.parity import assert_close_to
 from pipeline_parallel.pipelines import random_batch, run_whole, staged_gpt
 
 from shardwise.errors import ConfigError, DesyncError, ShardingError
+from shardwise.layers import weight_gradient
 from shardwise.pipeline_parallel import Kind, Pipeline, make_schedule
 from shardwise.pipeline_parallel import stage as stage_module
-from shardwise.tensor_parallel import checkpoint, weight_gradient
+from shardwise.tensor_parallel import checkpoint
 
 ORDER = {
     ("gpipe", 0): "F0 F1 F2 F3 B0 B1 B2 B3",
@@ -54,8 +55,8 @@ class Recorder:
             layer = model.decoder.layers[0].mlp.linear_fc2
             model.register_forward_hook(lambda *call, chunk=chunk: self._forward(chunk, call[2]))
             layer.register_forward_pre_hook(lambda _, inputs, chunk=chunk: self._input(chunk, inputs[0]))
-            layer.weight.register_post_accumulate_grad_hook(self._accumulated)
-        compute = weight_gradient._accumulate_
+            layer.weight.register_postaccumulate_grad_hook(self._accumulated)
+        compute = weight_gradient.accumulate_
 
         def recorded(weight, grad_output, input_, *, fuse):
             compute(weight, grad_output, input_, fuse=fuse)
@@ -63,7 +64,7 @@ class Recorder:
                 self.events.append(("W", *self._inputs[input_.data_ptr()][0]))
                 self._gradients[weight] = weight.grad.clone()
 
-        monkeypatch.setattr(weight_gradient, "_accumulate_", recorded)
+        monkeypatch.setattr(weight_gradient, "accumulate_", recorded)
 
     def _accumulated(self, weight):
         # Autograd also calls where it was given no gradient to add.

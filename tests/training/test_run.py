@@ -13,7 +13,7 @@ from training.tiny import tiny_settings
 
 from shardwise import checkpoint
 from shardwise.errors import CheckpointError, ConfigError, DivergenceError, ParityError
-from shardwise.tensor_parallel import linear
+from shardwise.layers import linear
 from shardwise.training.metrics import MetricsWriter, read_metrics
 from shardwise.training.parity import check_parity
 from shardwise.training.ranks import Ranks
