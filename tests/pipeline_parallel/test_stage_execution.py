@@ -55,7 +55,7 @@ class Recorder:
             layer = model.decoder.layers[0].mlp.linear_fc2
             model.register_forward_hook(lambda *call, chunk=chunk: self._forward(chunk, call[2]))
             layer.register_forward_pre_hook(lambda _, inputs, chunk=chunk: self._input(chunk, inputs[0]))
-            layer.weight.register_postaccumulate_grad_hook(self._accumulated)
+            layer.weight.register_post_accumulate_grad_hook(self._accumulated)
         compute = weight_gradient.accumulate_
 
         def recorded(weight, grad_output, input_, *, fuse):
