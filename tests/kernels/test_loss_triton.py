@@ -1,26 +1,16 @@
 """The Triton kernels without a GPU: run by Triton's interpreter, and compiled for two GPUs that need not be here."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness.program import run
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 
 def run_program(name, *arguments, **variables):
-    program = Path(__file__).with_name(name)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run("-W", "error", Path(__file__).with_name(name), *arguments, OMP_NUM_THREADS="1", **variables)
     return json.loads(done.stdout)
 
 
