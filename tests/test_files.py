@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from harness.watchdog import WATCHDOG_SECONDS
 
 from shardwise.errors import ConfigError
 from shardwise.files import write_atomically
@@ -55,7 +56,7 @@ def test_who_reads_the_old_file_goes_on_reading_it(tmp_path):
 
 def test_writers_of_one_file_do_not_meet(tmp_path):
     path = tmp_path / "file"
-    together = threading.Barrier(4, timeout=20)
+    together = threading.Barrier(4, timeout=WATCHDOG_SECONDS)
 
     def write(value):
         def in_two_parts(file):

@@ -3,11 +3,10 @@
 import builtins
 import pkgutil
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from harness.program import run
 
 import shardwise
 from shardwise import errors
@@ -20,9 +19,7 @@ MODULES = sorted(
 
 
 def run_python(code, *arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments], capture_output=True, text=True, timeout=120
-    )
+    return run("-W", "error", "-c", code, *arguments, exit_code=None)
 
 
 def test_the_package_itself_brings_no_torch():

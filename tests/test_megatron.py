@@ -2,12 +2,12 @@
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from harness.program import run
 
 import shardwise.megatron
 from shardwise import parallel_state, tensor_parallel, utils
@@ -83,4 +83,4 @@ def test_the_real_one_is_not_replaced(monkeypatch):
 def test_the_example_of_the_guide_runs():
     guide = (Path(__file__).parents[1] / "docs" / "porting.md").read_text()
     example = re.search(r"```python\n(.*?)```", guide, re.DOTALL).group(1)
-    subprocess.run([sys.executable, "-W", "error", "-c", example], check=True, timeout=60)
+    run("-W", "error", "-c", example)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from harness.program import Program
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,17 +31,9 @@ join, store = dist.init_process_group, dist.FileStore({str(store)!r}, {ranks})
 dist.init_process_group = lambda backend: join(backend, store=store, rank=int(sys.argv[1]), world_size={ranks})
 runpy.run_path({str(script)!r})
 """
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", start, str(rank)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks
+    with ExitStack() as stack:
+        processes = [stack.enter_context(Program("-c", start, str(rank), OMP_NUM_THREADS="1")) for rank in range(ranks)]
+        outputs = [process.finish().stdout for process in processes]
     return outputs[0]
 
 

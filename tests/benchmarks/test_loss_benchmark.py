@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import loss
 import pytest
 import torch
 import torch.nn.functional as F
 from harness.parity import assert_close_to
+from harness.program import run
 from loss import CONTESTS, GOALS, RATIOS, check_errors, is_limit, main, memory_goals
 from losses import from_logits, with_head
 from losses.exact import ExactGradients
@@ -27,16 +25,9 @@ SIZES = LossSizes(num_tokens=70, vocab_size=22, hidden_size=6)
 def test_all_candidates_are_timed_and_the_json_is_whole(tmp_path):
     file = tmp_path / "result.json"
     sizes = ["--num-tokens", "70", "--vocab-size", "302", "--hidden-size", "16"]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", loss.__file__, *sizes, "--dtype", "both", "--rounds", "2", "--json", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=os.environ | {"OMP_WAIT_POLICY": "passive"},
-    )
+    command = ["-W", "error", loss.__file__, *sizes, "--dtype", "both", "--rounds", "2", "--json", file]
+    done = run(*command, OMP_WAIT_POLICY="passive")
 
-    assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     assert (report["benchmark"], report["num_rounds"]) == ("loss", 2)
     results = report["contests"]

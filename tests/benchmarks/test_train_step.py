@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import train_step
+from harness.program import Program
+from harness.watchdog import wait_until_ended
 from shared_workers import SharedWorkers, run_script
 from steps.runner import RANK_VARIANTS, SINGLE_VARIANTS
 from train_step import check_parity, main
@@ -103,24 +102,14 @@ def test_all_variants_train_alike_and_the_json_is_whole(tmp_path, monkeypatch, c
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists child processes through /proc")
 def test_no_process_outlives_a_killed_benchmark():
-    command = [sys.executable, str(SCRIPT), "--model", "demo", *TINY, "--rounds", "100000", "--steps", "1"]
-    with subprocess.Popen([*command, "--variants", "ours"], stdout=subprocess.DEVNULL) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while len(ranks := ranks_of(process.pid)) < 2 and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert len(ranks) == 2
-            # Somewhere in their start or in their steps.
-            time.sleep(2.0)
-        finally:
-            process.kill()
-    deadline = time.monotonic() + 60
-    while any(map(is_alive, ranks)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    left = [pid for pid in ranks if is_alive(pid)]
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left
+    command = [SCRIPT, "--model", "demo", *TINY, "--rounds", "100000", "--steps", "1", "--variants", "ours"]
+    with Program(sys.executable, *command) as process:
+        process.wait_until(lambda: len(ranks_of(process.pid)) == 2, "both workers have started")
+        ranks = ranks_of(process.pid)
+        # Somewhere in their start or in their steps.
+        time.sleep(2.0)
+        process.kill()
+        wait_until_ended(*ranks)
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -130,13 +119,6 @@ def ranks_of(pid: int) -> list[int]:
         return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
     except FileNotFoundError:
         return []
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 STEPS = [(4.0, 2.0), (3.0, 1.0)]

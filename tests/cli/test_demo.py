@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness.program import run
 from training.tiny import tiny_settings
 
 from shardwise import checkpoint
@@ -21,17 +19,9 @@ FILES = ("loss.png", "metrics.jsonl", "sample.txt", "settings.json", "tokenizer.
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_demo_end_to_end(tmp_path, monkeypatch):
     out = tmp_path / "demo"
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "demo", "--out", str(out), "--steps", "4"],
-        env={**os.environ, "SHARDWISE_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run("-m", "shardwise", "demo", "--out", out, "--steps", "4", SHARDWISE_CACHE=tmp_path / "cache")
     assert "tp=2 equals tp=1 over 3 steps" in done.stdout
     measured = re.search(r"held out ([\d.]+) bits per byte on ([\d,]+) bytes", done.stdout)
     assert measured is not None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from harness.program import run
 from lora.tiny_models import read_adapters, save_model
 
 from shardwise.cli.arguments import parse_finetune_arguments
@@ -41,12 +39,8 @@ def arguments_of(folder, out, *more):
 
 
 def call_on_two_ranks(folder, out, *more):
-    command = [sys.executable, "-m", "shardwise", *arguments_of(folder, out, *more, "--tp", "2")]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"SHARDWISE_CACHE": str(folder / "cache")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    command = ["-m", "shardwise", *arguments_of(folder, out, *more, "--tp", "2")]
+    return run(*command, SHARDWISE_CACHE=folder / "cache").stdout
 
 
 def call_here(folder, out, *more):
@@ -65,7 +59,6 @@ def reopened(path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_all_weights(folder, capsys):
     rate = ("--optimizer.learning-rate", "0.01")
     assert "all weights" in call_on_two_ranks(folder, "tuned", *rate)
@@ -91,7 +84,6 @@ def test_all_weights(folder, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_adapters_and_merged_adapters_are_the_same_model(folder, capsys):
     """Merged at once by a run on one rank, or later in the folder of a run that has ended, and taken apart again."""
     options = ("--lora-rank", "4", "--lora-targets", "q_proj", "v_proj", "down_proj")

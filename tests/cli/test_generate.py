@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
+from harness.program import run as run_program
 from tokenizers import processors
 
 from shardwise import checkpoint
@@ -84,11 +82,6 @@ class Run:
             model = self.model(STEPS[-1])
             new = generate(model, ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, eos_id=eos_id)
         return self.tokenizer.decode([*ids, *new]).removeprefix("<s>") + "\n"
-
-
-def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
 
 
 @pytest.fixture(scope="module")
@@ -241,23 +234,16 @@ def test_leaves_no_thread_of_a_process_group(run):
         "import sys; from pathlib import Path; from shardwise.cli.generate import main; main(sys.argv[1:]);"
         "print(*sorted(path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')), file=sys.stderr)"
     )
-    command = [sys.executable, "-c", program, str(run.folder), "--prompt", "x", "--max-new-tokens", "2"]
-    done = subprocess.run(command, capture_output=True, env=environment(), timeout=100, check=False)
-    assert done.returncode == 0
-    assert b"python" in done.stderr
-    assert b"gloo" not in done.stderr
+    command = ["-c", program, run.folder, "--prompt", "x", "--max-new-tokens", "2"]
+    done = run_program(*command, OMP_NUM_THREADS="1")
+    assert "python" in done.stderr
+    assert "gloo" not in done.stderr
 
 
 @pytest.mark.slow
 def test_the_same_text_on_two_ranks(run):
     arguments = ["--prompt", "größe", "--max-new-tokens", "60"]
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "generate", str(run.folder), *arguments, "--nproc", "2"],
-        capture_output=True,
-        env=environment(),
-        timeout=200,
-        check=False,
-    )
-    assert done.stderr.decode() == ""
-    assert done.returncode == 0
-    assert done.stdout.decode() == run.text("größe", 60, Sampling(0.8, top_k=50))
+    command = ["-m", "shardwise", "generate", run.folder, *arguments, "--nproc", "2"]
+    done = run_program(*command, OMP_NUM_THREADS="1", PYTHONIOENCODING="utf-8")
+    assert done.stderr == ""
+    assert done.stdout == run.text("größe", 60, Sampling(0.8, top_k=50))

@@ -3,12 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from harness.program import Program
+from harness.watchdog import is_alive, wait_until_ended
 
 from shardwise.cli.launch import launch_ranks, physical_cores, shardwise_command
 
@@ -18,13 +19,6 @@ HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signa
 
 def launch(behaviour, folder, nproc=2, **options):
     return launch_ranks(nproc, [sys.executable, PROGRAM, behaviour, str(folder)], command="shardwise train", **options)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.slow
@@ -74,9 +68,7 @@ def test_debug_shows_the_stack_trace_first(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_rank_that_breaks_alone_is_named_and_the_waiting_ones_end(tmp_path, capfd):
-    started = time.monotonic()
     assert launch("one_breaks", tmp_path) == 1
-    assert time.monotonic() - started < 10
     assert capfd.readouterr() == (
         "",
         "shardwise train: error: rank 1: ZeroDivisionError: division by zero; "
@@ -86,9 +78,7 @@ def test_a_rank_that_breaks_alone_is_named_and_the_waiting_ones_end(tmp_path, ca
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_waiting_ones_end(tmp_path, capfd):
-    started = time.monotonic()
     assert launch("one_is_killed", tmp_path, resumable=True) == 1
-    assert time.monotonic() - started < 10
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
     assert capfd.readouterr() == (
         "",
@@ -171,58 +161,33 @@ sys.exit(run_command("shardwise train", lambda: launch_ranks(2, argv), resumable
 @pytest.fixture(scope="module")
 def launchers(tmp_path_factory):
     """Three launchers with two ranks each, started together because each takes seconds to import PyTorch."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("SIGINT", "SIGTERM", "SIGKILL")}
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            # A shell that runs the tests in the background makes them ignore Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-        for name, folder in folders.items()
-    }
-    yield {name: (processes[name], folders[name]) for name in processes}
-    for name, process in processes.items():
-        pids = [int(file.read_text()) for file in folders[name].glob("pid*")]
-        for pid in filter(is_alive, (process.pid, *pids)):
-            os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=20)
+    with ExitStack() as stack:
+        folders = {name: tmp_path_factory.mktemp(name) for name in ("SIGINT", "SIGTERM", "SIGKILL")}
+        yield {name: (stack.enter_context(Program("-c", LAUNCHER, folder)), folder) for name, folder in folders.items()}
 
 
-def ranks_of(folder):
-    deadline = time.monotonic() + 60
-    while len(pids := [file.read_text() for file in folder.glob("pid*")]) < 2 or not all(pids):
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.05)
-    return [int(pid) for pid in pids]
+def ranks_of(launcher, folder):
+    files = [folder / f"pid{rank}" for rank in range(2)]
+    launcher.wait_until(lambda: all(file.exists() and file.read_text() for file in files), "both ranks run")
+    return [int(file.read_text()) for file in files]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_ends_the_ranks_and_says_how_to_continue(launchers, name, code):
-    process, folder = launchers[name]
-    ranks = ranks_of(folder)
-    started = time.monotonic()
-    os.killpg(process.pid, signal.Signals[name])
-    output, error = process.communicate(timeout=20)
-    assert time.monotonic() - started < 10
-    assert (output, error) == ("", "shardwise train: interrupted; continue with --resume auto\n")
-    assert process.returncode == code
+    launcher, folder = launchers[name]
+    ranks = ranks_of(launcher, folder)
+    launcher.interrupt(signal.Signals[name])
+    launcher.finish(exit_code=code)
+    assert (launcher.stdout, launcher.stderr) == ("", "shardwise train: interrupted; continue with --resume auto\n")
     assert not any(is_alive(pid) for pid in ranks)
     assert (folder / "tidied").exists()
 
 
 @pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_end_by_themselves(launchers):
-    process, folder = launchers["SIGKILL"]
-    ranks = ranks_of(folder)
-    process.kill()
-    process.wait(timeout=20)
-    deadline = time.monotonic() + 6
-    while any(is_alive(pid) for pid in ranks):
-        assert time.monotonic() < deadline, "the ranks outlived their launcher"
-        time.sleep(0.1)
+    launcher, folder = launchers["SIGKILL"]
+    ranks = ranks_of(launcher, folder)
+    launcher.kill()
+    wait_until_ended(*ranks)
     assert (folder / "tidied").exists()

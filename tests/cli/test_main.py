@@ -2,10 +2,10 @@
 
 import errno
 import os
-import subprocess
 import sys
 
 import pytest
+from harness.program import Program, run
 
 import shardwise
 from shardwise.cli.main import COMMANDS, main
@@ -15,10 +15,7 @@ from shardwise.errors import CheckpointError, ConfigError, DataError, LaunchErro
 
 def call(*argv, program=(sys.executable, "-m", "shardwise"), **variables):
     """Run the command; a launcher's variables come from ``variables`` alone."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.run(
-        [*program, *argv], env=environment | variables, capture_output=True, text=True, timeout=120
-    )
+    process = run(*program, *argv, exit_code=None, **variables)
     return process.returncode, process.stdout, process.stderr
 
 
@@ -141,12 +138,9 @@ def test_torchrun_starts_the_ranks_and_hands_on_the_flags(flags, message):
 def test_output_that_nobody_reads_is_no_error():
     read, write = os.pipe()
     os.close(read)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise", "train", "--help"], stdout=write, stderr=subprocess.PIPE, text=True
-    )
-    os.close(write)
-    assert process.communicate(timeout=60)[1] == ""
-    assert process.returncode == 141
+    with Program("-m", "shardwise", "train", "--help", stdout=write) as process:
+        os.close(write)
+        assert process.finish(exit_code=141).stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -2,58 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from harness.program import Program
+from harness.watchdog import is_alive
 from training.tiny import tiny_settings
 
 STEPS = 240
 SAVE_EVERY = 10
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
-def start(folder: Path, out: str, *more: str) -> subprocess.Popen[str]:
+def start(folder: Path, out: str, *more: str) -> Program:
     tiny_settings(folder)  # writes the text
-    command = [
-        sys.executable,
-        "-m",
-        "shardwise",
-        "train",
-        "--data",
-        str(folder / "text.txt"),
-        "--out",
-        str(folder / out),
-    ]
-    command += [
-        "--parallel.tp",
-        "2",
-        "--model.num-layers",
-        "2",
-        "--model.hidden-size",
-        "32",
-        "--model.vocab-size",
-        "301",
-    ]
-    command += ["--model.sequence-length", "24", "--model.dropout", "0.1", "--training.global-batch-size", "4"]
-    command += ["--training.steps", str(STEPS), "--training.save-every", str(SAVE_EVERY), *more]
-    environment = {**os.environ, "SHARDWISE_CACHE": str(folder / "cache")}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    return Program(
+        *("-m", "shardwise", "train", "--data", folder / "text.txt", "--out", folder / out, "--parallel.tp", "2"),
+        *("--model.num-layers", "2", "--model.hidden-size", "32", "--model.vocab-size", "301"),
+        *("--model.sequence-length", "24", "--model.dropout", "0.1", "--training.global-batch-size", "4"),
+        *("--training.steps", str(STEPS), "--training.save-every", str(SAVE_EVERY), *more),
+        SHARDWISE_CACHE=folder / "cache",
     )
-
-
-def finish(process: subprocess.Popen[str], *, exit_code: int = 0) -> str:
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == exit_code, errors[-2000:]
-    return output + errors
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -61,15 +34,12 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows}
 
 
-def wait_for_checkpoint(process: subprocess.Popen[str], out: Path, *, at_least: int) -> None:
+def wait_for_checkpoint(run: Program, out: Path, *, at_least: int) -> None:
     """Until a checkpoint of that many steps is there, and the run still goes on."""
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended before it could be killed"
-        if any(int(path.name[5:]) >= at_least for path in (out / "checkpoints").glob("step-*")):
-            return
-        time.sleep(0.01)
-    raise AssertionError("no checkpoint within 90 s")
+    folder = out / "checkpoints"
+    run.wait_until(
+        lambda: any(int(path.name[5:]) >= at_least for path in folder.glob("step-*")), f"step {at_least} is saved"
+    )
 
 
 def reached(out: Path) -> int:
@@ -77,47 +47,40 @@ def reached(out: Path) -> int:
     return max(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
 
 
-def children(pid: int) -> list[int]:
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    pairs = [tuple(map(int, line.split())) for line in listing.splitlines()]
-    return [child for child, parent in pairs if parent == pid]
-
-
 def test_killed_and_interrupted_and_resumed(tmp_path):
     """One run that ends early three times: its losses are those of the run that does not."""
     folder, out = tmp_path, tmp_path / "often"
-    finish(start(folder, "whole"))
+    with start(folder, "whole") as run:
+        run.finish()
     expected = losses(folder / "whole")
     assert sorted(expected) == list(range(STEPS))
 
-    process = start(folder, "often")
-    wait_for_checkpoint(process, out, at_least=SAVE_EVERY)
-    ranks = children(process.pid)
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    said = finish(process, exit_code=1)
-    assert "was killed by SIGKILL" in said
-    assert "--resume auto" in said
-    assert "Traceback" not in said
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    with start(folder, "often") as run:
+        wait_for_checkpoint(run, out, at_least=SAVE_EVERY)
+        ranks = run.children()
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        run.finish(exit_code=1)
+        assert not any(map(is_alive, ranks))
+    assert "was killed by SIGKILL" in run.stderr
+    assert "--resume auto" in run.stderr
+    assert "Traceback" not in run.stderr
 
-    process = start(folder, "often", "--resume", "auto")
-    wait_for_checkpoint(process, out, at_least=reached(out) + SAVE_EVERY)
-    # Launcher and ranks share the session that `start` made.
-    ranks = children(process.pid)
-    os.killpg(process.pid, signal.SIGKILL)
-    for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank, signal.SIGKILL)
-    process.communicate(timeout=60)
+    with start(folder, "often", "--resume", "auto") as run:
+        wait_for_checkpoint(run, out, at_least=reached(out) + SAVE_EVERY)
+        # Launcher and ranks at once.
+        run.interrupt(signal.SIGKILL)
+        run.finish(exit_code=-signal.SIGKILL)
 
-    process = start(folder, "often", "--resume", "auto")
-    wait_for_checkpoint(process, out, at_least=reached(out) + SAVE_EVERY)
-    os.killpg(process.pid, signal.SIGINT)
-    said = finish(process, exit_code=130)
+    with start(folder, "often", "--resume", "auto") as run:
+        wait_for_checkpoint(run, out, at_least=reached(out) + SAVE_EVERY)
+        run.interrupt()
+        said = run.finish(exit_code=130).stdout + run.stderr
     assert "interrupted; continue with --resume auto" in said
     assert "resumed at step " in said
     assert "Traceback" not in said
 
-    assert "resumed at step " in finish(start(folder, "often", "--resume", "auto"))
+    with start(folder, "often", "--resume", "auto") as run:
+        run.finish()
+    assert "resumed at step " in run.stdout + run.stderr
     assert losses(out) == expected

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_rank import by_rank
+from harness.program import run
 from torch import nn
 
 from shardwise.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -162,13 +160,6 @@ def test_bloom_trains_as_transformers_does(group, tmp_path):
 @pytest.mark.parametrize("script", ["embedding.py", "bloom.py"])
 def test_under_torchrun(script):
     # A port of its own, since other programs may have torchrun's.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    finished = subprocess.run(
-        [*command, str(FOLDER / script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert finished.returncode == 0, finished.stderr
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    finished = run(*command, FOLDER / script, OMP_NUM_THREADS="1")
     assert_same_text(finished.stdout, shown_in_readme(script))

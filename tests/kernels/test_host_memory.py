@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+from harness.program import run
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is the GNU C library's")
 
@@ -37,11 +37,8 @@ print(fresh, faults())
 
 
 def _faults(**environment: str) -> tuple[int, int]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    output = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env=clean | environment, capture_output=True, text=True, check=True
-    ).stdout
-    fresh, kept = output.split()
+    unset = dict.fromkeys(name for name in os.environ if name.startswith("MALLOC_"))
+    fresh, kept = run("-c", _PROGRAM, **unset | environment).stdout.split()
     return int(fresh), int(kept)
 
 

@@ -1,13 +1,12 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import tokenizers
+from harness.program import run
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
@@ -55,10 +54,7 @@ def test_training_needs_no_luck(tokenizer):
     program = (
         "import sys; from shardwise.tokenizer import Tokenizer; print(Tokenizer.train(eval(sys.argv[1]), 350).sha256)"
     )
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "true", "PYTHONHASHSEED": "7"}
-    found = subprocess.run(
-        [sys.executable, "-c", program, repr(TEXTS)], env=environment, capture_output=True, text=True, check=True
-    )
+    found = run("-c", program, repr(TEXTS), TOKENIZERS_PARALLELISM="true", PYTHONHASHSEED="7")
     assert found.stdout.strip() == tokenizer.sha256
 
 
@@ -309,9 +305,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), os.environ["TOKENIZERS
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_encodes_without_noise_or_hang():
-    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    ended = run("-W", "ignore::DeprecationWarning", "-c", FORK, TOKENIZERS_PARALLELISM=None)
     assert (ended.stdout.strip(), ended.stderr) == ("0 false", "")
 
 
