@@ -6,20 +6,21 @@ columns make nearly every page resident, so that each rank would hold, and have 
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
+from shardwise.files import open_regular
+from shardwise.json_files import MAX_TABLE_BYTES, parse_json, shown
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -41,8 +42,11 @@ DTYPES = {
 }
 """The format's names of the dtypes that PyTorch has."""
 
-# The format's own limit.
-_LONGEST_HEADER = 100_000_000
+MAX_ELEMENTS = (1 << 63) - 1
+"""Of a tensor, and so of a dimension: what PyTorch can count."""
+
+# Numbers of dimensions; PyTorch itself has the same limit.
+_MAX_DIMS = 64
 # What one system call reads at most; Linux stops a little under 2 GiB by itself.
 _LONGEST_READ = 1 << 30
 
@@ -57,6 +61,7 @@ class StoredTensor:
         dtype: the format's name of its dtype.
         shape: as it is stored.
         start: the first of its bytes in the file.
+        num_bytes: how many they are.
     """
 
     name: str
@@ -64,6 +69,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
+    num_bytes: int
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -73,21 +79,24 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: the file cannot be read, is truncated, or is not of the format.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            size = os.fstat(descriptor).st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+            if size < 8 or length > size - 8:
                 raise CheckpointError(f"{path} is truncated or not a safetensors file: its header is not all there")
-            header = json.loads(file.read(length))
-        return {
-            name: _stored_tensor(path, name, entry, 8 + length, size)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
+            if length > MAX_TABLE_BYTES:
+                raise CheckpointError(
+                    f"{path} is not a safetensors file: its header has {length} bytes, more than {MAX_TABLE_BYTES}"
+                )
+            header = parse_json(file.read(length))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a safetensors file: of its header, {error}") from error
+    header.pop("__metadata__", None)
+    tensors = {name: _stored_tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    _check_filled(path, tensors.values(), 8 + length, size)
+    return tensors
 
 
 def read_box(descriptor: int, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -122,16 +131,6 @@ def read_box(descriptor: int, stored: StoredTensor, offsets: Sequence[int], size
     return result
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read the file at ``path``."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First element and number of elements of each run of a box that lies in one piece, in the box's order."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -143,19 +142,50 @@ def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) ->
         yield base + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
 
 
+def is_shape(value: Any) -> TypeGuard[list[int]]:
+    """Whether a value from a file is the list of sizes of a tensor that can be."""
+    return (
+        isinstance(value, list)
+        and len(value) <= _MAX_DIMS
+        # Not isinstance, for which True and False are integers too.
+        and all(type(length) is int and length >= 0 for length in value)
+        and math.prod(length or 1 for length in value) <= MAX_ELEMENTS
+    )
+
+
 def _stored_tensor(path: Path, name: str, entry: Any, begin: int, file_size: int) -> StoredTensor:
-    try:
-        dtype, shape = str(entry["dtype"]), tuple(int(length) for length in entry["shape"])
-        start, stop = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the header's entry of tensor {name!r} cannot be read ({error!r})") from error
+    def wrong(field: str, value: object, expected: str) -> CheckpointError:
+        return CheckpointError(f"{path}: {field} of tensor {shown(name)} is {shown(value)}; it must be {expected}")
+
+    if not isinstance(entry, dict):
+        raise wrong("the header's entry", entry, "an object")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not re.fullmatch(r"[A-Z0-9_]{1,16}", dtype):
+        raise wrong("dtype", dtype, "the name of a dtype, such as F32")
+    if not is_shape(shape):
+        raise wrong("shape", shape, f"a list of sizes, of at most {MAX_ELEMENTS} elements")
+    if not is_shape(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise wrong("data_offsets", offsets, "where its bytes begin and end")
+    start, stop = offsets
     if begin + stop > file_size:
         raise CheckpointError(
             f"tensor {name!r} is truncated: {path} has {file_size} bytes, and the tensor ends at {begin + stop}"
         )
-    fits = dtype not in DTYPES or stop - start == math.prod(shape) * DTYPES[dtype].itemsize
-    if not fits or min((start, *shape)) < 0:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} of {dtype} and shape {list(shape)} cannot have {stop - start} bytes"
-        )
-    return StoredTensor(name, path, dtype, shape, begin + start)
+    if dtype in DTYPES and stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise CheckpointError(f"{path}: tensor {name!r} of {dtype} and shape {shape} cannot have {stop - start} bytes")
+    return StoredTensor(name, path, dtype, tuple(shape), begin + start, stop - start)
+
+
+def _check_filled(path: Path, tensors: Iterable[StoredTensor], begin: int, file_size: int) -> None:
+    """Check that the tensors lie one behind the other and fill the file, as the format has it."""
+    last = "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
+        if tensor.start != begin:
+            raise CheckpointError(
+                f"{path} is not a safetensors file: tensor {tensor.name!r} begins at {tensor.start}, and {last} ends "
+                f"at {begin}"
+            )
+        begin += tensor.num_bytes
+        last = f"tensor {tensor.name!r} before it"
+    if begin != file_size:
+        raise CheckpointError(f"{path} has {file_size} bytes, and its last tensor ends at {begin}")

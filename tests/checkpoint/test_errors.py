@@ -125,11 +125,12 @@ def test_meta_json_is_damaged(group: ProcessGroup, tmp_path: Path) -> None:
         assert message.startswith(f"{path} ")
         return message
 
-    assert "cannot be read (JSONDecodeError" in message_after(lambda: path.write_bytes(good[:-20]))
-    assert "cannot be read (JSONDecodeError" in message_after(lambda: path.write_bytes(b""))
+    assert "it is not JSON: Unterminated string" in message_after(lambda: path.write_bytes(good[:-20]))
+    assert "it is not JSON: Expecting value" in message_after(lambda: path.write_bytes(b""))
     assert "can't decode byte" in message_after(lambda: path.write_bytes(b"\xff" + good))
-    assert "not of the format 'shardwise checkpoint'" in message_after(lambda: path.write_text("[1, 2]"))
-    assert "(KeyError: 'files')" in message_after(lambda: rewrite(path, lambda meta: meta.pop("files")))
+    assert "must hold a JSON object, not list" in message_after(lambda: path.write_text("[1, 2]"))
+    assert "not of the format 'shardwise checkpoint'" in message_after(lambda: path.write_text("{}"))
+    assert "it lacks files" in message_after(lambda: rewrite(path, lambda meta: meta.pop("files")))
     newer = message_after(lambda: rewrite(path, lambda meta: meta.update(version=3)))
     assert "another Shardwise (format version 3, this one reads 2); upgrade shardwise" in newer
     older = message_after(lambda: rewrite(path, lambda meta: meta.update(version=1)))
@@ -189,8 +190,9 @@ def test_a_crafted_meta_json_is_refused(group: ProcessGroup, tmp_path: Path) -> 
         return meta["tensors"][name]["chunks"][0]
 
     assert "impossible" in crafted(lambda meta: chunk(meta).update(offsets=[1, 0]), path)
-    assert "impossible" in crafted(lambda meta: chunk(meta).update(sizes=[-1, -606]), path)
-    assert "impossible" in crafted(lambda meta: chunk(meta).update(file="other.safetensors"), path)
+    negative = crafted(lambda meta: chunk(meta).update(sizes=[-1, -606]), path)
+    assert "tensors.embedding.weight.chunks[0].sizes is [-1, -606]; it must be a list of sizes" in negative
+    assert "none of its files" in crafted(lambda meta: chunk(meta).update(file="other.safetensors"), path)
     assert "600 elements are recorded" in crafted(lambda meta: chunk(meta).update(sizes=[100, 6]), path)
     assert "0 elements are recorded" in crafted(lambda meta: meta["tensors"][name].update(chunks=[]), path)
     assert "'load' is no dtype" in crafted(lambda meta: meta["tensors"][name].update(dtype="load"), path)

@@ -127,8 +127,8 @@ def test_a_file_that_is_not_text_is_not_toml(tmp_path):
         parse_train_arguments(["--config", str(path)])
 
 
-def test_a_file_that_is_missing_is_an_error_of_the_system(tmp_path):
-    with pytest.raises(FileNotFoundError):
+def test_a_file_that_is_missing(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.toml: No such file or directory"):
         parse_train_arguments([f"--config={tmp_path / 'none.toml'}"])
 
 

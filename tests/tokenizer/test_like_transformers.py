@@ -146,9 +146,9 @@ def test_long_texts_are_those_of_the_whole(tmp_path, plain, monkeypatch, separat
     [
         ("tokenizer_config", "[" * 1_000_000, "cannot read"),
         ("tokenizer_config", '{"eos_token"', "cannot read"),
-        ("tokenizer_config", "[]", "is not a JSON object but list"),
+        ("tokenizer_config", "[]", "must hold a JSON object, not list"),
         ("tokenizer_config", '{"pad_token": {"content": 3}}', "pad_token is \"{'content': 3}\", which is no token"),
-        ("tokenizer_config", '{"pad_token": {"content": "x", "lstrip": NaN}}', "pad_token is"),
+        ("tokenizer_config", '{"pad_token": {"content": "x", "lstrip": NaN}}', 'its "lstrip" is NaN'),
         ("tokenizer_config", '{"pad_token": "\\ud83d"}', "pad_token is"),
         ("tokenizer_config", '{"extra_special_tokens": 3}', "extra_special_tokens is '3', which is no token"),
         ("tokenizer_config", '{"extra_special_tokens": [null]}', "extra_special_tokens is 'None', which is no token"),

@@ -155,6 +155,11 @@ def load(
         manifest = Manifest.read(path)
         manifest.check_sizes(path)
         described = describe_state(state)
+        for shard in state.values():
+            if shard.data.is_meta:
+                raise CheckpointError(
+                    f"tensor {shard.key!r} is on the meta device; allocate the model first (to_empty)"
+                )
         check_state_fits(path, manifest, state)
         mine.update(tensors_of(state, {key: tensor.shape for key, tensor in manifest.tensors.items()}))
         return manifest.step, manifest.serial, described
@@ -230,8 +235,6 @@ def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> d
 def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamShard]) -> None:
     """Raise CheckpointError unless the checkpoint has every tensor of ``state``, of a shape and dtype that fit."""
     for shard in state.values():
-        if shard.data.is_meta:
-            raise CheckpointError(f"tensor {shard.key!r} is on the meta device; allocate the model first (to_empty)")
         saved = manifest.tensors.get(shard.key)
         if saved is None:
             continue

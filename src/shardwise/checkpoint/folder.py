@@ -162,7 +162,7 @@ def latest(root: Path) -> Path | None:
     newest = readable[-1][0] if readable else None
     for folder, damage in unreadable:
         # Its serial cannot be read. Steps tell the order too, except where a run went back.
-        if newest is None or _step_of(folder) > _step_of(newest):
+        if newest is None or step_of(folder) > step_of(newest):
             raise CheckpointError(f"{damage}; {_way_out(folder, newest)}") from damage
     if newest is None:
         return None
@@ -174,7 +174,7 @@ def latest(root: Path) -> Path | None:
     return newest
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     """The step in a published or replaced checkpoint's name."""
     return int(folder.name.split("-")[1].split(".")[0])
 

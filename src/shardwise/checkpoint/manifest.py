@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
+import os
+import re
+import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +14,12 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.checkpoint.entry import Entry, check_chunks
+from shardwise.errors import CheckpointError
+from shardwise.files import can_be_a_name, open_regular, read_regular
+from shardwise.json_files import MAX_TABLE_BYTES, parse_json, shown
 from shardwise.sharding import ParamLayout
+from shardwise.tensor_files import is_shape
 
 MANIFEST_NAME = "meta.json"
 FORMAT = "shardwise checkpoint"
@@ -31,13 +37,18 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """Read the file at ``path`` once, from beginning to end."""
+        """Read the regular file at ``path`` once, from beginning to end."""
         size = checksum = 0
-        with path.open("rb") as file:
+        with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
             while block := file.read(_READ_SIZE):
                 size += len(block)
                 checksum = zlib.crc32(block, checksum)
         return cls(size, f"{checksum:08x}")
+
+    @classmethod
+    def from_json(cls, entry: Entry) -> FileRecord:
+        """From a manifest's entry."""
+        return cls(entry.count("size"), entry.text("crc32"))
 
 
 @dataclass(frozen=True)
@@ -69,10 +80,13 @@ class ChunkRecord:
         }
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> ChunkRecord:
+    def from_json(cls, entry: Entry) -> ChunkRecord:
         """From ``to_json``'s values."""
-        box = tuple(value["offsets"]), tuple(value["sizes"])
-        return cls(*box, value["file"], value["key"], int(value["checksum"], 16))
+        box = entry.shape("offsets"), entry.shape("sizes")
+        checksum = entry.text("checksum")
+        if not re.fullmatch("[0-9a-f]{16}", checksum):
+            raise entry.wrong("checksum", checksum, "sixteen hexadecimal digits")
+        return cls(*box, entry.text("file"), entry.text("key"), int(checksum, 16))
 
 
 @dataclass(frozen=True)
@@ -94,13 +108,29 @@ class TensorRecord:
         }
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> TensorRecord:
+    def from_json(cls, entry: Entry) -> TensorRecord:
         """From ``to_json``'s values."""
-        dtype = getattr(torch, value["dtype"], None)
+        name = entry.text("dtype")
+        dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{value['dtype']!r} is no dtype of this PyTorch")
-        chunks = tuple(ChunkRecord.from_json(chunk) for chunk in value["chunks"])
-        return cls(tuple(value["shape"]), dtype, ParamLayout.from_json(value["layout"]), chunks)
+            raise CheckpointError(f"{name!r} is no dtype of this PyTorch")
+        shape, chunks = entry.shape("shape"), tuple(map(ChunkRecord.from_json, entry.entries("chunks")))
+        check_chunks(entry.where, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+        return cls(shape, dtype, _layout(entry.inner("layout")), chunks)
+
+
+def _layout(entry: Entry) -> ParamLayout:
+    """From ``ParamLayout.to_json``'s values."""
+    if entry.present("dim") is not None:
+        entry.count("dim")
+    intervals = entry.present("intervals")
+    is_pairs = isinstance(intervals, list) and all(
+        isinstance(runs, list) and all(is_shape(run) and len(run) == 2 for run in runs) for runs in intervals
+    )
+    if not is_pairs:
+        raise entry.wrong("intervals", intervals, "a list of pairs of indices for each rank")
+    entry.count("world_size"), entry.count("stride"), entry.shape("global_shape")
+    return ParamLayout.from_json(entry.values)
 
 
 @dataclass(frozen=True)
@@ -123,19 +153,15 @@ class Manifest:
     files: dict[str, FileRecord]
 
     def __post_init__(self) -> None:
-        for name, file in self.files.items():
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or file.size < 0:
-                raise CheckpointError(f"file name {name!r} or size {file.size} cannot be")
+        for name in self.files:
+            if not _is_inside(name):
+                raise CheckpointError(f"file name {shown(name)} cannot be")
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
-                box = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
-                if chunk.file not in self.files or not all(0 <= o <= o + n <= total for o, n, total in box):
-                    raise CheckpointError(f"tensor {name!r} of shape {list(tensor.shape)} has an impossible {chunk}")
-            filled = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-            if filled != math.prod(tensor.shape) or not tensor.chunks:
-                raise CheckpointError(
-                    f"{filled} elements are recorded of tensor {name!r}, of shape {list(tensor.shape)}"
-                )
+                if chunk.file not in self.files:
+                    raise CheckpointError(
+                        f"tensor {shown(name)} has a chunk in {shown(chunk.file)}, which is none of its files"
+                    )
 
     @property
     def tensor_files(self) -> list[str]:
@@ -155,36 +181,39 @@ class Manifest:
         return _json_lines(head | body, depth=2) + "\n"
 
     @classmethod
-    def from_text(cls, text: str) -> Manifest:
+    def from_text(cls, text: str | bytes) -> Manifest:
         """From ``to_text``'s text.
 
         Raises:
             CheckpointError: the text is no manifest, one of a newer format, or was changed after it was written.
         """
         try:
-            value = json.loads(text)
-            if not isinstance(value, dict) or value.get("format") != FORMAT:
-                raise CheckpointError(f"it is JSON, but not of the format {FORMAT!r}")
-            if value["version"] != FORMAT_VERSION:
-                remedy = "upgrade shardwise" if value["version"] > FORMAT_VERSION else "use the one that wrote it"
-                raise CheckpointError(
-                    f"it was written by another Shardwise (format version {value['version']}, this one reads "
-                    f"{FORMAT_VERSION}); {remedy}"
-                )
-            body = {key: value[key] for key in ("step", "serial", "meta", "files", "tensors")}
-            if value["crc32"] != _checksum(body):
-                raise CheckpointError("its checksum does not match: it was changed or damaged after it was written")
-            return cls(
-                step=body["step"],
-                serial=body["serial"],
-                meta=body["meta"],
-                tensors={name: TensorRecord.from_json(tensor) for name, tensor in body["tensors"].items()},
-                files={name: FileRecord(file["size"], file["crc32"]) for name, file in body["files"].items()},
+            value = parse_json(text.encode() if isinstance(text, str) else text)
+        except ValueError as error:
+            raise CheckpointError(f"it cannot be read: {error}") from error
+        top = Entry("", value)
+        if value.get("format") != FORMAT:
+            raise CheckpointError(f"it is JSON, but not of the format {FORMAT!r}")
+        version = top.count("version")
+        if version != FORMAT_VERSION:
+            remedy = "upgrade shardwise" if version > FORMAT_VERSION else "use the one that wrote it"
+            raise CheckpointError(
+                f"it was written by another Shardwise (format version {version}, this one reads {FORMAT_VERSION}); "
+                f"{remedy}"
             )
-        except ShardwiseError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"it cannot be read ({type(error).__name__}: {error})") from error
+        for key in ("step", "serial", "meta", "files", "tensors"):
+            top.present(key)
+        body = {key: value[key] for key in ("step", "serial", "meta", "files", "tensors")}
+        if value.get("crc32") != _checksum(body):
+            raise CheckpointError("its checksum does not match: it was changed or damaged after it was written")
+        files, tensors = top.inner("files"), top.inner("tensors")
+        return cls(
+            step=top.count("step"),
+            serial=top.count("serial"),
+            meta=top.inner("meta").values,
+            tensors={name: TensorRecord.from_json(tensors.inner(name)) for name in tensors.values},
+            files={name: FileRecord.from_json(files.inner(name)) for name in files.values},
+        )
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -193,14 +222,21 @@ class Manifest:
         Raises:
             CheckpointError: there is no such folder, or no good ``meta.json`` in it; the message names the folder.
         """
-        return cls.from_file(existing_manifest(folder))
+        path = existing_manifest(folder)
+        manifest = cls.from_file(path)
+        published = re.fullmatch(r"\.?step-(\d{8,})(\.replaced)?", folder.name)
+        if published and int(published[1]) != manifest.step:
+            raise CheckpointError(f"{path} is of step {manifest.step}, which its folder's name is not of; rename it")
+        return manifest
 
     @classmethod
     def from_file(cls, path: Path) -> Manifest:
         """The manifest in the file at ``path``; CheckpointError, which names the file, if it is not a good one."""
         try:
-            return cls.from_text(path.read_bytes().decode())
-        except (CheckpointError, OSError, UnicodeDecodeError) as error:
+            return cls.from_text(read_regular(path, limit=MAX_TABLE_BYTES))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        except CheckpointError as error:
             raise CheckpointError(f"{path} is damaged or of no use: {error}") from error
 
     def check_sizes(self, folder: Path) -> None:
@@ -208,13 +244,17 @@ class Manifest:
         for name, file in self.files.items():
             path = folder / name
             try:
-                size = path.stat().st_size
+                status = path.stat()
             except OSError as error:
                 raise CheckpointError(
                     f"checkpoint {folder} is incomplete: {name} cannot be found ({error.strerror})"
                 ) from error
-            if size != file.size:
-                raise CheckpointError(f"checkpoint {folder} is damaged: {name} has {size} bytes, expected {file.size}")
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not a regular file")
+            if status.st_size != file.size:
+                raise CheckpointError(
+                    f"checkpoint {folder} is damaged: {name} has {status.st_size} bytes, expected {file.size}"
+                )
 
     def check_contents(self, folder: Path, names: list[str]) -> None:
         """Read the files called ``names`` and raise CheckpointError unless their checksums are as recorded."""
@@ -230,10 +270,17 @@ class Manifest:
                 )
 
 
+def _is_inside(name: str) -> bool:
+    """Whether a file's name is of one in the checkpoint's folder."""
+    path = PurePosixPath(name)
+    return can_be_a_name(name) and path.parts != () and not path.is_absolute() and ".." not in path.parts
+
+
 def existing_manifest(folder: Path) -> Path:
     """The path of ``folder``'s ``meta.json``; CheckpointError, which says what is there instead, if there is none."""
     path = folder / MANIFEST_NAME
-    if path.is_file():
+    # What is there but no regular file is told when it is read.
+    if os.path.lexists(path):
         return path
     if not folder.exists():
         raise CheckpointError(f"there is no checkpoint at {folder}: no such folder")
@@ -247,8 +294,9 @@ def existing_manifest(folder: Path) -> Path:
 def json_copy(meta: Mapping[str, Any]) -> dict[str, Any]:
     """``meta`` as it will be read back; CheckpointError if it is not JSON."""
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(meta), allow_nan=False))
-    except (TypeError, ValueError) as error:
+        # Within another object, as it will be.
+        copy: dict[str, Any] = parse_json(json.dumps({"meta": dict(meta)}, allow_nan=False).encode())["meta"]
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint's meta must be plain JSON values: {error}") from error
     return copy
 

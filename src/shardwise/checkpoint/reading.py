@@ -30,7 +30,8 @@ from torch.futures import Future
 from shardwise.checkpoint.checksum import MODULUS, slice_checksum
 from shardwise.checkpoint.manifest import ChunkRecord, Manifest
 from shardwise.errors import CheckpointError
-from shardwise.tensor_files import StoredTensor, opened, read_box, read_header
+from shardwise.files import open_regular
+from shardwise.tensor_files import StoredTensor, read_box, read_header
 
 
 class Slice(NamedTuple):
@@ -106,7 +107,7 @@ class SafetensorsReader(StorageReader):
         for name, slices in wanted.items():
             header = self._header(name)
             try:
-                with opened(self.folder / name) as descriptor:
+                with open_regular(self.folder / name) as descriptor:
                     for box, item in slices:
                         part = self._read(descriptor, header, box)
                         if box in counted:

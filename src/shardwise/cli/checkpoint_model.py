@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.json_files import shown
 
 if TYPE_CHECKING:
+    import torch
+
     from shardwise.huggingface import PretrainedConfig
     from shardwise.huggingface.building import Model
     from shardwise.huggingface.generation_config import GenerationDefaults
@@ -73,18 +76,48 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: the tensors are damaged or of another model.
         """
+        import torch
         import torch.distributed as dist
 
         from shardwise import checkpoint
+        from shardwise.checkpoint.checkpoint import check_state_fits
+        from shardwise.checkpoint.manifest import Manifest
+        from shardwise.collectives.agreement import agree
         from shardwise.sharded_state import sharded_state_dict
 
         world = dist.group.WORLD
         assert world is not None
-        model = self._build_model(ranks)
+        # What the settings say is compared with what there is before memory is asked for by it.
+        agree(self._check_sizes, group=world)
+        with torch.device("meta"):
+            outline = self._build_model(torch.device("meta"))
+        shapes = sharded_state_dict(outline, "model.", group=world)
+        agree(lambda: check_state_fits(self.folder, Manifest.read(self.folder), shapes), group=world)
+        model = self._build_model(ranks.device)
         checkpoint.load(self.folder, sharded_state_dict(model, "model.", group=world), group=world, allow_extra=True)
         return model
 
-    def _build_model(self, ranks: Ranks) -> Model:
+    def _check_sizes(self) -> None:
+        """Check the sizes that decide on the number of tensors, and of what is made beside them."""
+        from shardwise.checkpoint.manifest import Manifest
+        from shardwise.training.settings import Settings
+
+        origin, tensors = self.origin, Manifest.read(self.folder).tensors.values()
+        if isinstance(origin, Settings):
+            layers, width = origin.model.num_layers, origin.model.hidden_size
+        else:
+            layers, width = origin.description.num_layers, origin.description.kv_channels
+        if layers > len(tensors):
+            raise CheckpointError(
+                f"checkpoint {self.folder} has {len(tensors)} tensors, and its settings ask for {layers} layers"
+            )
+        longest = max((size for tensor in tensors for size in tensor.shape), default=0)
+        if width > longest:
+            raise CheckpointError(
+                f"checkpoint {self.folder} has no tensor as wide as {width}, which its settings ask for"
+            )
+
+    def _build_model(self, device: torch.device) -> Model:
         import torch.distributed as dist
 
         from shardwise.huggingface import build_model, transformer_config
@@ -92,19 +125,21 @@ class OpenCheckpoint:
         from shardwise.training import build
         from shardwise.training.settings import ParallelSettings, Settings
 
-        groups = ProcessGroupCollection(tp=dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None
+        groups = ProcessGroupCollection(tp=world)
         if isinstance(self.origin, Settings):
             assert self.tokenizer is not None
             # The run's own split says nothing about this one, and splitting the sequence saves nothing on one token.
-            settings = dataclasses.replace(self.origin, parallel=ParallelSettings(tp=ranks.world_size))
-            return build.build_model(settings, self.tokenizer.vocab_size, pg_collection=groups, device=ranks.device)
+            settings = dataclasses.replace(self.origin, parallel=ParallelSettings(tp=world.size()))
+            return build.build_model(settings, self.tokenizer.vocab_size, pg_collection=groups, device=device)
         config = transformer_config(
             self.origin.description,
             params_dtype=self.origin.dtype,
-            tensor_model_parallel_size=ranks.world_size,
+            tensor_model_parallel_size=world.size(),
             perform_initialization=False,
         )
-        return build_model(self.origin.description, config, pg_collection=groups, device=ranks.device)
+        return build_model(self.origin.description, config, pg_collection=groups, device=device)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -145,7 +180,11 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     folder = find_checkpoint(path)
     meta = read_meta(folder)
     if "huggingface" in meta:
-        origin = config_from_json(meta["huggingface"]["config"], where=f"{folder}: config.json")
+        imported = meta["huggingface"]
+        config = imported.get("config") if isinstance(imported, dict) else None
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{folder}: huggingface.config in its meta is {shown(config)}; it must be an object")
+        origin = config_from_json(config, where=f"{folder}: config.json")
         return OpenCheckpoint(folder, origin, PaddedTokenizer.load(folder) if "tokenizer_sha256" in meta else None)
     if "base_sha256" in meta:
         raise CheckpointError(
@@ -158,4 +197,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     tokenizer = Tokenizer.load(folder)
     if tokenizer.sha256 != meta["tokenizer_sha256"]:
         raise CheckpointError(f"{folder / 'tokenizer.json'} is not the tokenizer that the model was trained with")
-    return OpenCheckpoint(folder, Settings.from_json(meta["settings"]), tokenizer)
+    try:
+        return OpenCheckpoint(folder, Settings.from_json(meta["settings"]), tokenizer)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: {error}") from error

@@ -3,30 +3,60 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shardwise.cli.reporting import nearest
 from shardwise.errors import ConfigError
+from shardwise.files import read_regular
 
 _T = TypeVar("_T")
+
+_MAX_BYTES = 1_000_000
+_MAX_DEPTH = 16
+# A key of many parts, for each of which the reader keeps all before it.
+_LONG_KEY = re.compile(
+    r"""^[ \t\[]*+(?:[ \t]*+(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.){17}""",
+    re.MULTILINE,
+)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The values of a TOML file.
 
     Raises:
-        ConfigError: it is not TOML; the message names the file and the line.
-        OSError: it cannot be read.
+        ConfigError: it is not TOML, and the message names the line; it is no regular file, larger than ``_MAX_BYTES``,
+            or nested deeper than settings are.
     """
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        text = read_regular(path, limit=_MAX_BYTES).decode()
+        too_deep = _LONG_KEY.search(text) is not None
+        values = {} if too_deep else tomllib.loads(text)
+        too_deep = too_deep or any(depth > _MAX_DEPTH for depth in _depths(values))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     # Among them TOMLDecodeError, text that is not UTF-8, and integers of more digits than Python reads.
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+    except RecursionError:
+        too_deep = True
+    if too_deep:
+        raise ConfigError(f"{path} is nested more than {_MAX_DEPTH} deep; settings stand in tables of one level")
+    return values
+
+
+def _depths(value: object) -> Iterator[int]:
+    """How deep each value within ``value`` stands."""
+    pending = [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        yield depth
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        pending.extend((each, depth + 1) for each in inner)
 
 
 def settings_defaults(cls: type[_T], values: dict[str, Any], path: str | None = None) -> _T:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data.corpus import Corpus
-from shardwise.files import write_atomically
+from shardwise.files import open_regular, write_atomically
+from shardwise.json_files import read_json
 from shardwise.tokenizer import Tokenizer
 
 _CACHE_FORMAT = 3
@@ -124,7 +125,9 @@ def _write_cache(path: Path, identity: dict[str, Any], tokens: NDArray[Any]) -> 
 def _map_cached(path: Path, identity: dict[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] | None:
     """The cached array; None if there is none, or it is not what its description and ours say."""
     try:
-        header = json.loads(path.with_suffix(".json").read_bytes())
+        header = read_json(path.with_suffix(".json"))
+        with open_regular(path):
+            pass  # A named pipe would keep NumPy waiting.
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         expected = identity | {"dtype": dtype.name, "num_tokens": len(tokens)}
         is_as_described = header == expected and tokens.dtype == dtype and tokens.ndim == 1

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from shardwise.errors import ConfigError
+from shardwise.json_files import shown
 
 _T = TypeVar("_T", int, float, bool, str)
-
-# Characters of a value in a message.
-_LONGEST = 80
 
 ACTIVATION_NAMES = {
     "gelu": "gelu",
@@ -88,15 +85,15 @@ class Fields:
         """
         found = self.values.get(name, default)
         if found != value:
-            raise self.error(name, found, f"{_json(value)}, the only value that is supported")
+            raise self.error(name, found, f"{shown(value)}, the only value that is supported")
 
     def shown(self, name: str) -> str:
         """A value for messages, as it stands in the file, or its beginning."""
-        return _json(self.values[name])
+        return shown(self.values[name])
 
     def error(self, name: str, found: object, expected: str) -> ConfigError:
         """An error that names the field and its value."""
-        return ConfigError(f"{self.where}: {name} is {_json(found)}; it must be {expected}")
+        return ConfigError(f"{self.where}: {name} is {shown(found)}; it must be {expected}")
 
     def _present(self, names: tuple[str, ...]) -> str | None:
         return next((name for name in names if self.values.get(name) is not None), None)
@@ -112,17 +109,7 @@ class Fields:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             article = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[kind]
             raise self.error(name, value, article)
-        # JSON has integers of any length; Python's reader takes NaN and Infinity, too.
+        # JSON has integers of any length.
         if kind is float and not abs(value) <= sys.float_info.max:
             raise self.error(name, value, "a finite number")
         return kind(value)
-
-
-def _json(value: object) -> str:
-    """A value as it stands in the file, or its beginning."""
-    try:
-        text = json.dumps(value, default=str)
-    except ValueError:
-        # Python converts no integer of more than 4,300 digits.
-        return "an integer of thousands of digits"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

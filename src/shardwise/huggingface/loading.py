@@ -82,7 +82,7 @@ def load_pretrained(
         ]
 
     # A size that is not that of the tensors is told before memory is asked for by it.
-    agree_everywhere(lambda: _check_number_of_layers(source), groups)
+    agree_everywhere(lambda: _check_sizes(source), groups)
     _plan(built(torch.device("meta")), source, groups)
     models = built(where)
     for model in models:
@@ -115,10 +115,18 @@ def load_weights_(
     agree_everywhere(fill, pg_collection)
 
 
-def _check_number_of_layers(source: PretrainedFolder) -> None:
-    layers, stored = source.description.num_layers, len(source.tensors.tensors)
-    if layers > stored:
-        raise CheckpointError(f"{source.path} has {stored} tensors, and its config.json asks for {layers} layers")
+def _check_sizes(source: PretrainedFolder) -> None:
+    """Check the sizes that decide on the number of tensors, and of what is made beside them."""
+    description, stored = source.description, source.tensors.tensors.values()
+    if description.num_layers > len(stored):
+        raise CheckpointError(
+            f"{source.path} has {len(stored)} tensors, and its config.json asks for {description.num_layers} layers"
+        )
+    longest = max((size for tensor in stored for size in tensor.shape), default=0)
+    if description.kv_channels > longest:
+        raise CheckpointError(
+            f"{source.path} has no tensor as wide as the heads that its config.json asks for, {description.kv_channels}"
+        )
 
 
 def _plan(

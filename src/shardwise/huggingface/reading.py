@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise import json_files
 from shardwise.errors import CheckpointError
-from shardwise.tensor_files import DTYPES, StoredTensor, opened, read_box, read_header
+from shardwise.files import can_be_a_name, open_regular
+from shardwise.json_files import MAX_CONFIG_BYTES, MAX_TABLE_BYTES
+from shardwise.tensor_files import DTYPES, StoredTensor, read_box, read_header
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -58,7 +61,8 @@ class TensorFolder:
         self.folder = folder
         self.bytes_read = 0
         self.tensors: dict[str, StoredTensor] = {}
-        index = None if (folder / WEIGHTS_NAME).is_file() else _read_index(folder)
+        # What has that name and is no regular file is told when it is read.
+        index = None if (folder / WEIGHTS_NAME).exists() else _read_index(folder)
         for file in [WEIGHTS_NAME] if index is None else sorted(set(index.values())):
             for name, tensor in read_header(folder / file).items():
                 if index is None or index.get(name, file) == file:
@@ -82,7 +86,7 @@ class TensorFolder:
         """
         stored = self.tensors[name]
         try:
-            with opened(stored.file) as descriptor:
+            with open_regular(stored.file) as descriptor:
                 box = read_box(descriptor, stored, offsets, sizes)
         except OSError as error:
             raise CheckpointError(f"cannot read tensor {name!r}: {stored.file}: {error.strerror}") from error
@@ -90,36 +94,33 @@ class TensorFolder:
         return box
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The object in a JSON file; see ``json_files.read_json``.
 
     Raises:
-        CheckpointError: it cannot be read, or is no JSON object.
+        CheckpointError: it cannot be read, or is no such object.
     """
     try:
-        value = json.loads(path.read_bytes())
+        return json_files.read_json(path, limit=limit)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+    except ValueError as error:
+        raise CheckpointError(f"{path} is of no use: {error}") from error
 
 
 def _read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor."""
     path = folder / INDEX_NAME
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(_what_is_missing(folder))
-    files = read_json(path).get("weight_map")
+    files = read_json(path, limit=MAX_TABLE_BYTES).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"{path} has no weight_map that names a file for each tensor")
     for name, file in files.items():
         # A name with folders in it could point anywhere.
-        if not isinstance(file, str) or PurePosixPath(file).name != file:
+        if not isinstance(file, str) or PurePosixPath(file).name != file or not can_be_a_name(file):
             raise CheckpointError(f"{path}: tensor {name!r} cannot be in a file called {file!r}")
-        if not (folder / file).is_file():
+        if not os.path.lexists(folder / file):
             raise CheckpointError(f"{folder / file} is missing, which holds tensor {name!r} by {INDEX_NAME}")
     return files
 

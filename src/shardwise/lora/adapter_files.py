@@ -17,17 +17,20 @@ from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.files import write_atomically
+from shardwise.files import open_regular, write_atomically
 from shardwise.huggingface.architectures import Architecture
+from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.ranks import agree_everywhere, model_groups, tell_stages
+from shardwise.huggingface.reading import weight_dtype
+from shardwise.json_files import read_json
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
 from shardwise.lora.model import Site, add_adapters_, all_paths, is_chosen, sites_of
 from shardwise.models.gpt import GPTModel
 from shardwise.models.language_module import LanguageModule
+from shardwise.tensor_files import StoredTensor, read_box, read_header
 from shardwise.tensor_parallel.gather import gather_parameter
 
 CONFIG_NAME = "adapter_config.json"
@@ -67,39 +70,49 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
     """
     path = Path(folder) / CONFIG_NAME
     try:
-        values = json.loads(path.read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError("not a JSON object")
-        if values.get("peft_type") != "LORA":
-            raise ConfigError(f"{str(path)!r}: peft_type is {values.get('peft_type')!r}; only 'LORA' is supported")
-        targets = values["target_modules"]
-        config = LoraConfig(
-            r=int(values["r"]),
-            lora_alpha=float(values["lora_alpha"]),
-            lora_dropout=float(values.get("lora_dropout") or 0.0),
-            # A pattern (a string) is peft's other way to say it; the tensors say it too.
-            target_modules=(targets,) if isinstance(targets, str) else tuple(targets),
-            use_rslora=bool(values.get("use_rslora")),
-        )
+        values = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"no adapter at {str(folder)!r}: it has no {CONFIG_NAME}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} is not an adapter's configuration: {error!r}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is not an adapter's configuration: {error}") from error
+    if values.get("peft_type") != "LORA":
+        raise ConfigError(f"{str(path)!r}: peft_type is {values.get('peft_type')!r:.80}; only 'LORA' is supported")
+    try:
+        arguments = _lora_arguments(Fields(values, CONFIG_NAME))
+    except ConfigError as error:
+        raise CheckpointError(f"{str(path)!r} is not an adapter's configuration: {error}") from error
+    config = LoraConfig(**arguments)
     for name in _VARIANTS:
         if values.get(name):
-            raise ConfigError(f"{str(path)!r}: {name} is {values[name]!r}, which is not supported; only plain LoRA is")
+            raise ConfigError(
+                f"{str(path)!r}: {name} is {values[name]!r:.80}, which is not supported; only plain LoRA is"
+            )
     if values.get("bias", "none") != "none":
-        raise ConfigError(f"{str(path)!r}: bias is {values['bias']!r}; only 'none' is supported")
-    if values.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        raise ConfigError(f"{str(path)!r}: bias is {values['bias']!r:.80}; only 'none' is supported")
+    start = values.get("init_lora_weights", True)
+    if not isinstance(start, str | bool) or start not in _PLAIN_STARTS:
         raise ConfigError(
-            f"{str(path)!r}: init_lora_weights is {values['init_lora_weights']!r}, which changes the base weights; "
+            f"{str(path)!r}: init_lora_weights is {start!r:.80}, which changes the base weights; "
             "convert the adapter with peft's path_initial_model_for_weight_conversion first"
         )
     return config
+
+
+def _lora_arguments(fields: Fields) -> dict[str, Any]:
+    targets = fields.values.get("target_modules")
+    # A pattern (a string) is peft's other way to say it; the tensors say it too.
+    targets = [targets] if isinstance(targets, str) else targets
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise fields.error("target_modules", targets, "a list of names")
+    return {
+        "r": fields.integer("r"),
+        "lora_alpha": fields.number("lora_alpha"),
+        "lora_dropout": fields.number("lora_dropout", default=0.0),
+        "target_modules": tuple(targets),
+        "use_rslora": fields.flag("use_rslora", default=False),
+    }
 
 
 def load_adapter_(model: LanguageModule, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
@@ -245,31 +258,32 @@ def _read(folder: Path, known: set[str], sites: list[Site]) -> tuple[LoraConfig,
     }
     tensors: dict[tuple[str, str], Tensor] = {}
     found: set[tuple[str, str]] = set()
+    if not path.exists():
+        raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}")
+    chosen: dict[tuple[str, str], StoredTensor] = {}
+    for key, stored in read_header(path).items():
+        match = _KEY.fullmatch(key)
+        if match is None or match[1] not in known:
+            raise CheckpointError(
+                f"{str(path)!r} is of another model: it has {key!r}, for which this model has no place"
+            )
+        place = match[1], match[2]
+        found.add(place)
+        if place not in shapes:
+            continue  # Of another pipeline stage.
+        if stored.shape != shapes[place]:
+            raise CheckpointError(
+                f"{str(path)!r} is of another model: {key!r} has shape {list(stored.shape)}, this model needs "
+                f"{list(shapes[place])}"
+            )
+        weight_dtype(stored)
+        chosen[place] = stored
     try:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no dict
-                match = _KEY.fullmatch(key)
-                if match is None or match[1] not in known:
-                    raise CheckpointError(
-                        f"{str(path)!r} is of another model: it has {key!r}, for which this model has no place"
-                    )
-                place = match[1], match[2]
-                found.add(place)
-                if place not in shapes:
-                    continue  # Of another pipeline stage.
-                shape = tuple(file.get_slice(key).get_shape())
-                if shape != shapes[place]:
-                    raise CheckpointError(
-                        f"{str(path)!r} is of another model: {key!r} has shape {list(shape)}, this model needs "
-                        f"{list(shapes[place])}"
-                    )
-                tensors[place] = file.get_tensor(key)
-    except FileNotFoundError:
-        raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}") from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # the library raises errors of its own
-        raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
+        with open_regular(path) as descriptor:
+            for place, stored in chosen.items():
+                tensors[place] = read_box(descriptor, stored, [0] * len(stored.shape), stored.shape)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror}") from error
     lacking = sorted(
         f"{_PREFIX}{place}.{other}.weight"
         for place, name in found

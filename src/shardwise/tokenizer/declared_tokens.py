@@ -7,7 +7,6 @@ role (``eos_token``, ``image_token``, ``extra_special_tokens``) that is no added
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from shardwise.errors import DataError
+from shardwise.json_files import read_json
 
 CONFIG_NAME = "tokenizer_config.json"
 
@@ -126,11 +126,9 @@ def _bad_token(path: Path, role: str, value: object) -> DataError:
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; an empty one if there is no such file."""
     try:
-        value = json.loads(path.read_bytes())
+        return read_json(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"cannot read {str(path)!r}: {error}; repair or remove it") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{str(path)!r} is not a JSON object but {type(value).__name__}; repair or remove it")
-    return value
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {str(path)!r}: {reason}; repair or remove it") from error

@@ -18,7 +18,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from shardwise.errors import ConfigError, DataError, VocabularyError
-from shardwise.files import write_atomically
+from shardwise.files import read_regular, write_atomically
+from shardwise.json_files import read_json
 from shardwise.tokenizer import parts
 from shardwise.tokenizer.declared_tokens import CONFIG_NAME, DeclaredTokens
 
@@ -40,6 +41,9 @@ _PIECE_PATTERN = "|".join(
         r"\s{1,64}",
     )
 )
+
+# Of a tokenizer.json; those of the largest published vocabularies have 35 MB.
+_MAX_BYTES = 200_000_000
 
 _CACHE_FORMAT = 1
 
@@ -187,7 +191,7 @@ class Tokenizer:
     def _from_cache(cls, path: Path, eos_token: str) -> Tokenizer | None:
         """The cached tokenizer; None if there is none, or it is not what was written."""
         try:
-            entry = json.loads(path.read_bytes())
+            entry = read_json(path, limit=_MAX_BYTES)
             tokenizer = cls._from_json(entry["tokenizer"], eos_token)
             return tokenizer if tokenizer.sha256 == entry["sha256"] else None
         except Exception:  # the library raises bare Exception; whatever is wrong, training anew is the answer
@@ -212,7 +216,7 @@ class Tokenizer:
         if file.is_dir():
             file = file / "tokenizer.json"
         try:
-            backend = tokenizers.Tokenizer.from_str(file.read_bytes().decode())
+            backend = tokenizers.Tokenizer.from_str(read_regular(file, limit=_MAX_BYTES).decode())
         except FileNotFoundError:
             raise DataError(
                 f"no tokenizer at {str(file)!r}; give a tokenizer.json or the folder that holds it"

@@ -8,19 +8,24 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from shardwise.errors import ConfigError
+from shardwise.files import read_regular
+from shardwise.json_files import parse_json
 
 Metrics = dict[str, float]
+
+# Of metrics.jsonl, a line of which has some 200 bytes.
+_MAX_BYTES = 2_000_000_000
 
 
 def read_metrics(path: Path, *, below_step: int | None = None) -> list[dict[str, Any]]:
     """The lines of a metrics file, those of steps before ``below_step``; an incomplete last line is left out."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in read_regular(path, limit=_MAX_BYTES).splitlines() if path.exists() else []:
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = parse_json(line)
+        except ValueError:
             continue
-        if below_step is None or row["step"] < below_step:
+        if type(row.get("step")) is int and (below_step is None or row["step"] < below_step):
             rows.append(row)
     return rows
 

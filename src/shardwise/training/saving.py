@@ -11,8 +11,10 @@ from torch.nn import Parameter
 
 from shardwise import checkpoint
 from shardwise.checkpoint import ParamShard
+from shardwise.checkpoint.folder import step_of
 from shardwise.collectives.agreement import agree
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.json_files import shown
 from shardwise.lora import lora_layers
 from shardwise.optimizer.adamw import optimizer_state, set_step_
 from shardwise.sharded_state import sharded_state_dict
@@ -21,6 +23,7 @@ from shardwise.training.session import Session
 # What must not change between the parts of one run: the model, and which samples come when.
 _FIXED_TRAINING = ("global_batch_size", "seed", "dtype")
 _FIXED_SECTIONS = ("model", "lora")
+_SECTIONS = (*_FIXED_SECTIONS, "training")
 
 
 def run_state(session: Session) -> dict[str, ParamShard]:
@@ -115,10 +118,13 @@ def _draws_dropout(session: Session) -> bool:
 def _check_belongs(session: Session, folder: Path) -> int:
     """The checkpoint's step, after checking that this run may continue it."""
     meta = checkpoint.read_meta(folder)
-    try:
-        saved, step = meta["settings"], int(folder.name.removeprefix("step-"))
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{folder} was not written by a training run: {error!r} is missing") from error
+    if "settings" not in meta:
+        raise CheckpointError(f"{folder} was not written by a training run: it has no settings")
+    saved, step = meta["settings"], step_of(folder)
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(name, {}), dict) for name in _SECTIONS):
+        raise CheckpointError(
+            f"{folder} is damaged: its settings are {shown(saved)}; they must be an object of objects"
+        )
     ours = session.settings.to_json()
     fixed = (*_FIXED_TRAINING, "rng") if _draws_dropout(session) else _FIXED_TRAINING
     sections = {

@@ -9,10 +9,11 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self
 
 from shardwise.errors import ConfigError
 from shardwise.training.bounds import PROBABILITY, RANKS, SEED, SHARE, STEPS, Range, check_values
+from shardwise.training.plain_values import from_plain_values
 
 _WIDTH = Range(1, 1 << 20)
 _SAMPLES = Range(1, 10**6)
@@ -285,18 +286,9 @@ class RunSettings:
         """From ``to_json``'s values.
 
         Raises:
-            ConfigError: an unknown or impossible field.
+            ConfigError: an unknown or impossible field, which is named.
         """
-        types = get_type_hints(cls)
-        try:
-            fields = {
-                name: types[name](**item) if dataclasses.is_dataclass(types.get(name)) else item
-                for name, item in value.items()
-            }
-            fields["data"] = tuple(fields.get("data", ()))
-            return cls(**fields)
-        except TypeError as error:
-            raise ConfigError(f"settings of another version: {error}") from error
+        return from_plain_values(cls, value, "settings")
 
 
 @dataclass(frozen=True)
