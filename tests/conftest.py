@@ -1,4 +1,4 @@
-"""Teaches pytest the mark ``ranks``; see ``harness/plugin.py``."""
+"""Teaches pytest the mark ``ranks`` (see ``harness/plugin.py``) and the fixture ``pretended_gpu``."""
 
 import signal
 
@@ -11,10 +11,12 @@ from harness.plugin import (
     pytest_pyfunc_call,
     pytest_unconfigure,
 )
+from harness.pretended_gpu import pretended_gpu
 from hypothesis import HealthCheck, settings
 
 __all__ = [
     "group",
+    "pretended_gpu",
     "pytest_collection_finish",
     "pytest_configure",
     "pytest_generate_tests",

@@ -1,5 +1,9 @@
 """The counter sees what is launched, whoever launches it."""
 
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,6 +88,92 @@ def test_only_the_block_is_seen(group):
         primitives.all_reduce(x, group=group)
     primitives.all_reduce(x, group=group)
     assert (len(inner.launches), len(outer.launches)) == (1, 2)
+
+
+@pytest.mark.ranks(2)
+def test_launches_of_other_threads_are_seen(group):
+    x = torch.ones(4)
+    # Which thread's collective is whose is for the backend to find, so there is one at a time.
+    with CollectiveCounter() as counter:
+        for function in (
+            lambda: primitives.all_reduce(x, group=group),
+            lambda: dist.all_reduce(x.clone(), group=group),
+            lambda: primitives.all_gather(torch.ones(2 - group.rank()), group=group, sizes=[2, 1]),
+            lambda: functional.all_reduce(x, "sum", group).clone(),
+        ):
+            thread = threading.Thread(target=function)
+            thread.start()
+            thread.join()
+    gathered = Launch("all_gather", 8 - 4 * group.rank())
+    assert counter.launches == [Launch("all_reduce", 16), Launch("all_reduce", 16), gathered, Launch("all_reduce", 16)]
+
+
+@pytest.fixture
+def alone():
+    """A group of one rank, on which gloo has nothing to wait for."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_counters_come_and_go_while_threads_launch(alone):
+    """Each counter has what its own thread launches inside it, and nothing is lost or counted twice."""
+    rounds, threads = 200, 4
+    with CollectiveCounter() as outer, ThreadPoolExecutor(threads) as pool:
+
+        def count(size):
+            x, seen = torch.ones(size), []
+            for _ in range(rounds):
+                with CollectiveCounter() as counter:
+                    dist.all_reduce(x)
+                    with CollectiveCounter() as inner:
+                        dist.all_reduce(x)
+                for each, number in ((counter, 2), (inner, 1)):
+                    # The others' may be in between.
+                    seen.append(each.launches.count(Launch("all_reduce", 4 * size)) == number)
+            return all(seen)
+
+        assert all(pool.map(count, range(1, threads + 1)))
+    assert Counter(outer.launches) == {Launch("all_reduce", 4 * size): 2 * rounds for size in range(1, threads + 1)}
+    assert accounting._active == ()
+
+
+def test_a_counter_inside_itself_counts_once(alone):
+    counter = CollectiveCounter()
+    with counter:
+        with counter:
+            dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(2))
+    dist.all_reduce(torch.ones(3))
+    assert counter.launches == [Launch("all_reduce", 4), Launch("all_reduce", 8)]
+
+
+def test_a_collective_that_fails_is_the_same_error_under_a_counter(alone):
+    def attempt():
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.ones(2, dtype=torch.int16))
+        return type(caught.value), str(caught.value).splitlines()[0]
+
+    expected = attempt()
+    with CollectiveCounter():
+        assert attempt() == expected
+    with CollectiveCounter() as counter:
+        dist.all_reduce(torch.ones(2))
+    assert counter.num_bytes == 8
+
+
+@pytest.mark.slow
+def test_compiling_launches_nothing(alone):
+    x = torch.ones(4)
+    compiled = torch.compile(
+        lambda x: functional.all_reduce(x * 2, "sum", alone) + 1,
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for _ in range(2):
+        with CollectiveCounter() as counter:
+            compiled(x)
+        assert counter.launches == [Launch("all_reduce", 16)]
 
 
 def test_every_collective_of_this_pytorch_is_known():

@@ -115,6 +115,7 @@ def fast_paths(devices: Iterable[torch.device]) -> list[FastPath]:
         refusal = _refusal(partial(_try_fused_adamw, device))
         paths.append(FastPath(f"fused AdamW on {device.type}", refusal is None, refusal or "always"))
         paths.append(_fused_attention(device))
+        paths.append(_grouped_heads(device))
         paths.append(_loss_kernels(device))
     refusal, no_onednn, no_compiler = why_not_here(), why_not_onednn(), why_not_compiled()
     return [
@@ -179,6 +180,24 @@ def _fused_attention(device: torch.device) -> FastPath:
         return FastPath(name, False, refusals[0])
     kernels = ", ".join(f"{label} ({', '.join(dtypes)})" for label, dtypes in dtypes_of.items())
     return FastPath(name, True, kernels if with_dropout else f"{kernels}; none with dropout")
+
+
+def _grouped_heads(device: torch.device) -> FastPath:
+    """Whether attention on grouped heads reads each key and value once, or a copy for each of its queries."""
+    import torch
+
+    from shardwise.transformer.backend import why_repeat_keys
+
+    as_they_are, repeated = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        why = why_repeat_keys("auto", device.type, dtype, head_dim=64, masked=False)
+        if why is None:
+            as_they_are.append(name)
+        else:
+            repeated.append(f"; copied for each query in {name}: {why}")
+    why = f"without copies ({', '.join(as_they_are)}){''.join(repeated)}"
+    return FastPath(f"attention on grouped heads on {device.type}", bool(as_they_are), why)
 
 
 def _try_attention(device: torch.device, backend: Any, dtype: torch.dtype, dropout: float) -> None:

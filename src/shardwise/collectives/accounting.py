@@ -1,23 +1,29 @@
 """Counts collectives and their bytes where they are launched, for tests, tables and the demo's report.
 
-The counter watches PyTorch's dispatcher, below every library, so it sees what is really launched: ours, autograd's, a
-third party's; and it is told of what travels through shared memory, which the dispatcher does not see. It costs several
-microseconds per operator: count one step, do not time it.
+The counters see what PyTorch's dispatcher is asked to launch, below every library and on every thread: by us, by a
+third party, and by autograd, whose backward runs in a thread of its own for each GPU. They are told of what travels
+through shared memory, which the dispatcher does not see.
+
+Nothing is watched before the first counter of a process is entered. From then on a function in Python stands in front
+of each of the dispatcher's collectives, for good, since taking it away while another thread is in it would not be safe:
+about ten microseconds for a collective that PyTorch launches, and nothing for any other operator.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._guards import TracingContext
 
-# What each operator does, and which positional argument holds what a rank contributes.
+# What each operator of "c10d" and of "_c10d_functional" does, and which argument holds what a rank contributes.
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -48,7 +54,10 @@ _OPERATORS = {
     "broadcast": ("broadcast", 0),
 }
 
-_local = threading.local()
+# Replaced as a whole, so that a thread that launches something needs no lock to read it.
+_active: tuple[CollectiveCounter, ...] = ()
+_changing_active = threading.Lock()
+_this_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -62,17 +71,21 @@ class Launch:
     num_bytes: int
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Records every collective launched by this thread inside the ``with`` block.
+class CollectiveCounter:
+    """Records every collective that this process launches inside the ``with`` block, from whatever thread.
+
+    Several may be active at once, in one thread or in several: each records all.
 
     >>> with CollectiveCounter() as counter:
     ...     pass
     >>> counter.num_bytes
     0
+
+    Attributes:
+        launches: in the order in which they were launched.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.launches: list[Launch] = []
 
     @property
@@ -81,47 +94,82 @@ class CollectiveCounter(TorchDispatchMode):
         return sum(launch.num_bytes for launch in self.launches)
 
     def __enter__(self) -> CollectiveCounter:
-        _active().append(self)
-        super().__enter__()
+        global _active
+        with _changing_active:
+            _watch()
+            _active = (*_active, self)
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        _active().remove(self)
+    def __exit__(self, *exception: object) -> None:
+        global _active
+        with _changing_active:
+            place = _active.index(self)
+            _active = _active[:place] + _active[place + 1 :]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and not getattr(_local, "inside", False):
-            name, argument = _OPERATORS.get(func._schema.name.split("::")[1], ("", 0))
-            if name:
-                self.launches.append(Launch(name, sum(map(_num_bytes, _tensors(args[argument])))))
-        return func(*args, **(kwargs or {}))
+
+@functools.cache
+def _watch() -> list[torch.library.Library]:
+    """Stand in front of the dispatcher's collectives, on all threads and for all devices."""
+    libraries = []
+    for space in ("c10d", "_c10d_functional"):
+        library = torch.library.Library(space, "IMPL")
+        packets = getattr(torch.ops, space)
+        for name in _OPERATORS.keys() & set(_names_of(space)):
+            # No library has a kernel of its own at this key, which every call passes on its way to the device's.
+            library.impl(name, _counted(getattr(packets, name).default, name), "BackendSelect", with_keyset=True)
+        libraries.append(library)
+    return libraries
+
+
+def _names_of(space: str) -> list[str]:
+    names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    return [name for of, name in names if of == space]
+
+
+def _counted(operator: Any, operator_name: str) -> Any:
+    name, argument = _OPERATORS[operator_name]
+    onwards = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+    # While torch.compile traces, an operator is called to learn its result's shape, and launches nothing.
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _active or getattr(_this_thread, "is_uncounted", False) or TracingContext.try_get() is not None:
+            return operator.redispatch(keyset & onwards, *args, **kwargs)
+        _record(Launch(name, sum(map(_num_bytes, _tensors(args[argument])))))
+        # A functional collective launches another.
+        with uncounted():
+            return operator.redispatch(keyset & onwards, *args, **kwargs)
+
+    return kernel
 
 
 def record(name: str, tensor: Tensor) -> None:
     """Tell the counters of a collective that the dispatcher does not see."""
-    counters = getattr(_local, "counters", None)
-    if counters:
-        for counter in counters:
-            counter.launches.append(Launch(name, _num_bytes(tensor)))
+    if _active:
+        _record(Launch(name, _num_bytes(tensor)))
 
 
 @contextlib.contextmanager
 def as_one(name: str, tensor: Tensor) -> Iterator[None]:
-    """Count what is launched inside as one collective ``name`` to which this rank contributes ``tensor``."""
+    """Count what this thread launches inside as one collective ``name`` to which this rank contributes ``tensor``."""
     record(name, tensor)
-    before = getattr(_local, "inside", False)
-    _local.inside = True
+    with uncounted():
+        yield
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Count nothing that this thread has the dispatcher launch inside."""
+    before = getattr(_this_thread, "is_uncounted", False)
+    _this_thread.is_uncounted = True
     try:
         yield
     finally:
-        _local.inside = before
+        _this_thread.is_uncounted = before
 
 
-def _active() -> list[CollectiveCounter]:
-    if not hasattr(_local, "counters"):
-        _local.counters = []
-    counters: list[CollectiveCounter] = _local.counters
-    return counters
+def _record(launch: Launch) -> None:
+    for counter in set(_active):
+        counter.launches.append(launch)
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives import accounting
+from shardwise.collectives.backend import is_gloo
 from shardwise.collectives.pending import Pending
 from shardwise.collectives.waiting import Wait
 from shardwise.errors import DesyncError
@@ -35,13 +36,14 @@ class _Work:
     ``peer`` is the one rank that a message waits for, counted within the group.
     """
 
-    __slots__ = ("_dtype", "_group", "_name", "_peer", "_shape", "_work")
+    __slots__ = ("_device", "_dtype", "_group", "_name", "_peer", "_shape", "_work")
 
     def __init__(self, work: Any, name: str, tensor: Tensor, group: ProcessGroup, peer: int | None = None) -> None:
         self._work = work
         self._name = name
         self._shape = tensor.shape
         self._dtype = tensor.dtype
+        self._device = tensor.device
         self._group = group
         self._peer = peer
 
@@ -50,7 +52,7 @@ class _Work:
         with Wait(self._name, self._group, (self._shape, self._dtype), missing) as wait:
             try:
                 # gloo's own limit does not end every kind of disagreement.
-                limit = _limit_of_waiting(self._group)
+                limit = _limit_of_waiting(self._group, self._device)
                 self._work.wait() if limit is None else self._work.wait(limit)
             except RuntimeError as error:
                 rank, size = self._group.rank(), self._group.size()
@@ -65,16 +67,16 @@ class _Work:
         return [dist.get_global_rank(self._group, cast(int, self._peer))]
 
 
-_limits: weakref.WeakKeyDictionary[ProcessGroup, datetime.timedelta | None] = weakref.WeakKeyDictionary()
+_limits: weakref.WeakKeyDictionary[ProcessGroup, dict[str, datetime.timedelta | None]] = weakref.WeakKeyDictionary()
 
 
-def _limit_of_waiting(group: ProcessGroup) -> datetime.timedelta | None:
-    """The time limit of a gloo group; None where waiting is the stream's affair and not the host's."""
-    if group not in _limits:
-        is_gloo = dist.get_backend(group) == "gloo"
-        backend: Any = group._get_backend(torch.device("cpu")) if is_gloo else None
-        _limits[group] = None if backend is None else backend.options._timeout
-    return _limits[group]
+def _limit_of_waiting(group: ProcessGroup, device: torch.device) -> datetime.timedelta | None:
+    """The time limit of gloo's work; None where waiting is the stream's affair and not the host's."""
+    limits = _limits.setdefault(group, {})
+    if device.type not in limits:
+        backend: Any = group._get_backend(device) if is_gloo(group, device) else None
+        limits[device.type] = None if backend is None else backend.options._timeout
+    return limits[device.type]
 
 
 def is_even(sizes: Sequence[int]) -> bool:
@@ -129,7 +131,7 @@ def join_gathered(
 
 def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
     """Start a reduce-scatter into shards with ``sizes`` along ``dim``."""
-    if dist.get_backend(group) == "gloo":
+    if is_gloo(group, tensor.device):
         return _exchange_and_sum(tensor, group, dim, sizes)
     t, own = len(sizes), sizes[group.rank()]
     if dim == 0 and is_even(sizes):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.collectives.backend import sends_by_tag
 from shardwise.collectives.eager import _Work
 from shardwise.collectives.pending import Pending
 from shardwise.collectives.waiting import count_messages
@@ -49,7 +50,7 @@ def exchange(
     Raises:
         DesyncError: from ``wait()``: the other side is gone, or does not come within the group's time limit.
     """
-    if dist.get_backend(group) == "nccl":
+    if not all(sends_by_tag(group, letter.tensor.device) for letter in (*sends, *receives)):
         return _exchange_in_one(sends, receives, group)
     count_messages(len(sends) + len(receives), group)
     return (
@@ -72,8 +73,6 @@ def _exchange_in_one(
         for operation, letters in ((dist.isend, sends), (dist.irecv, receives))
         for letter in letters
     ]
-    if not operations:
-        return [], []
     works = dist.batch_isend_irecv(operations)
     # The messages of one call may share one work.
     works = works if len(works) == len(operations) else works[:1] * len(operations)

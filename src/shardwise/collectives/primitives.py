@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from shardwise.collectives import accounting, eager, traced
 from shardwise.collectives.agreement import agree, check_same, tell_all
+from shardwise.collectives.backend import backend_of
 from shardwise.collectives.buffers import GlobalMemoryBuffer
 from shardwise.collectives.pending import Pending
 from shardwise.collectives.shared_memory import (
@@ -106,7 +107,9 @@ def _shared_memory(tensor: Tensor, group: ProcessGroup, dtypes: frozenset[torch.
 def carrier(group: ProcessGroup, device: torch.device) -> str:
     """How tensors on ``device`` travel in ``group``: ``"shared memory"``, or the backend's name. Collective."""
     channel = channel_of(group) if device.type == "cpu" else None
-    return dist.get_backend(group) if channel is None else "shared memory"
+    if channel is not None:
+        return "shared memory"
+    return backend_of(group, device) or f"no backend for {device.type}"
 
 
 def _sizes_along(size: int, t: int, sizes: Sequence[int] | None) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -186,11 +185,3 @@ def chunks_of(config: TransformerConfig) -> Sequence[int | None]:
     """The ``vp_stage`` of each of a stage's chunks."""
     count = config.virtual_pipeline_model_parallel_size
     return [None] if count is None else range(count)
-
-
-def default_device(groups: ProcessGroupCollection) -> torch.device:
-    """The GPU of ranks whose tensor-parallel group is of NCCL, else PyTorch's default device."""
-    group: ProcessGroup | None = getattr(groups, "tp", None)
-    if group is not None and torch.get_default_device().type == "cpu" and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.get_default_device()

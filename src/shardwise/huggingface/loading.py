@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from shardwise.collectives.backend import default_device
 from shardwise.errors import CheckpointError
-from shardwise.huggingface.building import Model, build_model, chunks_of, default_device, transformer_config
+from shardwise.huggingface.building import Model, build_model, chunks_of, transformer_config
 from shardwise.huggingface.filling import check_copies, check_shapes, fill_shard_
 from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.mapping import Composition, compose
@@ -37,7 +38,7 @@ def load_pretrained(
         folder: with ``config.json`` and safetensors.
         pg_collection: the model's process groups; the ambient topology's if None.
         dtype: of the parameters; that of ``config.json`` if None, or else that of the first tensor.
-        device: of the parameters; PyTorch's default device if None, or the GPU of NCCL groups.
+        device: of the parameters; PyTorch's default device if None, or the GPU of groups that are of GPUs.
         max_sequence_length: longest sequence, for models without learned positions; that of ``config.json`` if None.
         **settings: fields of ``TransformerConfig`` that the folder does not decide, or that replace what it says
             (``hidden_dropout``).
@@ -66,7 +67,7 @@ def load_pretrained(
         lambda: transformer_config(source.description, perform_initialization=False, **settings),
         groups,
     )
-    where = default_device(groups) if device is None else torch.device(device)
+    where = torch.device(device) if device is not None else default_device(tp)
 
     def built(on: torch.device) -> list[Model]:
         return [

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from shardwise.collectives.backend import default_device
 from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod, initialize_shard_
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
@@ -40,17 +40,14 @@ class GroupModule(nn.Module):
 
 
 def parameter_device(group: ProcessGroup, *, on_cpu: bool = False) -> torch.device:
-    """Where the parameters of a layer are made: PyTorch's default device, or the GPU if the ranks talk by NCCL.
+    """Where the parameters of a layer are made: PyTorch's default device, or the GPU of a group that is of GPUs.
 
     Args:
         group: the ranks that share the layer.
-        on_cpu: the default device whatever the ranks talk by.
+        on_cpu: the default device whatever the group is of.
     """
-    default = torch.get_default_device()
-    if not on_cpu and default.type == "cpu" and dist.get_backend(group) == "nccl":
-        # These groups cannot talk about anything that lies on the CPU.
-        return torch.device("cuda", torch.cuda.current_device())
-    return default
+    # Such a group may not be able to talk about anything that lies on the CPU.
+    return torch.get_default_device() if on_cpu else default_device(group)
 
 
 class ShardedModule(GroupModule):

@@ -51,7 +51,7 @@ _NORMS: dict[tuple[str, bool], type[nn.LayerNorm] | type[RMSNorm]] = {
 
 
 def make_norm(config: TransformerConfig, width: int | None = None) -> nn.Module:
-    """The norm that ``config`` names.
+    """The norm that ``config`` names, on PyTorch's default device.
 
     Every rank holds its parameters whole. With sequence parallelism each rank sees only a part of the tokens, so their
     gradients are partial sums (``param.sequence_parallel``).

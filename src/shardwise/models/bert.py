@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from shardwise.collectives import moves
 from shardwise.config import TransformerConfig
 from shardwise.errors import ShardingError
-from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm
+from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm, parameter_device
 from shardwise.models.embedding import PositionEmbedding
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
@@ -49,9 +49,11 @@ class BertLMHead(GroupModule):
 
     def __init__(self, config: TransformerConfig, tp_group: ProcessGroup | None = None) -> None:
         super().__init__()
+        tp_group = resolve_tensor_model_parallel_group(tp_group)
         self.activation_func = config.activation_func
         self.dense = _dense(config, config.hidden_size, tp_group, sequence_shards=config.sequence_parallel)
-        self.layernorm = make_norm(config)
+        with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
+            self.layernorm = make_norm(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[s, b, h]``, or ``[s/t, b, h]``, to the same."""

@@ -10,7 +10,14 @@ from torch.distributed import ProcessGroup
 from shardwise.collectives import moves
 from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.layers import GroupModule, ReplicatedEmbedding, VocabEmbedding, layer_arguments, make_norm
+from shardwise.layers import (
+    GroupModule,
+    ReplicatedEmbedding,
+    VocabEmbedding,
+    layer_arguments,
+    make_norm,
+    parameter_device,
+)
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.transformer.layer import ResidualDropout
 
@@ -79,7 +86,10 @@ class LanguageModelEmbedding(GroupModule):
             self.tokentype_embeddings = ReplicatedEmbedding(
                 num_tokentypes, config.hidden_size, what="token type", init=config.init_method, **arguments
             )
-        self.layernorm: nn.Module | None = make_norm(config) if config.embedding_layernorm else None
+        self.layernorm: nn.Module | None = None
+        if config.embedding_layernorm:
+            with parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization):
+                self.layernorm = make_norm(config)
         self.dropout = ResidualDropout(config.hidden_dropout, self.scatters, self.tp_group)
 
     def forward(

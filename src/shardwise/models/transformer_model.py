@@ -21,13 +21,14 @@ from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.tensor_parallel.layers import ColumnParallelLinear
 from shardwise.transformer.alibi import local_alibi_slopes
 from shardwise.transformer.block import TransformerBlock, layers_of_this_stage
+from shardwise.transformer.fixed import FixedTensors, on_default_device
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.rotary import RotaryEmbedding, RotaryScaling
 
 _POSITIONS = ("learned_absolute", "rope", "none", "alibi")
 
 
-class TransformerModel(LanguageModule):
+class TransformerModel(FixedTensors, LanguageModule):
     """Embedding (``pre_process``), this stage's layers, and output layer (``post_process``).
 
     Every part starts from values that depend on the default generator's state, which must be the same on every rank,
@@ -57,6 +58,7 @@ class TransformerModel(LanguageModule):
 
     # Name of the attribute that holds the transformer block.
     _block_name: str
+    _fixed = ("alibi_slopes",)
 
     def __init__(
         self,
@@ -113,10 +115,12 @@ class TransformerModel(LanguageModule):
                 )
         self.rotary: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
-            self.rotary = RotaryEmbedding(config.heads[2], rotary_percent, rotary_base, self.rope_scaling)
+            with device:
+                self.rotary = RotaryEmbedding(config.heads[2], rotary_percent, rotary_base, self.rope_scaling)
         self.alibi_slopes: Tensor | None = None
         if position_embedding_type == "alibi":
-            self.alibi_slopes = local_alibi_slopes(config, self.tp_group)
+            with device:
+                self.alibi_slopes = on_default_device(local_alibi_slopes(config, self.tp_group))
             self._attention_is_masked = True
             self._set_attention_backend()
         block = TransformerBlock(
@@ -214,12 +218,12 @@ class TransformerModel(LanguageModule):
     def reset_parameters(self) -> None:
         """Give all parameters their initial values, as when the model was made; collective as that is.
 
-        A model made under ``torch.device("meta")`` is first allocated on PyTorch's default device (call ``to_empty``
-        before for another). The values are those that a model made there would have had, if the generator is in the
-        same state.
+        A model made under ``torch.device("meta")`` is first allocated where one made now would be (call ``to_empty``
+        before for another device). The values are those that a model made there would have had, if the generator is in
+        the same state.
         """
         if any(param.is_meta for param in self.parameters()):
-            self.to_empty(device=torch.get_default_device())
+            self.to_empty(device=parameter_device(self.tp_group, on_cpu=self.config.use_cpu_initialization))
         device = next(self.parameters()).device
         self._seed = draw_seed(torch.device("cpu") if self.config.use_cpu_initialization else device)
         for part, module in self._parts():

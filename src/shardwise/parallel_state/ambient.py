@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.collectives.backend import backends_of
 from shardwise.collectives.buffers import GlobalMemoryBuffer
 from shardwise.errors import ConfigError, NotInitializedError, TopologyError
 from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
@@ -73,11 +73,10 @@ def group_or_none(name: str, check_initialized: bool) -> ProcessGroup | None:
 
 def carries_gloo(group: ProcessGroup) -> ProcessGroup:
     """``group``, or TopologyError if tensors on the CPU cannot travel over it."""
-    backends = dist.get_backend_config(group)
-    if "gloo" not in backends:
+    if "cpu" not in backends_of(group):
         raise TopologyError(
-            f"there is no gloo in the backend {backends!r}; call torch.distributed.init_process_group() with "
-            "'cpu:gloo,cuda:nccl', and every group carries both"
+            f"the backends {dict(backends_of(group))} carry no tensors on the CPU; call "
+            "torch.distributed.init_process_group() with 'cpu:gloo,cuda:nccl', and every group carries both"
         )
     return group
 

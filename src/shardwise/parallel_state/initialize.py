@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from shardwise.collectives.backend import backend_of, device_of
 from shardwise.collectives.context import context_of
 from shardwise.errors import AssertedTopologyError, ConfigError, TopologyError
 from shardwise.parallel_state.ambient import AMBIENT
@@ -141,10 +142,11 @@ def _refuse_nccl_options(**options: object) -> None:
 
 
 def _check_backend(backend: str | None) -> None:
-    if backend is not None and dist.is_initialized() and backend != dist.get_backend():
+    world = dist.group.WORLD
+    if backend is not None and world is not None and backend != (own := backend_of(world, device_of(world))):
         raise ConfigError(
             f"pipeline_model_parallel_comm_backend is {backend!r}, but all groups have the backend of "
-            f"torch.distributed, {dist.get_backend()!r}; leave it out"
+            f"torch.distributed, {own!r}; leave it out"
         )
 
 

@@ -5,8 +5,7 @@ Reading only: a program that assigns to one of these names hides what is told he
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
+from shardwise.collectives.backend import backends_of
 from shardwise.parallel_state.ambient import AMBIENT, group_or_none
 from shardwise.parallel_state.dense import get_hierarchical_context_parallel_groups
 from shardwise.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
@@ -75,7 +74,7 @@ def look_up(name: str) -> object:
         return list(topology.ranks(axis)) if topology is not None and axis in topology else None
     if name.removesuffix("_GLOO") in _WITH_GLOO and name.endswith("_GLOO"):
         group = group_or_none(_GROUPS[name.removesuffix("_GLOO")], check_initialized=False)
-        return group if group is None or "gloo" in dist.get_backend_config(group) else None
+        return None if group is None or "cpu" not in backends_of(group) else group
     if name == "_HYBRID_DP_CP_GROUPS":
         topology = AMBIENT.topology
         sizes = [] if topology is None else [2**n for n in range(1, 32) if f"{HYBRID}{2**n}" in topology]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
+from shardwise.collectives.backend import default_device
 from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError, DataError
 from shardwise.pipeline_parallel.schedules import forward_only as forward_only_schedule
@@ -156,7 +157,7 @@ def forward_backward_func(
             ),
             dtype=config.pipeline_dtype or config.params_dtype,
             input_dtype=config.params_dtype,
-            device=torch.get_default_device() if first is None else first.device,
+            device=default_device(groups.pp) if first is None else first.device,
             forward_only=forward_only or collect_non_loss_data,
             no_sync=config.no_sync_func or contextlib.nullcontext,
         )

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives import primitives
 from shardwise.collectives.agreement import check_same
+from shardwise.collectives.backend import device_of
 from shardwise.errors import AssertedDataError, DataError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
@@ -48,7 +48,7 @@ def broadcast_data(
     """
     group = resolve_tensor_model_parallel_group(tp_group)
     keys = list(keys)
-    device = _device_of(group)
+    device = device_of(group)
     error: Exception | None = None
     header, payload = b"", torch.empty(0, dtype=datatype, device=device)
     if group.rank() == 0:
@@ -82,13 +82,6 @@ def broadcast_data(
         primitives.broadcast_(payload.view(torch.uint8), group=group)
     parts = payload.split(sizes)
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
-
-
-def _device_of(group: ProcessGroup) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or "nccl" not in dist.get_backend(group):
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _checked(keys: Sequence[str], data: Any, datatype: torch.dtype) -> list[Tensor]:

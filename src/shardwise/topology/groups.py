@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.collectives.agreement import check_same
+from shardwise.collectives.backend import device_of
 from shardwise.collectives.shared_memory import close_channel
 from shardwise.errors import AssertedTopologyError, ConfigError, NotInitializedError, TopologyError
 from shardwise.topology.sizes import (
@@ -163,10 +164,8 @@ class Topology:
         names = [name for name in decoder.order.split("-") if name != "ep"][::-1]
         shape = [decoder.name_to_size[name] for name in names]
         grid = torch.arange(self.world_size).reshape(shape)
-        device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        return DeviceMesh.from_group(
-            [self.group(name) for name in names], device_type, mesh=grid, mesh_dim_names=tuple(names)
-        )
+        groups = [self.group(name) for name in names]
+        return DeviceMesh.from_group(groups, device_of(groups[0]).type, mesh=grid, mesh_dim_names=tuple(names))
 
     def destroy(self) -> None:
         """Destroy the groups, so that no descriptor stays open; a second time does nothing. Every rank should call it.

@@ -14,10 +14,10 @@ from torch.nn.attention import sdpa_kernel
 
 from shardwise.config import TransformerConfig
 from shardwise.dropout import sharded_dropout
-from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments, make_norm
+from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments, make_norm, parameter_device
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.random import streams
-from shardwise.transformer.backend import attention_kernels, expands_keys
+from shardwise.transformer.backend import attention_kernels, why_repeat_keys
 from shardwise.transformer.heads import split_heads
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.transformer.rotary import apply_rotary
@@ -96,7 +96,8 @@ class SelfAttention(GroupModule):
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
-            self.q_layernorm, self.k_layernorm = make_norm(config, head_dim), make_norm(config, head_dim)
+            with parameter_device(group, on_cpu=config.use_cpu_initialization):
+                self.q_layernorm, self.k_layernorm = make_norm(config, head_dim), make_norm(config, head_dim)
             for param in (*self.q_layernorm.parameters(), *self.k_layernorm.parameters()):
                 param.sequence_parallel = group.size() > 1  # type: ignore[attr-defined]
         self.linear_proj = RowLinear(
@@ -172,7 +173,7 @@ class SelfAttention(GroupModule):
         if self._backend == "local" or (dropout > 0 and streams().rule == "global"):
             return self._attend_written_out(query, key, value, bias, is_causal, dropout)
         grouped = self.num_local_groups < query.size(1)
-        if grouped and (not self._is_even or expands_keys(self._backend, query.device, masked=bias is not None)):
+        if grouped and (not self._is_even or self._repeats_keys(query, masked=bias is not None)):
             key, value, grouped = self._for_all_queries(key), self._for_all_queries(value), False
         with (
             streams().fork() if dropout > 0 else nullcontext(),
@@ -188,6 +189,10 @@ class SelfAttention(GroupModule):
                 scale=self.softmax_scale,
                 enable_gqa=grouped,
             )
+
+    def _repeats_keys(self, query: Tensor, *, masked: bool) -> bool:
+        device_type, head_dim = query.device.type, self.head_dim
+        return why_repeat_keys(self._backend, device_type, query.dtype, head_dim=head_dim, masked=masked) is not None
 
     def _for_all_queries(self, heads: Tensor) -> Tensor:
         """Keys or values ``[b, groups/t, keys, d]``, each repeated for all of its queries."""

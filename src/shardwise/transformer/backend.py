@@ -16,6 +16,7 @@ _KERNELS = {
     "fused": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
     "unfused": [SDPBackend.MATH],
 }
+_WIDEST_OF_FLASH = 256
 
 
 def attention_kernels(config: TransformerConfig) -> list[SDPBackend] | None:
@@ -39,9 +40,11 @@ def check_attention_backend(config: TransformerConfig, device: torch.device, *, 
         return
     heads, groups, head_dim = config.heads
     masked = masked or config.window_size is not None
-    expanded = expands_keys(config.attention_backend, device, masked=masked)
+    repeated = why_repeat_keys(
+        config.attention_backend, device.type, config.params_dtype, head_dim=head_dim, masked=masked
+    )
     query = torch.zeros(1, min(heads, 2), 16, head_dim, dtype=config.params_dtype, device=device, requires_grad=True)
-    key = query if expanded or groups == heads else query[:, :1]
+    key = query if repeated is not None or groups == heads else query[:, :1]
     mask = query.new_zeros(16, 16) if masked else None
     devices = [device] if device.type != "cpu" else []
     with (
@@ -69,9 +72,31 @@ def check_attention_backend(config: TransformerConfig, device: torch.device, *, 
             ) from error
 
 
-def expands_keys(backend: str, device: torch.device, *, masked: bool) -> bool:
-    """Whether keys and values are repeated for all of their query heads, since the kernel to be used needs that.
+def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_dim: int, masked: bool) -> str | None:
+    """Why keys and values are repeated for all of their query heads; None where they are used as they are.
 
-    The memory-efficient kernel does, which on CUDA is the only one with less than quadratic memory that takes a mask.
+    On CUDA two kernels take grouped heads (flash, and cuDNN's, which is narrower) and one more has less than quadratic
+    memory: the memory-efficient one, to which every head must be given its own keys. Without them PyTorch falls back to
+    explicit products, which keep all ``s * s`` weights of each head.
+
+    Args:
+        backend: ``config.attention_backend``.
+        device_type: such as ``"cuda"``.
+        dtype: of the queries.
+        head_dim: width of a head.
+        masked: attention has a mask or bias beside the causal one.
+
+    Source: the conditions are PyTorch's, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
     """
-    return backend == "fused" or (masked and device.type == "cuda")
+    if backend == "fused":
+        return "the backend 'fused' is that of kernels of which one takes no grouped heads"
+    if device_type != "cuda" or backend == "unfused":
+        return None
+    if masked:
+        return "flash attention takes no mask"
+    if dtype == torch.float32:
+        return "flash attention takes no float32"
+    # In fp64 there are explicit products alone, whatever they are given.
+    if head_dim > _WIDEST_OF_FLASH and dtype != torch.float64:
+        return f"flash attention takes no heads wider than {_WIDEST_OF_FLASH}"
+    return None

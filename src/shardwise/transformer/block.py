@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, TopologyError
 from shardwise.initialization import part_seeded
-from shardwise.layers import GroupModule
+from shardwise.layers import GroupModule, parameter_device
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamShard, ShardedOffset
@@ -83,7 +83,10 @@ class TransformerBlock(GroupModule):
         for index in range(config.num_layers) if layers is None else layers:
             with part_seeded(seed, *_part(index + 1)):
                 self.layers.append(TransformerLayer(config, spec, index + 1, self.tp_group))
-        self.final_layernorm: nn.Module | None = spec.norm(config) if post_process and config.final_layernorm else None
+        self.final_layernorm: nn.Module | None = None
+        if post_process and config.final_layernorm:
+            with parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization):
+                self.final_layernorm = spec.norm(config)
 
     def seeded_parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
         """Each layer, and what is mixed into the seed from which it starts."""

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.config import TransformerConfig
 from shardwise.dropout import sharded_dropout
-from shardwise.layers import GroupModule, make_norm
+from shardwise.layers import GroupModule, make_norm, parameter_device
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import balanced_sizes
 from shardwise.transformer.attention import KeyValueCache, SelfAttention
@@ -87,18 +87,19 @@ class TransformerLayer(GroupModule):
         tp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        tp_group = resolve_tensor_model_parallel_group(tp_group)
         is_pre = config.norm_position == "pre"
         self.layer_number = layer_number
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
-        self.input_layernorm = spec.norm(config) if is_pre else None
-        self.self_attention = spec.attention(config, layer_number, tp_group)
-        self.post_self_attn_layernorm = None if is_pre else spec.norm(config)
-        self.pre_mlp_layernorm = spec.norm(config) if is_pre else None
-        self.mlp = spec.mlp(config, tp_group)
-        self.post_mlp_layernorm = None if is_pre else spec.norm(config)
-        self.dropout = ResidualDropout(
-            config.hidden_dropout, config.sequence_parallel, resolve_tensor_model_parallel_group(tp_group)
-        )
+        # What the spec makes knows no group, or may not ask it where its parameters belong.
+        with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
+            self.input_layernorm = spec.norm(config) if is_pre else None
+            self.self_attention = spec.attention(config, layer_number, tp_group)
+            self.post_self_attn_layernorm = None if is_pre else spec.norm(config)
+            self.pre_mlp_layernorm = spec.norm(config) if is_pre else None
+            self.mlp = spec.mlp(config, tp_group)
+            self.post_mlp_layernorm = None if is_pre else spec.norm(config)
+        self.dropout = ResidualDropout(config.hidden_dropout, config.sequence_parallel, tp_group)
 
     def forward(
         self,

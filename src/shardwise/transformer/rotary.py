@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardwise.errors import ConfigError
 from shardwise.kernels.elementwise_cpu import rotate_halves
+from shardwise.transformer.fixed import FixedTensors, on_default_device
 from shardwise.transformer.rotary_scaling import RotaryScaling
 
 __all__ = ["RotaryEmbedding", "RotaryScaling", "apply_rotary"]
@@ -64,7 +65,7 @@ def _pairs(tensor: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Ten
     return tensor[..., : rotated // 2], tensor[..., rotated // 2 : rotated]
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(FixedTensors):
     """Angles by position.
 
     Args:
@@ -73,9 +74,14 @@ class RotaryEmbedding(nn.Module):
         rotary_base: base of the geometric sequence of wavelengths.
         rope_scaling: lowers the frequencies, for longer contexts.
 
+    Attributes:
+        inverse_frequencies: ``[d/2]`` in fp64, on the module's device; no buffer.
+
     Raises:
         ConfigError: a share that is none, or a base that is not over 1.
     """
+
+    _fixed = ("inverse_frequencies",)
 
     def __init__(
         self,
@@ -92,7 +98,9 @@ class RotaryEmbedding(nn.Module):
         rotated = int(head_dim * rotary_percent) // 2 * 2
         # fp64: positions times frequencies lose digits in fp32 long before the context ends.
         frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
-        self.inverse_frequencies = frequencies if rope_scaling is None else rope_scaling.scale(frequencies, rotary_base)
+        if rope_scaling is not None:
+            frequencies = rope_scaling.scale(frequencies, rotary_base)
+        self.inverse_frequencies = on_default_device(frequencies)
         self._factor = 1.0 if rope_scaling is None else rope_scaling.cos_sin_factor
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.collectives.accounting import uncounted
 from shardwise.collectives.agreement import tell_all
+from shardwise.collectives.backend import is_gloo
 from shardwise.collectives.shared_memory.channel import Channel, Process, channel_bytes
 
 SWITCH = "SHARDWISE_SHARED_MEMORY"
@@ -54,7 +56,7 @@ def channel_of(group: ProcessGroup) -> Channel | None:
     except KeyError:
         pass
     # Whatever watches or records operators shall not see the setting up.
-    with _disable_current_modes(), torch.inference_mode(False):
+    with _disable_current_modes(), uncounted(), torch.inference_mode(False):
         channel = _channels[group] = _open(group)
     return channel
 
@@ -66,7 +68,7 @@ def close_channel(group: ProcessGroup) -> None:
 
 def _open(group: ProcessGroup) -> Channel | None:
     t, rank = group.size(), group.rank()
-    if not 2 <= t <= _MAX_RANKS or dist.get_backend(group) != "gloo":
+    if not 2 <= t <= _MAX_RANKS or not is_gloo(group, torch.device("cpu")):
         return None
     hellos = _tell_all(None if why_not_here() is not None else _attempt(_where_and_who), group)
     if None in hellos or len({where for where, _ in hellos}) > 1:

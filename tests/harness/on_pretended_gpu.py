@@ -1,0 +1,185 @@
+"""The process in which there is a pretended GPU, and what the functions that run in it need.
+
+On the GPU there are fake tensors only (``torch._subclasses.FakeTensorMode``): they have shape, dtype and device, and no
+values. So a training step of any size, as one rank of any number, takes seconds: ``join`` a group that does nothing,
+make the model under ``fake_tensors``, and let a ``StepRecorder`` see what is placed where, what waits for the GPU, what
+is copied between devices and what is launched.
+
+Limits: Triton's kernels cannot be launched, the package's reference runs in their place; fused attention and norms are
+decomposed, so which kernel a GPU would choose is not seen; where a program reads a value under a recorder, it reads 0,
+and what would make a tensor of a size that depends on values raises an error.
+"""
+
+from __future__ import annotations
+
+import collections
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise
+
+_PACKAGE = str(Path(shardwise.__file__).parent) + os.sep
+# Operators that read values on the host, beside `item`: the size of their result depends on them.
+_READ_VALUES = {
+    "aten.nonzero.default",
+    "aten.masked_select.default",
+    "aten._unique2.default",
+    "aten.unique_dim.default",
+    "aten.equal.default",
+    "aten.repeat_interleave.Tensor",
+}
+_INDEXING = {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"}
+
+
+def join(backend: str = "cuda:fake", *, world_size: int = 1, rank: int = 0) -> ProcessGroup:
+    """Become one of ``world_size`` ranks whose collectives do nothing.
+
+    Args:
+        backend: for each device; ``"cuda:fake"`` is in the place of NCCL, ``"cpu:gloo,cuda:fake"`` of both.
+        world_size: number of ranks; 1 if gloo is one of the backends, which would wait for the others.
+        rank: which of them this is.
+    """
+    store: Any = dist.HashStore() if "gloo" in backend else FakeStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Let every tensor that is made inside be a fake one."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
+
+
+class StepRecorder(TorchDispatchMode):
+    """Records what concerns the GPU inside its ``with`` block, backward passes included.
+
+    Enter it inside ``fake_tensors()``. A place is the innermost line of the package that led there, as
+    ``"transformer/masks.py:120"``, or ``"autograd"``.
+
+    Attributes:
+        waits: how often the host reads a value and so waits for the GPU, by operator and place.
+        copies: copies from one device to another, by ``"cpu to cuda"`` and place.
+        operators: how often each operator with a tensor on the GPU ran, by name.
+        made: operators that made a tensor from none, by device, dtype, shape and place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.copies: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.operators: collections.Counter[str] = collections.Counter()
+        self.made: collections.Counter[tuple[str, str, tuple[int, ...], str]] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, str(func)
+        given = list(_tensors((args, kwargs)))
+        on_gpu = any(tensor.device.type == "cuda" for tensor in given)
+        if on_gpu:
+            self.operators[name] += 1
+            if _reads_values(name, args):
+                self.waits[name, _place()] += 1
+        if name == "aten._local_scalar_dense.default":
+            return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        result = func(*args, **kwargs)
+        if not given:
+            for tensor in _tensors(result):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                self.made[str(tensor.device), dtype, tuple(tensor.shape), _place()] += 1
+        elif name in ("aten._to_copy.default", "aten.copy_.default"):
+            source, target = (args[0], result) if name == "aten._to_copy.default" else (args[1], args[0])
+            if source.device.type != target.device.type:
+                self.copies[f"{source.device.type} to {target.device.type}", _place()] += 1
+        return result
+
+
+def _reads_values(name: str, args: Any) -> bool:
+    if name in _INDEXING:
+        return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
+    return name in _READ_VALUES or name == "aten._local_scalar_dense.default"
+
+
+def _place() -> str:
+    frames = traceback.extract_stack()
+    own = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
+    return f"{own[-1].filename.removeprefix(_PACKAGE)}:{own[-1].lineno}" if own else "autograd"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def serve() -> None:
+    """Run what each line of the standard input asks for, in a fork, until there are no more lines."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    # What PyTorch's Python would ask of a CUDA that it has not.
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.accelerator.current_device_index = lambda: 0
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    for line in sys.stdin:
+        request, reply = map(Path, line.split())
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            _write(reply, _run(request))
+            # As after any fork, what the parent registered for its own end is not this process's.
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if not reply.exists():
+            code = os.waitstatus_to_exitcode(status)
+            ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            _write(reply, (False, f"the process ended with {ended}"))
+
+
+def _run(request: Path) -> tuple[bool, Any]:
+    try:
+        module_name, path, qualname, args = pickle.loads(request.read_bytes())
+        warnings.simplefilter("error")
+        sys.path.insert(0, str(Path(path).parent))
+        if module_name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(module_name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        value = getattr(sys.modules[module_name], qualname)(*pickle.loads(args))
+        return True, pickle.loads(pickle.dumps(value))
+    # Whatever it is, the test that asked is to fail with it.
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+def _write(reply: Path, value: tuple[bool, Any]) -> None:
+    # The reader looks for the name, and shall find all of it.
+    partial = reply.with_suffix(".partial")
+    partial.write_bytes(pickle.dumps(value))
+    partial.replace(reply)
