@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SIDE_BY_SIDE := $(MAKE) --no-print-directory -j2 tests-of-ranks other-tests
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-fast tests-of-ranks other-tests check install clean
+.PHONY: demo test test-fast test-under-load tests-of-ranks other-tests check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
@@ -25,6 +25,11 @@ test: $(INSTALLED_DEV) check
 
 test-fast: $(INSTALLED_DEV)
 	@$(SIDE_BY_SIDE) ONLY="not slow and"
+
+# No test fails for being slow: LOAD processes that only compute run beside all tests, or beside `TESTS="tests/cli -x"`.
+LOAD ?= 50
+test-under-load: $(INSTALLED_DEV)
+	$(BIN)/python tests/harness/under_load.py $(LOAD) $(if $(TESTS),$(PYTEST) $(TESTS),$(SIDE_BY_SIDE))
 
 tests-of-ranks: $(INSTALLED_DEV)
 	$(PYTEST) -m "$(strip $(ONLY) ranks)"

@@ -175,6 +175,10 @@ class Program:
         wait_until(lambda: self.returncode is not None, "the program ends", report=self.report)
         return self._process.returncode
 
+    def send(self, number: int) -> None:
+        """Send a signal to the process itself, and to none of those that it started."""
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """End the process itself with SIGKILL, and none of those that it started."""
         self._process.kill()
@@ -184,7 +188,7 @@ class Program:
         os.killpg(self.pid, number)
 
     def children(self) -> list[int]:
-        """The processes that it started itself and that still run, the oldest first."""
+        """The processes that it started itself and that still run."""
         listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
         pairs = (tuple(map(int, line.split())) for line in listing.splitlines())
         return sorted(child for child, parent in pairs if parent == self.pid and is_alive(child))

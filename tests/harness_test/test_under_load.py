@@ -1,0 +1,32 @@
+"""The artificial load: it is there while the command runs, and not after."""
+
+import re
+import signal
+import sys
+
+import pytest
+from harness import under_load
+from harness.program import Program, run
+from harness.watchdog import wait_until_ended
+
+COMMAND = [sys.executable, "-c", "import os, time; print('begun', os.getpid(), flush=True); time.sleep(1000)"]
+
+
+def test_the_commands_exit_code_is_handed_on():
+    done = run(sys.executable, under_load.__file__, "2", sys.executable, "-c", "print('ran'); exit(7)", exit_code=7)
+    assert re.fullmatch(r"2 busy processes, \d+ to \d+, on \d+ cores\nran\n", done.stdout)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_the_load_ends_with_the_program(number):
+    with Program(sys.executable, under_load.__file__, "2", *COMMAND) as program:
+        command = int(program.wait_for_line(r"^begun (\d+)$")[1])
+        busy = set(program.children()) - {command}
+        assert len(busy) == 2
+        program.send(number)
+        assert program.wait() == (130 if number is signal.SIGTERM else -signal.SIGKILL)
+        wait_until_ended(*busy)
+
+
+def test_without_a_command_it_says_what_it_wants():
+    assert "the number of busy processes and a command" in run(sys.executable, under_load.__file__, exit_code=2).stderr
