@@ -22,7 +22,8 @@ from shardwise.errors import LaunchError
 
 # Once a worker has failed, those that wait for it fail within moments; the report names all of them.
 _GRACE_SECONDS = 2.0
-_LEAVE_SECONDS = 10.0
+# Far more than it takes, also on a busy machine.
+_LEAVE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Workers:
                     succeeded, value = ready.recv()
                 except (EOFError, OSError):
                     process = self._processes[name]
-                    process.join(_GRACE_SECONDS)
+                    process.join(_LEAVE_SECONDS)
                     deaths.append(f"{name} died with exit code {process.exitcode}")
                 else:
                     if succeeded:

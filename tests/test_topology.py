@@ -99,9 +99,9 @@ def test_two_topologies_at_once(group):
 
 @pytest.mark.ranks(2)
 def test_a_time_limit_reaches_the_groups(group):
-    topology = Topology.create(tp=2, timeout=datetime.timedelta(seconds=77))
+    topology = Topology.create(tp=2, timeout=datetime.timedelta(seconds=777))
     backend = topology.group("tp")._get_backend(torch.device("cpu"))
-    assert backend.options._timeout == datetime.timedelta(seconds=77)
+    assert backend.options._timeout == datetime.timedelta(seconds=777)
     topology.destroy()
 
 
@@ -109,18 +109,18 @@ def test_a_time_limit_reaches_the_groups(group):
 def test_groups_have_the_time_limit_of_the_default_group(group):
     backend = group._get_backend(torch.device("cpu"))
     before = backend.options._timeout
-    backend._set_default_timeout(datetime.timedelta(seconds=77))
+    backend._set_default_timeout(datetime.timedelta(seconds=777))
     try:
         topology = Topology.create(tp=2)
-        assert topology.group("tp")._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
+        assert topology.group("tp")._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 777
         topology.destroy()
         parallel_state.initialize_model_parallel(2)
         own = parallel_state.get_tensor_model_parallel_group()
-        assert own._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
+        assert own._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 777
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(2, distributed_timeout_minutes=0.5)
+        parallel_state.initialize_model_parallel(2, distributed_timeout_minutes=5.5)
         own = parallel_state.get_tensor_model_parallel_group()
-        assert own._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 30
+        assert own._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 330
         parallel_state.destroy_model_parallel()
     finally:
         backend._set_default_timeout(before)

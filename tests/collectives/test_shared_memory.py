@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 from harness.program import Program
+from harness.time_limit import set_time_limit
 
 from shardwise.collectives import primitives
 from shardwise.collectives.buffers import GlobalMemoryBuffer
@@ -208,8 +209,7 @@ def test_a_rank_that_does_not_come_is_named(group):
     own = dist.new_group([0, 1])
     all_reduce(torch.ones(2), group=own)
     if group.rank() == 0:
-        # As `timeout` of the group would set it, which must not end what goes well on a busy machine.
-        channel_of(own)._timeout = 1.0
+        set_time_limit(own, 1)
         with pytest.raises(
             DesyncError, match=r"rank 1 of 2 .* did not join rank 0 in all_reduce of \[5\] float32 within 1 s"
         ):

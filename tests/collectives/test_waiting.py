@@ -1,12 +1,12 @@
 """What a rank that waits can say of it: the operation, the layer, and who has not come."""
 
-import datetime
 import threading
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness.time_limit import set_time_limit
+from harness.watchdog import wait_until
 
 from shardwise.collectives import waiting
 from shardwise.collectives.agreement import tell_all
@@ -15,16 +15,11 @@ from shardwise.collectives.primitives import all_reduce
 from shardwise.collectives.shared_memory import channel_of
 from shardwise.errors import DesyncError
 
-WATCHDOG_SECONDS = 60
-
 
 def the_wait_of(thread):
     """The wait that ``thread`` is in, once it is."""
-    end = time.monotonic() + WATCHDOG_SECONDS
-    while (wait := waiting.waits().get(thread)) is None:
-        assert time.monotonic() < end, "the thread waits for nobody"
-        time.sleep(0.01)
-    return wait
+    wait_until(lambda: thread in waiting.waits(), "the thread waits for somebody")
+    return waiting.waits()[thread]
 
 
 class Doubled(torch.nn.Module):
@@ -151,10 +146,11 @@ def test_who_has_not_come_has_started_fewer_collectives(group, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_the_error_at_the_time_limit_names_the_layer(group):
-    own = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    own = dist.new_group([0, 1])
     all_reduce(torch.ones(2), group=own)
     model = torch.nn.Sequential(Doubled(own))
     if group.rank() == 0:
+        set_time_limit(own, 1)
         with pytest.raises(DesyncError, match=r"all_reduce .*of layer 0\b"):
             model(torch.ones(5))
     dist.barrier(group=group)

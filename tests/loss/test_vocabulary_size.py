@@ -148,7 +148,7 @@ def test_on_a_gpu_the_check_stays_on_the_device():
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled(group):
     def loss(logits, target):

@@ -7,11 +7,10 @@ import dataclasses
 import json
 import math
 import re
-import subprocess
-import sys
 from typing import Annotated, Any, Literal
 
 import pytest
+from harness.program import run
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -258,6 +257,5 @@ for argv in (["train", "--data", "x", "--optimizer.epsilon", "inf"], ["generate"
     assert main(argv) == 2, argv
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = run("-c", code)
     assert done.stderr.count("\n") == 6

@@ -23,7 +23,8 @@ from torch import Tensor
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
 # Of this machine, for its own use; compilers for ARM know the second. The last is what every compiler knows.
 _TUNING = (("-march=native",), ("-mcpu=native",), ())
-_COMPILE_SECONDS = 60
+# It takes a second or two, and on a busy machine a hundred times as long.
+_COMPILE_SECONDS = 600
 # Starting threads takes about as long as a thread needs for a quarter of this.
 _MIN_ELEMENTS_PER_THREAD = 1 << 21
 
