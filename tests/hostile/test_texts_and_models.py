@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from lora.tiny_models import save_model
+from lora.tiny_models import read_adapters, save_model
 from tokenizers import AddedToken
 
 from shardwise.cli.main import main
@@ -109,6 +109,48 @@ def test_a_model_says_how_it_generates_also_after_import_and_export(
     # A flag wins, and prompts of strangers do not spell tokens.
     assert generate_here(capsys, tmp_path / "run", "--prompt", prompt, "--max-new-tokens", "2")[0] != out
     assert generate_here(capsys, tmp_path / "run", "--prompt", prompt, "--no-special-tokens")[0] != out
+
+
+def test_adapters_find_their_model_or_say_how_to_give_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Adapters of finetune, on an import at two ranks, write what peft does; the model may have moved meanwhile."""
+    import torch
+    import transformers
+
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path(shutil.copytree(model, tmp_path / "base"))
+    (tmp_path / "chats.json").write_text(json.dumps([CHAT] * 20))
+    finetune = ["finetune", "base", *flags(tmp_path, tmp_path / "chats.json"), "--lora-rank", "4"]
+    assert main([*finetune, "--optimizer.learning-rate", "0.5", "--optimizer.warmup-steps", "0"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained("base")
+    prompt = "<|im_start|>user\nWho"
+    texts = []
+    for adapted in (False, True):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained("base").eval()
+        theirs = read_adapters(theirs, tmp_path / "run") if adapted else theirs
+        ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        new = theirs.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
+        texts.append(prompt + tokenizer.decode(new[ids.size(1) :]) + "\n")
+    assert texts[0] != texts[1]
+    greedy = ["--prompt", prompt, "--temperature", "0", "--max-new-tokens", "8", "--device", "cpu"]
+    assert main(["import-hf", "base", "--out", "imported"]) == 0
+    for given, text in (
+        (["imported", "--nproc", "2"], texts[0]),
+        (["imported", "--adapter", "run", "--nproc", "2"], texts[1]),
+        (["run"], texts[1]),
+    ):
+        capfd.readouterr()
+        assert main(["generate", *given, *greedy]) == 0
+        assert capfd.readouterr().out == text
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    assert main(["generate", "run", *greedy]) == 2
+    error = capfd.readouterr().err
+    assert "run holds adapters of the model base: there is no folder base; give the model's folder yourself" in error
+    assert error.count("\n") == 1
+    assert main(["generate", "elsewhere", "--adapter", "run", *greedy]) == 0
+    assert capfd.readouterr().out == texts[1]
 
 
 def test_data_that_is_no_list_of_records(

@@ -31,9 +31,17 @@ def test_import_then_export_changes_no_tensor(
     reference = make(name)
     capsys.readouterr()
     assert main(["import-hf", str(reference.folder), "--out", str(tmp_path / "run")]) == 0
-    # What BERT is given, it does not continue.
-    hint = f"; continue a text with: shardwise generate {tmp_path / 'run'}" if name == "llama" else ""
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'run/checkpoints/step-00000000'}{hint}\n"
+    out, note = capsys.readouterr()
+    assert out == f"wrote {tmp_path / 'run/checkpoints/step-00000000'}\n"
+    means = (
+        "shardwise generate cannot use it, and exports have no tokenizer" if name == "llama" else "exports have none"
+    )
+    assert note.startswith(f"shardwise import-hf: the checkpoint has no tokenizer, so that {means} (no tokenizer at '")
+    assert "put the model's tokenizer.json and tokenizer_config.json there" in note
+    assert note.count("\n") == 1
+    if name == "llama":
+        assert main(["generate", str(tmp_path / "run")]) == 2
+        assert "was imported from a folder without a tokenizer.json" in capsys.readouterr().err
     assert (tmp_path / "run/checkpoints/step-00000000/config.json").is_file()
     assert main(["export-hf", str(tmp_path / "run"), "--out", str(tmp_path / "back")]) == 0
     tensors, expected = load_file(tmp_path / "back/model.safetensors"), reference.weights()
@@ -79,8 +87,10 @@ def test_generate_continues_a_text_with_an_imported_model(
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(config | {"vocab_size": tokenizer.vocab_size})))
     model.save_pretrained(folder)
     tokenizer.save(folder)
-    assert main(["import-hf", str(folder), "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()
+    assert main(["import-hf", str(folder), "--out", str(tmp_path / "run")]) == 0
+    hint = f"; continue a text with: shardwise generate {tmp_path / 'run'}"
+    assert capsys.readouterr() == (f"wrote {tmp_path / 'run/checkpoints/step-00000000'}{hint}\n", "")
     flags = ["--prompt", "gr", "--temperature", "0", "--max-new-tokens", "8"]
     assert main(["generate", str(tmp_path / "run"), *flags]) == 0
     ids = torch.tensor([tokenizer.encode("gr")])
@@ -139,7 +149,7 @@ def test_transformers_computes_what_a_trained_model_does(architecture: Any, tmp_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["import-hf", "nowhere", "--out", "x"], "cannot read nowhere/config.json"),
+        (["import-hf", "nowhere", "--out", "x"], "there is no folder nowhere; a model of the Hugging Face hub is"),
         (["import-hf", "nowhere"], "--out"),
         (["import-hf", "MODEL", "--out", "x", "--nproc", "7"], "6 attention heads cannot be split over 7 ranks"),
         (["import-hf", "MODEL", "--out", "x", "--nproc", "0"], "--nproc is 0"),

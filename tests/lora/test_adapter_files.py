@@ -246,3 +246,21 @@ def test_files_that_are_no_adapter(tmp_path):
         (tmp_path / "adapter_config.json").write_text(text)
         with pytest.raises(CheckpointError, match="is not an adapter's configuration"):
             read_adapter_config(tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_new_adapters_of_a_loaded_model_have_their_initial_values(group, folders):
+    """The weights of the model, read from a file, had none."""
+    architecture = read_config(folders / "llama").architecture
+    started = []
+    for _ in range(2):
+        model = load(folders / "llama", group)
+        torch.manual_seed(3)
+        add_lora_(model, LoraConfig(r=3), architecture)
+        started.append([adapter for layer in lora_layers(model) for adapter in layer.lora.values()])
+    for one, two in zip(*started, strict=True):
+        assert_bit_equal(one.lora_A, two.lora_A, name="A")
+        assert 0 < one.lora_A.abs().max() <= one.param_layouts["lora_A"].global_shape[1] ** -0.5
+        assert not one.lora_B.any()
+        # As memory that nobody wrote would not be.
+        assert one.lora_A.unique().numel() == one.lora_A.numel()

@@ -1,19 +1,21 @@
-"""The model in a checkpoint, for the commands that use one: of a training run, or imported from Hugging Face."""
+"""The model that a command is given: in a checkpoint of a training run or an import, or in a Hugging Face folder."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.json_files import shown
 
 if TYPE_CHECKING:
     import torch
 
     from shardwise.huggingface import PretrainedConfig
+    from shardwise.huggingface.architectures import Architecture
     from shardwise.huggingface.building import Model
     from shardwise.huggingface.generation_config import GenerationDefaults
     from shardwise.tokenizer import Tokenizer
@@ -21,19 +23,29 @@ if TYPE_CHECKING:
     from shardwise.training.settings import Settings
 
 
+TO_BRING_A_TOKENIZER = (
+    "put the model's tokenizer.json and tokenizer_config.json there (transformers makes them from other files: "
+    "AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(MODEL_DIR))"
+)
+
+
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint without its tensors.
+    """A model without its tensors.
 
     Attributes:
-        folder: of the checkpoint.
-        origin: the settings of the run that wrote it, or the ``config.json`` that it was imported with.
+        folder: of the checkpoint, or the Hugging Face folder.
+        origin: the settings of the run that wrote it, or the ``config.json`` that it was imported with, or lies there.
         tokenizer: the model's; None if it was imported without one that can be read.
+        is_checkpoint: whether the folder is a checkpoint, and no Hugging Face folder.
+        adapter: folder of adapters to use with the model.
     """
 
     folder: Path
     origin: Settings | PretrainedConfig
     tokenizer: Tokenizer | None
+    is_checkpoint: bool = True
+    adapter: Path | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -51,12 +63,14 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: they cannot be read.
         """
-        from shardwise.huggingface.generation_config import GenerationDefaults
+        from shardwise.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
         from shardwise.training.settings import Settings
 
         if isinstance(self.origin, Settings):
             return GenerationDefaults()
-        return GenerationDefaults(self.folder, self.origin.values)
+        # Adapters may have been trained to end their texts otherwise.
+        beside = self.adapter is not None and (self.adapter / GENERATION_CONFIG_NAME).exists()
+        return GenerationDefaults(self.adapter if beside else self.folder, self.origin.values)
 
     def check_fits(self, world_size: int) -> None:
         """Raise ConfigError unless the model can be split over ``world_size`` ranks."""
@@ -71,11 +85,20 @@ class OpenCheckpoint:
             )
 
     def load_model(self, ranks: Ranks) -> Model:
-        """The checkpoint's model, split over all ranks; every rank calls.
+        """The model, with the adapters if there are any, split over all ranks; every rank calls.
 
         Raises:
             CheckpointError: the tensors are damaged or of another model.
+            ConfigError: adapters of a kind that is not offered.
         """
+        model = self._load_weights(ranks)
+        if self.adapter is not None:
+            from shardwise.lora import load_adapter_
+
+            load_adapter_(model, self.adapter, self._architecture(model))
+        return model
+
+    def _load_weights(self, ranks: Ranks) -> Model:
         import torch
         import torch.distributed as dist
 
@@ -83,10 +106,18 @@ class OpenCheckpoint:
         from shardwise.checkpoint.checkpoint import check_state_fits
         from shardwise.checkpoint.manifest import Manifest
         from shardwise.collectives.agreement import agree
+        from shardwise.huggingface import load_pretrained
+        from shardwise.models.chunks import ModelChunks
+        from shardwise.process_groups_config import ProcessGroupCollection
         from shardwise.sharded_state import sharded_state_dict
 
         world = dist.group.WORLD
         assert world is not None
+        if not self.is_checkpoint:
+            groups = ProcessGroupCollection(tp=world)
+            loaded = load_pretrained(self.folder, pg_collection=groups, device=ranks.device)
+            assert not isinstance(loaded, ModelChunks)
+            return loaded
         # What the settings say is compared with what there is before memory is asked for by it.
         agree(self._check_sizes, group=world)
         with torch.device("meta"):
@@ -116,6 +147,16 @@ class OpenCheckpoint:
             raise CheckpointError(
                 f"checkpoint {self.folder} has no tensor as wide as {width}, which its settings ask for"
             )
+
+    def _architecture(self, model: Model) -> Architecture:
+        """The one whose names the adapters' files use; that of an export where a run trained the model."""
+        from shardwise.huggingface import config_to_json, describe_model
+        from shardwise.huggingface.architectures import ARCHITECTURES
+        from shardwise.training.settings import Settings
+
+        if isinstance(self.origin, Settings):
+            return ARCHITECTURES[config_to_json(describe_model(model))["model_type"]]
+        return self.origin.architecture
 
     def _build_model(self, device: torch.device) -> Model:
         import torch.distributed as dist
@@ -150,8 +191,10 @@ def find_checkpoint(path: Path) -> Path:
     """
     from shardwise.checkpoint import latest
 
-    if not path.is_dir():
-        raise CheckpointError(f"there is no folder {path}; give the --out of a training run or one of its checkpoints")
+    if not os.path.isdir(path):
+        from shardwise.huggingface.folder import no_folder
+
+        raise CheckpointError(no_folder(path, "give the --out of a training run or one of its checkpoints"))
     if path.name.startswith("step-"):
         return path
     newest = latest(path / "checkpoints") or latest(path)
@@ -160,6 +203,84 @@ def find_checkpoint(path: Path) -> Path:
             f"{path} holds no checkpoint; give the --out of a training run or one of its checkpoints/step-*"
         )
     return newest
+
+
+def open_model(path: Path, adapter: Path | None = None) -> OpenCheckpoint:
+    """Find the model that a path stands for, and read all of it but its tensors.
+
+    Args:
+        path: of a run, an import or a checkpoint (see ``find_checkpoint``), a Hugging Face folder, or a folder of
+            adapters whose ``adapter_config.json`` names the folder of their model.
+        adapter: folder of adapters to use with the model.
+
+    Raises:
+        CheckpointError: there is no model or adapter, it is damaged, or of a kind that cannot be used.
+        ConfigError: it is not clear which model or adapter is meant, or its architecture is unknown.
+        DataError: its tokenizer cannot be read.
+    """
+    from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME
+    from shardwise.lora import read_adapter_config
+
+    if adapter is not None:
+        # What is wrong with it is told before the model is read.
+        read_adapter_config(adapter)
+    is_model, is_adapter = _is_pretrained(path), (path / ADAPTER_CONFIG_NAME).is_file()
+    if is_adapter and not is_model:
+        if adapter is not None:
+            raise ConfigError(f"{path} holds adapters, not a model for those of {adapter}; give the model's folder")
+        return open_model(_base_of(path), path)
+    if is_adapter and adapter is None:
+        raise ConfigError(
+            f"{path} holds a model and adapters; use both with --adapter {path}, or move its {ADAPTER_CONFIG_NAME} away"
+        )
+    opened = _open_pretrained(path, adapter) if is_model else open_checkpoint(path)
+    return dataclasses.replace(opened, adapter=adapter)
+
+
+def _is_pretrained(path: Path) -> bool:
+    """Whether a folder is a Hugging Face folder, and no checkpoint, which may have a ``config.json`` too."""
+    from shardwise.checkpoint.manifest import MANIFEST_NAME
+    from shardwise.huggingface.pretrained import CONFIG_NAME
+
+    if not (path / CONFIG_NAME).is_file() or (path / MANIFEST_NAME).exists():
+        return False
+    # Adapters may lie beside a copy of their model's configuration.
+    return any(path.glob("*.safetensors.index.json")) or any(
+        not file.name.startswith("adapter_") for suffix in ("safetensors", "bin") for file in path.glob(f"*.{suffix}")
+    )
+
+
+def _base_of(adapter: Path) -> Path:
+    """The folder of the model that adapters name as theirs."""
+    from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, no_folder
+    from shardwise.huggingface.reading import read_json
+    from shardwise.lora import read_adapter_config
+
+    read_adapter_config(adapter)
+    base = read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
+    hint = f"give the model's folder yourself: shardwise generate MODEL_DIR --adapter {adapter}"
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{adapter / ADAPTER_CONFIG_NAME} does not name the adapters' model; {hint}")
+    if not os.path.isdir(base):
+        raise CheckpointError(f"{adapter} holds adapters of the model {base}: {no_folder(Path(base), hint)}")
+    if not _is_pretrained(Path(base)):
+        raise CheckpointError(f"{adapter} holds adapters of the model {base}, which is no Hugging Face folder; {hint}")
+    return Path(base)
+
+
+def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
+    from shardwise.huggingface.folder import PretrainedFolder
+    from shardwise.tokenizer import PaddedTokenizer
+
+    source = PretrainedFolder(path)
+    origin = dataclasses.replace(source.config, description=source.description)
+    # The tokenizer beside adapters is the one that they were trained with.
+    beside = adapter is not None and (adapter / "tokenizer.json").exists()
+    try:
+        tokenizer = PaddedTokenizer.load(adapter if adapter is not None and beside else path)
+    except DataError as error:
+        raise DataError(f"{error}; {TO_BRING_A_TOKENIZER}") from error
+    return OpenCheckpoint(path, origin, tokenizer, is_checkpoint=False)
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
@@ -188,8 +309,8 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
         return OpenCheckpoint(folder, origin, PaddedTokenizer.load(folder) if "tokenizer_sha256" in meta else None)
     if "base_sha256" in meta:
         raise CheckpointError(
-            f"{folder} is of shardwise finetune, whose --out is a Hugging Face folder, or adapters, once it is done; "
-            "run shardwise import-hf on that folder (adapters: repeat finetune with --resume auto --lora-merge first)"
+            f"{folder} is of shardwise finetune, whose --out is a Hugging Face folder, or adapters, once it is done: "
+            "give that folder, after the same command with --resume auto if the run is not done"
         )
     missing = [name for name in ("settings", "tokenizer_sha256") if name not in meta]
     if missing:

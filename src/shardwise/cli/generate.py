@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.checkpoint_model import OpenCheckpoint, open_checkpoint
+from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, open_model
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import checked_world_size
 from shardwise.cli.reporting import print_line
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Continue a text with a model that ``shardwise train`` or ``shardwise demo`` trained, or ``import-hf`` imported.
+    """Continue a text with a model of shardwise train, demo, finetune or import-hf, or in a Hugging Face folder.
 
     The same seed gives the same text at every --nproc.
 
     Attributes:
-        checkpoint: folder of a run, for its newest checkpoint, or of one of its checkpoints.
+        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging
+            Face folder, a fine-tuned one included; or adapters, with the model that they name.
+        adapter: folder of adapters (LoRA, in the files of the peft library) to use with the model.
         prompt: text to continue; a new text begins if it is empty.
         max_new_tokens: most tokens to add. Here and below, if not given: what the model's generation_config.json says,
             or else 200.
@@ -50,6 +52,7 @@ class GenerateArguments:
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+    adapter: str | None = None
     prompt: str = ""
     max_new_tokens: Annotated[int | None, Range(0, 10**9)] = None
     temperature: Annotated[float | None, Range(0, 1e6)] = None
@@ -114,7 +117,10 @@ def _prepare(arguments: GenerateArguments, world_size: int) -> _Task:
     """Open the checkpoint of a model that continues texts, and read the prompt."""
     from shardwise.training.settings import Settings
 
-    opened = open_checkpoint(Path(arguments.checkpoint))
+    if arguments.adapter == "":
+        raise ConfigError("--adapter is empty; name a folder of adapters")
+    adapter = None if arguments.adapter is None else Path(arguments.adapter)
+    opened = open_model(Path(arguments.checkpoint), adapter)
     opened.check_fits(world_size)
     if not isinstance(opened.origin, Settings) and opened.origin.description.kind != "gpt":
         raise ConfigError(
@@ -122,7 +128,10 @@ def _prepare(arguments: GenerateArguments, world_size: int) -> _Task:
         )
     tokenizer = opened.tokenizer
     if tokenizer is None:
-        raise DataError(f"{opened.folder} was imported without a tokenizer.json that says which token ends a text")
+        raise DataError(
+            f"{opened.folder} was imported from a folder without a tokenizer.json that says which token ends a text; "
+            f"{TO_BRING_A_TOKENIZER}, and import it again"
+        )
     prompt_ids = [
         *tokenizer.beginning,
         *tokenizer.encode(arguments.prompt, parse_special=arguments.special_tokens),

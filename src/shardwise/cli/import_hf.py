@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from shardwise.cli.arguments import parse_command
+from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import checked_world_size
+from shardwise.cli.reporting import print_line
 from shardwise.errors import ConfigError, DataError
 from shardwise.training.bounds import LOCAL_RANKS, check_values
 
@@ -67,10 +69,13 @@ def main(argv: list[str]) -> int:
     from shardwise.training.ranks import open_ranks
 
     with open_ranks("cpu") as ranks:
-        path, kind = _import(arguments, world_size)
+        path, kind, lack = _import(arguments, world_size)
         if ranks.is_first:
-            use = f"; continue a text with: shardwise generate {arguments.out}" if kind == "gpt" else ""
+            generates = kind == "gpt" and lack is None
+            use = f"; continue a text with: shardwise generate {arguments.out}" if generates else ""
             print(f"wrote {path}{use}")
+            if lack is not None:
+                print_line(f"shardwise import-hf: {_what_it_means(lack, kind)}")
     return 0
 
 
@@ -93,8 +98,14 @@ def _checkpoints(arguments: ImportArguments) -> Path:
     return Path(arguments.out) / "checkpoints"
 
 
-def _import(arguments: ImportArguments, world_size: int) -> tuple[Path, str]:
-    """The checkpoint, and the kind of model that it is of."""
+def _what_it_means(lack: str, kind: str) -> str:
+    """What to say of a checkpoint without a tokenizer, ``lack`` being why."""
+    means = "shardwise generate cannot use it, and exports have no tokenizer" if kind == "gpt" else "exports have none"
+    return f"the checkpoint has no tokenizer, so that {means} ({lack}); {TO_BRING_A_TOKENIZER}, and import it again"
+
+
+def _import(arguments: ImportArguments, world_size: int) -> tuple[Path, str, str | None]:
+    """The checkpoint, the kind of model that it is of, and why it has no tokenizer, if it has none."""
     import torch
     import torch.distributed as dist
 
@@ -123,23 +134,24 @@ def _import(arguments: ImportArguments, world_size: int) -> tuple[Path, str]:
             if (source.path / name).is_file():
                 shutil.copyfile(source.path / name, folder / name)
 
+    identity, lack = _tokenizer_identity(source.path)
     path = checkpoint.save(
         _checkpoints(arguments),
         0,
         sharded_state_dict(model, "model.", group=world),
-        {"huggingface": {"config": config}, **_tokenizer_identity(source.path)},
+        {"huggingface": {"config": config}, **identity},
         group=world,
         extra_files=copy_files,
     )
-    return path, source.description.kind
+    return path, source.description.kind, lack
 
 
-def _tokenizer_identity(folder: Path) -> dict[str, Any]:
-    """What checkpoints record of the tokenizer; nothing if there is none that can be read."""
+def _tokenizer_identity(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """What checkpoints record of the tokenizer; nothing, and why, if there is none that can be read."""
     from shardwise.tokenizer import Tokenizer
 
     try:
         tokenizer = Tokenizer.load(folder)
-    except DataError:
-        return {}
-    return {"tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+    except DataError as error:
+        return {}, str(error)
+    return {"tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}, None

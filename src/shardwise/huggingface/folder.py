@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from shardwise.errors import CheckpointError
 from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.description import ModelDescription
-from shardwise.huggingface.pretrained import PretrainedConfig, read_config
+from shardwise.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, read_config
 from shardwise.huggingface.reading import TensorFolder, is_weight_dtype, weight_dtype
 
 
@@ -32,6 +33,7 @@ class PretrainedFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)
+        check_model_folder(self.path)
         self.config: PretrainedConfig = read_config(self.path)
         self.tensors = TensorFolder(self.path)
         self.description: ModelDescription = self.architecture.adapt(
@@ -93,6 +95,47 @@ class PretrainedFolder:
                 name = name.removesuffix(old) + new
         with_prefix = self.architecture.prefix + name
         return with_prefix if name not in expected and with_prefix in expected else name
+
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+"""What marks a folder of adapters, as the ``peft`` library has them."""
+
+# What people type: an organisation and a name, or an old model's name alone, with or without the hub's address.
+_HUB_ID = re.compile(
+    r"(?:https?:/+)?(?:(?:huggingface\.co|hf\.co)/)?((?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95})/?"
+)
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise CheckpointError, with what to do, if there is no such folder, or one of adapters alone."""
+    if not os.path.isdir(folder):
+        raise CheckpointError(no_folder(folder))
+    if not (folder / CONFIG_NAME).exists() and (folder / ADAPTER_CONFIG_NAME).exists():
+        raise CheckpointError(
+            f"{folder} holds adapters and no model; give the folder of the model that they were trained on (shardwise "
+            f"generate reads both: shardwise generate MODEL_DIR --adapter {folder})"
+        )
+
+
+def no_folder(folder: Path, hint: str = "") -> str:
+    """What to say where there is no such folder: if it may be a model on the Hugging Face hub, how to get one.
+
+    Args:
+        folder: as it was given.
+        hint: what else to do.
+    """
+    exists = os.path.exists(folder)
+    said = f"{folder} is not a folder" if exists else f"there is no folder {folder}"
+    said += hint and f"; {hint}"
+    match = _HUB_ID.fullmatch(str(folder))
+    # Where its first part is a folder here, the rest is misspelt.
+    if match is None or exists or (len(folder.parts) > 1 and os.path.isdir(folder.parts[0])):
+        return said
+    name = match[1].rpartition("/")[2]
+    return (
+        f"{said}; a model of the Hugging Face hub is downloaded first (pip install huggingface_hub): hf download "
+        f"{match[1]} --exclude 'original/*' --local-dir {name}, and its folder given: {name}"
+    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -23,20 +23,23 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files import open_regular, write_atomically
 from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.fields import Fields
+from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME
 from shardwise.huggingface.ranks import agree_everywhere, model_groups, tell_stages
 from shardwise.huggingface.reading import weight_dtype
 from shardwise.json_files import read_json
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
-from shardwise.lora.model import Site, add_adapters_, all_paths, is_chosen, sites_of
+from shardwise.lora.model import Site, add_adapters_, all_paths, is_chosen, layers_without_adapters, sites_of
 from shardwise.models.gpt import GPTModel
 from shardwise.models.language_module import LanguageModule
 from shardwise.tensor_files import StoredTensor, read_box, read_header
 from shardwise.tensor_parallel.gather import gather_parameter
 
-CONFIG_NAME = "adapter_config.json"
+CONFIG_NAME = ADAPTER_CONFIG_NAME
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
+_ANY_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:lora_\w+|modules_to_save)\b.*")
+_MERGE_FIRST = "merge them into the model with peft (merge_and_unload, then save_pretrained) and use that folder"
 _KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(lora_[AB])\.weight")
 # Ways to start that leave the base weights as they are.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
@@ -87,7 +90,8 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
     for name in _VARIANTS:
         if values.get(name):
             raise ConfigError(
-                f"{str(path)!r}: {name} is {values[name]!r:.80}, which is not supported; only plain LoRA is"
+                f"{str(path)!r}: {name} is {values[name]!r:.80}, which is not supported, only plain LoRA is; "
+                f"{_MERGE_FIRST}"
             )
     if values.get("bias", "none") != "none":
         raise ConfigError(f"{str(path)!r}: bias is {values['bias']!r:.80}; only 'none' is supported")
@@ -128,10 +132,11 @@ def load_adapter_(model: LanguageModule, folder: str | os.PathLike[str], archite
 
     Raises:
         CheckpointError: files that are missing, damaged, or of another model; nothing is changed, on any rank.
-        ConfigError: a variant of LoRA that is not offered, or a model that has adapters already.
+        ConfigError: a variant of LoRA, or adapters on a layer, that are not offered; a model that has adapters already.
     """
     known, sites = all_paths(model, architecture), sites_of(model, architecture)
-    config, tensors = agree_everywhere(lambda: _read(Path(folder), known, sites), model.pg_collection)
+    others = layers_without_adapters(model, architecture)
+    config, tensors = agree_everywhere(lambda: _read(Path(folder), known, sites, others), model.pg_collection)
     chosen = [site for site in sites if (site.path, "lora_A") in tensors]
     add_adapters_(model, config, chosen)
     with torch.no_grad():
@@ -247,7 +252,9 @@ def _put(content: bytes, file: BinaryIO) -> None:
     file.write(content)
 
 
-def _read(folder: Path, known: set[str], sites: list[Site]) -> tuple[LoraConfig, dict[tuple[str, str], Tensor]]:
+def _read(
+    folder: Path, known: set[str], sites: list[Site], others: Mapping[str, str]
+) -> tuple[LoraConfig, dict[tuple[str, str], Tensor]]:
     """The configuration, and by path and factor the whole tensors of this stage; checked."""
     config = read_adapter_config(folder)
     path = folder / WEIGHTS_NAME
@@ -262,6 +269,12 @@ def _read(folder: Path, known: set[str], sites: list[Site]) -> tuple[LoraConfig,
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}")
     chosen: dict[tuple[str, str], StoredTensor] = {}
     for key, stored in read_header(path).items():
+        match = _ANY_KEY.fullmatch(key)
+        if match is not None and match[1] in others:
+            raise ConfigError(
+                f"{str(path)!r} has adapters on {others[match[1]]} ({match[1]}), which are not supported, only those "
+                f"on the linear layers of the transformer layers; {_MERGE_FIRST}"
+            )
         match = _KEY.fullmatch(key)
         if match is None or match[1] not in known:
             raise CheckpointError(

@@ -67,7 +67,8 @@ class LoraAdapter(ShardedModule):
             layer.group,
             device=layer.weight.device,
             dtype=torch.float32 if layer.weight.dtype in _REDUCED_PRECISION else layer.weight.dtype,
-            initialize=layer.initializes,
+            # Also where the weight came from a file, and had no initial value.
+            initialize=True,
             init_on_cpu=layer.init_on_cpu,
         )
         t, rank = self.group.size(), self.group.rank()

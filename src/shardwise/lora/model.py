@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,22 @@ def all_paths(model: LanguageModule, architecture: Architecture) -> set[str]:
     }
 
 
+def layers_without_adapters(model: LanguageModule, architecture: Architecture) -> dict[str, str]:
+    """The paths of the embeddings and the output layer, which cannot have adapters, and what each is."""
+    parts = {
+        "embedding.word_embeddings.weight": "the embedding",
+        "embedding.position_embeddings.weight": "the embedding of positions",
+        "output_layer.weight": "the output layer",
+    }
+    heads = Heads(*model.config.heads)
+    found = {}
+    for key, what in parts.items():
+        with contextlib.suppress(ConfigError):
+            for tensor in compose(architecture.table, key, (1, 1), heads).stored_shapes:
+                found[tensor.removesuffix(".weight")] = what
+    return found
+
+
 def add_lora_(model: LanguageModule, config: LoraConfig, architecture: Architecture) -> None:
     """Give a model adapters and freeze all else, in place.
 
@@ -94,17 +110,22 @@ def add_lora_(model: LanguageModule, config: LoraConfig, architecture: Architect
     Raises:
         ConfigError: a target that the model lacks, or a model that has adapters already.
     """
-    check_targets(all_paths(model, architecture), config.target_modules)
+    check_targets(all_paths(model, architecture), config.target_modules, layers_without_adapters(model, architecture))
     add_adapters_(model, config, choose(sites_of(model, architecture), config.target_modules))
 
 
-def check_targets(paths: Iterable[str], targets: Iterable[str]) -> None:
-    """Raise ConfigError for a target that names none of ``paths``, those of all stages."""
+def check_targets(paths: Iterable[str], targets: Iterable[str], others: Mapping[str, str]) -> None:
+    """Raise ConfigError for a target that names none of ``paths``, those of all stages, or one of the ``others``."""
     paths = list(paths)
+    known = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
     for target in targets:
-        if target != ALL_LINEAR and not any(_names(target, path) for path in paths):
-            known = sorted({path.rpartition(".")[2] for path in paths})
-            raise ConfigError(f"the model has no linear layer {target!r} to adapt; it has {', '.join(known)}")
+        if target == ALL_LINEAR:
+            continue
+        other = next((what for path, what in others.items() if _names(target, path)), None)
+        if other is not None:
+            raise ConfigError(f"adapters on {other} ({target}) are not supported; choose among {known}")
+        if not any(_names(target, path) for path in paths):
+            raise ConfigError(f"the model has no linear layer {target!r} to adapt; it has {known}")
 
 
 def is_chosen(path: str, targets: Iterable[str]) -> bool:
