@@ -119,13 +119,15 @@ class OpenCheckpoint:
             assert not isinstance(loaded, ModelChunks)
             return loaded
         # What the settings say is compared with what there is before memory is asked for by it.
-        agree(self._check_sizes, group=world)
+        agree(self._check_sizes, group=ranks.control)
         with torch.device("meta"):
             outline = self._build_model(torch.device("meta"))
         shapes = sharded_state_dict(outline, "model.", group=world)
-        agree(lambda: check_state_fits(self.folder, Manifest.read(self.folder), shapes), group=world)
+        agree(lambda: check_state_fits(self.folder, Manifest.read(self.folder), shapes), group=ranks.control)
         model = self._build_model(ranks.device)
-        checkpoint.load(self.folder, sharded_state_dict(model, "model.", group=world), group=world, allow_extra=True)
+        checkpoint.load(
+            self.folder, sharded_state_dict(model, "model.", group=world), group=ranks.control, allow_extra=True
+        )
         return model
 
     def _check_sizes(self) -> None:

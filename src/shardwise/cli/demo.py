@@ -15,7 +15,7 @@ from shardwise.cli.arguments import parse_command
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import RankEnvironment
 from shardwise.errors import ConfigError
-from shardwise.training.bounds import LOCAL_RANKS, Range, check_values
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, check_values
 from shardwise.training.settings import (
     CorpusSettings,
     ModelSettings,
@@ -39,12 +39,14 @@ class DemoArguments:
         out: folder for the checkpoint, metrics, picture and sample; an earlier demo's are replaced.
         tp: ranks that split the model, each a process on this machine.
         steps: optimizer steps.
+        timeout: seconds that a rank waits for another, before all end with an error that names it.
         debug: show stack traces.
     """
 
     out: str = "runs/demo"
     tp: Annotated[int, LOCAL_RANKS] = 2
     steps: Annotated[int, Range(1, 10**9)] = 560
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
     def __post_init__(self) -> None:
@@ -58,6 +60,7 @@ def demo_settings(arguments: DemoArguments) -> Settings:
         out=arguments.out,
         resume="restart",
         device="cpu",
+        timeout=arguments.timeout,
         model=ModelSettings(num_layers=2, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256),
         parallel=ParallelSettings(tp=arguments.tp),
         optimizer=OptimizerSettings(learning_rate=4e-3, warmup_steps=20),
@@ -102,7 +105,7 @@ def _run_rank(settings: Settings) -> None:
     from shardwise.training.run import banner, train
     from shardwise.training.session import gather_texts, open_session
 
-    with open_ranks(settings.device) as ranks:
+    with open_ranks(settings.device, timeout=settings.timeout) as ranks:
         say = print if ranks.is_first else _say_nothing
         settings.check_world(ranks.world_size)
         say("reading the standard library and learning its vocabulary (kept for the next time) ...", flush=True)

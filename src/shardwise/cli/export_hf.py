@@ -12,7 +12,7 @@ from shardwise.cli.arguments import parse_command
 from shardwise.cli.checkpoint_model import OpenCheckpoint, open_checkpoint
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import checked_world_size
-from shardwise.training.bounds import LOCAL_RANKS, Range, check_values
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, check_values
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class ExportArguments:
             fits (llama or gpt2 for a training run), if not given.
         max_file_gb: largest file of weights, in 1e9 bytes.
         nproc: ranks on this machine that share the work; each holds its part of the model.
+        timeout: seconds that a rank waits for another, before all end with an error that names it.
         debug: show stack traces, and the launcher's log.
     """
 
@@ -36,6 +37,7 @@ class ExportArguments:
     architecture: str | None = None
     max_file_gb: Annotated[float, Range(1e-9, 1e9)] = 5.0
     nproc: Annotated[int | None, LOCAL_RANKS] = None
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
     def __post_init__(self) -> None:
@@ -63,16 +65,13 @@ def main(argv: list[str]) -> int:
         program = shardwise_command("export-hf", *argv)
         return launch_ranks(world_size, program, command="shardwise export-hf", debug=arguments.debug)
     import torch
-    import torch.distributed as dist
 
     from shardwise.collectives.agreement import agree
     from shardwise.huggingface import save_pretrained
     from shardwise.training.ranks import open_ranks
 
-    with open_ranks("cpu") as ranks:
-        world = dist.group.WORLD
-        assert world is not None
-        opened = agree(lambda: _open(arguments, world_size), group=world)
+    with open_ranks("cpu", timeout=arguments.timeout) as ranks:
+        opened = agree(lambda: _open(arguments, world_size), group=ranks.control)
         save_pretrained(
             opened.load_model(ranks),
             arguments.out,

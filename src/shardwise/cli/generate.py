@@ -18,7 +18,7 @@ from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import checked_world_size
 from shardwise.cli.reporting import print_line
 from shardwise.errors import ConfigError, DataError
-from shardwise.training.bounds import LOCAL_RANKS, SEED, Range, check_values
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, SEED, TIMEOUT, Range, check_values
 
 if TYPE_CHECKING:
     from shardwise.huggingface.generation_config import GenerationChoice
@@ -48,6 +48,7 @@ class GenerateArguments:
         seed: of the choices.
         nproc: ranks on this machine that split the model.
         device: where to compute; "auto" takes a GPU if there is one for each rank.
+        timeout: seconds that a rank waits for another, before all end with an error that names it.
         debug: show stack traces, and the launcher's log.
     """
 
@@ -62,6 +63,7 @@ class GenerateArguments:
     seed: Annotated[int, SEED] = 0
     nproc: Annotated[int | None, LOCAL_RANKS] = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
     def __post_init__(self) -> None:
@@ -91,7 +93,7 @@ def main(argv: list[str]) -> int:
     # Late, here and below, because PyTorch takes seconds to import, and `--help` or a wrong flag should not.
     from shardwise.training.ranks import open_ranks
 
-    with open_ranks(arguments.device) as ranks:
+    with open_ranks(arguments.device, timeout=arguments.timeout) as ranks:
         _generate(arguments, ranks)
     return 0
 
@@ -162,15 +164,11 @@ def _notes(task: _Task, longest: int) -> Iterator[str]:
 
 
 def _generate(arguments: GenerateArguments, ranks: Ranks) -> None:
-    import torch.distributed as dist
-
     from shardwise.collectives.agreement import agree
     from shardwise.inference import TextStream, generate
     from shardwise.models.gpt import GPTModel
 
-    world = dist.group.WORLD
-    assert world is not None
-    task = agree(lambda: _prepare(arguments, ranks.world_size), group=world)
+    task = agree(lambda: _prepare(arguments, ranks.world_size), group=ranks.control)
     model = task.opened.load_model(ranks)
     assert isinstance(model, GPTModel)
     text = TextStream(task.tokenizer, task.prompt_ids)
@@ -180,15 +178,17 @@ def _generate(arguments: GenerateArguments, ranks: Ranks) -> None:
         _allow_any_character()
         _show(arguments.prompt)
     try:
-        generate(
-            model,
-            task.prompt_ids,
-            max_new_tokens=task.choice.max_new_tokens,
-            sampling=task.choice.sampling,
-            seed=arguments.seed,
-            eos_id=task.choice.eos_ids,
-            on_token=(lambda token: _show(text.push(token))) if ranks.is_first else None,
-        )
+        # Not limited: the first rank waits with everybody for a terminal that is paused.
+        with ranks.phase("generating"):
+            generate(
+                model,
+                task.prompt_ids,
+                max_new_tokens=task.choice.max_new_tokens,
+                sampling=task.choice.sampling,
+                seed=arguments.seed,
+                eos_id=task.choice.eos_ids,
+                on_token=(lambda token: _show(text.push(token))) if ranks.is_first else None,
+            )
     finally:
         # After Ctrl-C too, so that the shell's prompt begins a line of its own.
         if ranks.is_first:

@@ -15,7 +15,7 @@ from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import checked_world_size
 from shardwise.cli.reporting import print_line
 from shardwise.errors import ConfigError, DataError
-from shardwise.training.bounds import LOCAL_RANKS, check_values
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, check_values
 
 if TYPE_CHECKING:
     from shardwise.huggingface.folder import PretrainedFolder
@@ -33,6 +33,7 @@ class ImportArguments:
         out: folder for the checkpoint, which must not have one yet.
         dtype: of the weights; the model's own if not given.
         nproc: ranks on this machine that share the work; each holds its part of the model.
+        timeout: seconds that a rank waits for another, before all end with an error that names it.
         debug: show stack traces, and the launcher's log.
     """
 
@@ -40,6 +41,7 @@ class ImportArguments:
     out: str
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     nproc: Annotated[int | None, LOCAL_RANKS] = None
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ def main(argv: list[str]) -> int:
         return launch_ranks(world_size, program, command="shardwise import-hf", debug=arguments.debug)
     from shardwise.training.ranks import open_ranks
 
-    with open_ranks("cpu") as ranks:
+    with open_ranks("cpu", timeout=arguments.timeout) as ranks:
         path, kind, lack = _import(arguments, world_size)
         if ranks.is_first:
             generates = kind == "gpt" and lack is None

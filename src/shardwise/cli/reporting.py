@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -121,6 +123,7 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
         with signals_raise(once=environment is not None):
             if environment is not None:
                 start_guard(environment.launcher_pid)
+                _hear_watch(command, environment, debug)
             code = _run(command, body, environment, debug, resumable)
     except Interrupted as interruption:  # Before the command began, or while its end was being reported.
         code = interruption.exit_code
@@ -148,6 +151,36 @@ def _run(
         return _report_broken_pipe(command, error, environment, debug)
     except Exception as error:
         return _report_failure(command, error, environment, debug)
+
+
+def _hear_watch(command: str, environment: RankEnvironment, debug: bool) -> None:
+    """Print what the package logs, and end this rank with the error that another of its threads ends with.
+
+    That is the watch's, when a rank waits for another and its main thread cannot raise.
+    """
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        if isinstance(args.exc_value, ShardwiseError):
+            leave(_report_failure(command, args.exc_value, environment, debug))
+        others(args)
+
+    others, threading.excepthook = threading.excepthook, end
+    logger = logging.getLogger("shardwise")
+    logger.addHandler(_LineHandler(command, environment))
+    logger.propagate = False
+
+
+class _LineHandler(logging.Handler):
+    """Prints each record as a line; one that says under which name it is said ``once``, so on this host."""
+
+    def __init__(self, command: str, environment: RankEnvironment) -> None:
+        super().__init__()
+        self._command = command
+        self._environment = environment
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{self._command}: {record.getMessage()}"
+        _print_first(self._environment, line, name=getattr(record, "once", line))
 
 
 def _report_interruption(
@@ -225,10 +258,10 @@ def _leave_report(environment: RankEnvironment, report: FailureReport) -> bool:
     return True
 
 
-def _print_first(environment: RankEnvironment, line: str) -> None:
-    """Print ``line`` unless another rank of this host did."""
+def _print_first(environment: RankEnvironment, line: str, *, name: str | None = None) -> None:
+    """Print ``line`` unless another rank of this host did, or one of the same ``name``."""
     if environment.attempt is not None:
-        name = f"printed-{hashlib.sha256(line.encode()).hexdigest()[:16]}"
+        name = f"printed-{hashlib.sha256((name or line).encode()).hexdigest()[:16]}"
         try:
             (environment.attempt / name).touch(exist_ok=False)
         except FileExistsError:

@@ -11,8 +11,9 @@ file, which chooses how it travels:
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ __all__ = [
     "reduce_scatter_async",
     "split_for_rank",
     "validate_calls",
+    "validated_calls",
 ]
 
 _CONTIGUOUS = torch.contiguous_format
@@ -73,6 +75,19 @@ def validate_calls(group: ProcessGroup) -> None:
     _validated.add(group)
 
 
+@contextlib.contextmanager
+def validated_calls(groups: Iterable[ProcessGroup]) -> Iterator[None]:
+    """Within the block compare every collective of ``groups`` as ``validate_calls`` does from then on."""
+    added = [group for group in groups if group not in _validated]
+    for group in added:
+        _validated.add(group)
+    try:
+        yield
+    finally:
+        for group in added:
+            _validated.discard(group)
+
+
 def check_alike(check: Callable[[], None], *, group: ProcessGroup) -> None:
     """Run a check of this rank's values; under ``validate_calls`` what fails on one rank fails on all.
 
@@ -86,7 +101,8 @@ def check_alike(check: Callable[[], None], *, group: ProcessGroup) -> None:
     if torch.compiler.is_compiling() or group not in _validated:
         check()
     else:
-        agree(check, group=group)
+        with accounting.uncounted():
+            agree(check, group=group)
 
 
 def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object, but_dim: int | None = None) -> None:
@@ -94,7 +110,8 @@ def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object,
         return
     shape = [size if dim != but_dim else "any" for dim, size in enumerate(tensor.shape)]
     dtype = str(tensor.dtype).removeprefix("torch.")
-    check_same(" ".join(map(str, (name, shape, dtype, *settings))), "the collective to be made", group=group)
+    with accounting.uncounted():
+        check_same(" ".join(map(str, (name, shape, dtype, *settings))), "the collective to be made", group=group)
 
 
 def _shared_memory(tensor: Tensor, group: ProcessGroup, dtypes: frozenset[torch.dtype]) -> Channel | None:
@@ -329,7 +346,8 @@ def all_to_all(
     # The number of rows is compared by itself, since ranks may exchange different ones.
     _validate("all_to_all", tensor, group, but_dim=0)
     if group in _validated:
-        asked = tell_all((sent, received), "the sizes of an all_to_all", group=group)
+        with accounting.uncounted():
+            asked = tell_all((sent, received), "the sizes of an all_to_all", group=group)
         check_exchange([sizes[0] for sizes in asked], [sizes[1] for sizes in asked])
     given = input_sizes is not None or output_sizes is not None
     return eager.all_to_all(tensor, group, list(received) if given else None, list(sent) if given else None)

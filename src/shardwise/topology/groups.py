@@ -141,6 +141,10 @@ class Topology:
             where = f"it is in {sorted(self._groups)}" if self._groups else "the topology was destroyed"
             raise AssertedTopologyError(f"rank {self.rank_in_world} is in no group {name!r}; {where}") from None
 
+    def groups(self) -> list[ProcessGroup]:
+        """All groups that this rank is in, each once."""
+        return list({id(group): group for group in self._groups.values()}.values())
+
     def ranks(self, name: str) -> tuple[int, ...]:
         """Global ranks of this rank's group of that name, in group order."""
         self.group(name)

@@ -67,6 +67,12 @@ SHARE = Range(0, 1)
 PROBABILITY = Range(0, 1, high_included=False)
 """Of the probability of dropping an element: not all of them."""
 
+TIMEOUT = Range(1, 86_400)
+"""Of the seconds that a rank waits for another."""
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds that a rank waits for another in a step, if not told otherwise."""
+
 SEED = Range(0, 2**63 - 1)
 """Of a seed."""
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from shardwise.collectives.agreement import agree
+from shardwise.collectives.agreement import agree, barrier
 from shardwise.errors import ConfigError
 from shardwise.huggingface import load_pretrained, save_pretrained
 from shardwise.huggingface.folder import PretrainedFolder
@@ -139,7 +138,7 @@ def _check_out(out: Path, base: Path) -> None:
 
 def finetune(settings: FinetuneSettings) -> None:
     """Fine-tune as ``settings`` say; every rank calls, and ends with the same error if one cannot go on."""
-    with open_ranks(settings.device) as ranks:
+    with open_ranks(settings.device, timeout=settings.timeout) as ranks:
         session, base = open_finetuning(settings, ranks)
         if ranks.is_first:
             print(banner(session))
@@ -156,10 +155,8 @@ def open_finetuning(settings: FinetuneSettings, ranks: Ranks) -> tuple[Session, 
         ShardwiseError: see ``Base`` and ``assemble_session``; the same on every rank.
     """
     settings.check_world(ranks.world_size)
-    world = dist.group.WORLD
-    assert world is not None
-    base = agree(lambda: Base.open(Path(settings.base)), group=world)
-    resolved = agree(lambda: base.resolve(settings), group=world)
+    base = agree(lambda: Base.open(Path(settings.base)), group=ranks.control)
+    resolved = agree(lambda: base.resolve(settings), group=ranks.control)
 
     def prepare() -> Texts:
         corpus = read_data(resolved.data, resolved.corpus)
@@ -220,21 +217,20 @@ def export(session: Session, base: Base) -> None:
     """
     settings, model = session.settings, session.trainer.model
     assert isinstance(settings, FinetuneSettings)
-    world = dist.group.WORLD
-    assert world is not None
+    control = session.ranks.control
     out, architecture = session.out, base.folder.architecture
     if settings.lora.lora_rank is not None:
         assert isinstance(model, GPTModel)
         if not settings.lora.lora_merge:
             # Beside a model of an earlier run they would be taken for that one's.
-            agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=world)
+            agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=control)
             save_adapter(model, out, architecture, base_model=settings.base)
-            dist.barrier()
+            barrier("the adapters' files", group=control)
             return
         merge_lora_(model)
         remove_lora_(model)
     partial = out / "export.partial"
-    agree(lambda: shutil.rmtree(partial, ignore_errors=True) if session.ranks.is_first else None, group=world)
+    agree(lambda: shutil.rmtree(partial, ignore_errors=True) if session.ranks.is_first else None, group=control)
     save_pretrained(
         list(model) if isinstance(model, ModelChunks) else model,  # type: ignore[arg-type]
         partial,
@@ -242,7 +238,7 @@ def export(session: Session, base: Base) -> None:
         architecture=architecture.model_type,
         dtype=base.folder.dtype,
     )
-    agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=world)
+    agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
 
 
 # What a reader looks for first comes first, so that a folder half emptied is one without a model.

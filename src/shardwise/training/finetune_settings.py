@@ -113,6 +113,10 @@ class FinetuneSettings(RunSettings):
         device: "auto", "cpu" or "cuda".
         special_tokens: read the names of special tokens in the text, such as <|im_end|>, as these tokens, as
             transformers does; as letters with --no-special-tokens, for text of people whom you don't trust.
+        timeout: seconds that a rank waits for another in a step before all end with an error that names it. Preparing
+            and saving may take longer, but a rank that shows no sign of life for that long ends the run there too.
+        validate: compare each collective's shapes and dtypes between the ranks before it is made, in every step; by
+            default in the first step only. Costs a message more for each; for finding errors.
         parallel: how the model is split.
         optimizer: AdamW and its schedule.
         training: how long, in which steps, and what is kept.
@@ -133,6 +137,7 @@ class FinetuneSettings(RunSettings):
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
 
     def __post_init__(self) -> None:
+        check_values(self)
         if not self.base:
             raise ConfigError("no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
         super().__post_init__()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,8 +16,17 @@ import torch.distributed as dist
 # a default argument. Were that a real group, its threads would be kept for good, and might abort the interpreter while
 # it ends; so it is imported while there is none.
 import torch.distributed.nn.functional
+from torch.distributed import ProcessGroup
 
 from shardwise.errors import ConfigError
+from shardwise.training.bounds import DEFAULT_TIMEOUT
+from shardwise.training.network import join
+from shardwise.training.watch import Watch
+
+# Ranks start at different times: what they import may come from a slow disk.
+_JOINING_SECONDS = 600.0
+_HOST_LIMIT = datetime.timedelta(days=1)
+_STREAM_LIMIT = datetime.timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -28,12 +38,27 @@ class Ranks:
         local_rank: this rank among those of this machine.
         world_size: number of ranks.
         device: where this rank computes.
+        own_control: a group of all ranks on the CPU, where the world's is on another device.
+        watch: of this rank's waits; None if nobody watches.
     """
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
+    own_control: ProcessGroup | None = None
+    watch: Watch | None = None
+
+    @property
+    def control(self) -> ProcessGroup:
+        """All ranks, to agree on what each does alone: one may take hours for it, as the time limit is a day."""
+        group = dist.group.WORLD if self.own_control is None else self.own_control
+        assert group is not None
+        return group
+
+    def phase(self, doing: str, *, limited: bool = False) -> AbstractContextManager[None]:
+        """A context in which this rank is ``doing`` that, for messages; see ``Watch.phase``."""
+        return nullcontext() if self.watch is None else self.watch.phase(doing, limited=limited)
 
     @property
     def is_first(self) -> bool:
@@ -42,7 +67,7 @@ class Ranks:
 
 
 @contextmanager
-def open_ranks(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
+def open_ranks(device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAULT_TIMEOUT) -> Iterator[Ranks]:
     """Join the other ranks for the length of the block.
 
     The launcher (``shardwise``, torchrun) says who this rank is in RANK, WORLD_SIZE and LOCAL_RANK; without them it is
@@ -50,9 +75,12 @@ def open_ranks(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
 
     Args:
         device: where to compute; "auto" takes a GPU if there is one for each rank of this machine.
+        timeout: seconds that a rank waits for another in a step, and for one that shows no sign of life anywhere; see
+            ``Watch``.
 
     Raises:
         ConfigError: "cuda" is asked for and there is no GPU for this rank.
+        LaunchError: the other ranks cannot be reached, or do not come.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -65,11 +93,26 @@ def open_ranks(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
     where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(where)
+    joining = datetime.timedelta(seconds=max(timeout, _JOINING_SECONDS))
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if use_cuda else "gloo")
+        join("nccl" if use_cuda else "gloo", num_local=num_local, timeout=joining)
     else:
         dist.init_process_group("nccl" if use_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    watch: Watch | None = None
     try:
-        yield Ranks(rank, local_rank, world_size, where)
+        # A collective ends at the watch's limit, which is another in a step than while ranks prepare; the groups' own
+        # limits are for what the watch cannot see.
+        world = dist.group.WORLD
+        assert world is not None
+        limit = _STREAM_LIMIT if use_cuda else _HOST_LIMIT
+        world._get_backend(where)._set_default_timeout(max(limit, datetime.timedelta(seconds=timeout)))
+        control = dist.new_group(backend="gloo", timeout=_HOST_LIMIT) if use_cuda and world_size > 1 else None
+        if world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            watch = Watch(store, rank, world_size, limit=timeout, waits_in_stream=use_cuda)
+            watch.start()
+        yield Ranks(rank, local_rank, world_size, where, control, watch)
     finally:
+        if watch is not None:
+            watch.stop()
         dist.destroy_process_group()

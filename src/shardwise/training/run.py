@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.collectives.agreement import agree
+from shardwise.collectives.primitives import validated_calls
 from shardwise.errors import ConfigError, DivergenceError
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.training.metrics import MetricsWriter
@@ -57,7 +56,7 @@ class Outcome:
 
 def run(settings: Settings) -> None:
     """Train as ``settings`` say; every rank calls, and ends with the same error if one cannot go on."""
-    with open_ranks(settings.device) as ranks:
+    with open_ranks(settings.device, timeout=settings.timeout) as ranks:
         settings.check_world(ranks.world_size)
         texts = gather_texts(settings, ranks)
         session = open_session(settings, ranks, texts)
@@ -95,11 +94,9 @@ def train(session: Session) -> Outcome:
         ShardwiseError: what else went wrong, on every rank.
     """
     settings, trainer, ranks = session.settings, session.trainer, session.ranks
-    world = dist.group.WORLD
-    assert world is not None
     if ranks.device.type == "cpu":
         keep_freed_memory()
-    agree(lambda: _make_folder(session), group=world)
+    agree(lambda: _make_folder(session), group=ranks.control)
     first_step = start_or_resume(session)
     if first_step and ranks.is_first:
         print(f"resumed at step {first_step}")
@@ -118,10 +115,13 @@ def train(session: Session) -> Outcome:
         progress = stack.enter_context(Progress(settings.training.steps, first_step, visible=ranks.is_first))
         for step in range(first_step, settings.training.steps):
             started = time.perf_counter()
-            if step == first_step:
-                with counter:
-                    result = trainer.train_step(step, session.loader)
-            else:
+            is_first = step == first_step
+            with (
+                ranks.phase(f"at step {step}", limited=True),
+                counter if is_first else nullcontext(),
+                # What ranks disagree on they do so in their first step.
+                validated_calls(session.topology.groups() if is_first else ()),
+            ):
                 result = trainer.train_step(step, session.loader)
             seconds = time.perf_counter() - started
             spent += seconds
@@ -141,18 +141,20 @@ def train(session: Session) -> Outcome:
             done = step + 1
             last = done == settings.training.steps
             if last or _is_due(done, settings.training.eval_every):
-                values["held_out_bits_per_byte"] = trainer.evaluate(session.windows)
+                values["held_out_bits_per_byte"] = _evaluate(session)
             if metrics is not None:
                 metrics.write(step, values)
             progress.update(
                 loss=result.loss, bits_per_byte=values["bits_per_byte"], tokens_per_second=values["tokens_per_second"]
             )
             if last or _is_due(done, settings.training.save_every):
-                checkpoint = save_run(session, done)
-        held_out = values["held_out_bits_per_byte"] if losses else trainer.evaluate(session.windows)
+                with ranks.phase(f"saving step {done}"):
+                    checkpoint = save_run(session, done)
+        held_out = values["held_out_bits_per_byte"] if losses else _evaluate(session)
         checkpoint = checkpoint or save_run(session, settings.training.steps)
         references = compressed_bits_per_byte(session.texts.held_out.to_bytes())
-        notes = _leave_files(session, metrics, references)
+        with ranks.phase("writing a sample"):
+            notes = _leave_files(session, metrics, references)
     return Outcome(
         losses[0] if losses else None,
         losses[-1] if losses else None,
@@ -164,6 +166,12 @@ def train(session: Session) -> Outcome:
         references,
         notes,
     )
+
+
+def _evaluate(session: Session) -> float:
+    """Bits per byte of the held-out text; every rank calls."""
+    with session.ranks.phase("measuring", limited=True):
+        return session.trainer.evaluate(session.windows)
 
 
 def _is_due(done: int, every: int) -> bool:

@@ -6,13 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn import Parameter
 
 from shardwise import checkpoint
 from shardwise.checkpoint import ParamShard
 from shardwise.checkpoint.folder import step_of
-from shardwise.collectives.agreement import agree
+from shardwise.collectives.agreement import agree, barrier
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.json_files import shown
 from shardwise.lora import lora_layers
@@ -50,14 +49,12 @@ def _under(prefix: str, entries: dict[str, ParamShard]) -> dict[str, ParamShard]
 
 def save_run(session: Session, step: int) -> Path:
     """Save the run after ``step`` steps; every rank calls."""
-    world = dist.group.WORLD
-    assert world is not None
     return checkpoint.save(
         session.checkpoints,
         step,
         run_state(session),
         _identity(session) | {"settings": session.settings.to_json()},
-        group=world,
+        group=session.ranks.control,
         keep=session.settings.training.keep_checkpoints,
         extra_files=session.texts.tokenizer.save,
     )
@@ -73,19 +70,17 @@ def start_or_resume(session: Session) -> int:
         ConfigError: the folder has checkpoints and ``resume`` is "never".
         CheckpointError: the newest checkpoint is damaged, or of another model, text or order of samples.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    newest = agree(lambda: _newest(session), group=world)
+    newest = agree(lambda: _newest(session), group=session.ranks.control)
     if session.settings.resume == "restart":
-        dist.barrier()
+        barrier("the restart", group=session.ranks.control)
         if session.ranks.is_first:
             shutil.rmtree(session.checkpoints, ignore_errors=True)
-        dist.barrier()
+        barrier("the removal of earlier checkpoints", group=session.ranks.control)
         return 0
     if newest is None:
         return 0
-    step = agree(lambda: _check_belongs(session, newest), group=world)
-    checkpoint.load(newest, run_state(session), group=world)
+    step = agree(lambda: _check_belongs(session, newest), group=session.ranks.control)
+    checkpoint.load(newest, run_state(session), group=session.ranks.control)
     set_step_(session.trainer.model, session.trainer.optimizer, step)
     return step
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise.collectives.agreement import agree, check_same, tell_all
@@ -80,13 +79,12 @@ def share_texts(prepare: Callable[[], Texts], ranks: Ranks) -> Texts:
         ShardwiseError: what went wrong on any rank, on every rank.
         DesyncError: the ranks read different texts.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    texts = agree(lambda: prepare() if ranks.local_rank == 0 else None, group=world)
-    texts = agree(lambda: texts or prepare(), group=world)
+    with ranks.phase("reading the text"):
+        texts = agree(lambda: prepare() if ranks.local_rank == 0 else None, group=ranks.control)
+        texts = agree(lambda: texts or prepare(), group=ranks.control)
     assert texts is not None
-    check_same(texts.corpus.sha256, "the text (its SHA-256)", group=world)
-    check_same(texts.tokenizer.sha256, "the tokenizer (its SHA-256)", group=world)
+    check_same(texts.corpus.sha256, "the text (its SHA-256)", group=ranks.control)
+    check_same(texts.tokenizer.sha256, "the tokenizer (its SHA-256)", group=ranks.control)
     return texts
 
 
@@ -150,7 +148,7 @@ def assemble_session(
     train = TokenDataset(texts.train_tokens, settings.sequence_length)
     loader = DataLoader(train, settings.training.global_batch_size, settings.training.seed)
     windows = EvaluationWindows(texts.held_out_tokens, settings.sequence_length)
-    topology = Topology.create(tp=settings.parallel.tp, pp=settings.parallel.pp)
+    topology = Topology.create(tp=settings.parallel.tp, pp=settings.parallel.pp, validate=settings.validate)
     trainer = build(topology)
     return Session(
         settings,

@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from shardwise.errors import ConfigError
-from shardwise.training.bounds import PROBABILITY, RANKS, SEED, SHARE, STEPS, Range, check_values
+from shardwise.training.bounds import (
+    DEFAULT_TIMEOUT,
+    PROBABILITY,
+    RANKS,
+    SEED,
+    SHARE,
+    STEPS,
+    TIMEOUT,
+    Range,
+    check_values,
+)
 from shardwise.training.plain_values import from_plain_values
 
 _WIDTH = Range(1, 1 << 20)
@@ -210,6 +220,10 @@ class RunSettings:
         device: "auto", "cpu" or "cuda".
         special_tokens: read the names of special tokens in the text, such as <|endoftext|>, as these tokens, for text
             that was joined with them; otherwise they are letters, and no document can end itself.
+        timeout: seconds that a rank waits for another in a step before all end with an error that names it. Preparing
+            and saving may take longer, but a rank that shows no sign of life for that long ends the run there too.
+        validate: compare each collective's shapes and dtypes between the ranks before it is made, in every step; by
+            default in the first step only. Costs a message more for each; for finding errors.
         parallel: how the model is split.
         optimizer: AdamW and its schedule.
         training: how long, in which steps, and what is kept.
@@ -221,6 +235,8 @@ class RunSettings:
     resume: Literal["auto", "never", "restart"] = "never"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     special_tokens: bool = False
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
+    validate: bool = False
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
@@ -303,6 +319,10 @@ class Settings(RunSettings):
         device: "auto", "cpu" or "cuda".
         special_tokens: read the names of special tokens in the text, such as <|endoftext|>, as these tokens, for text
             that was joined with them; otherwise they are letters, and no document can end itself.
+        timeout: seconds that a rank waits for another in a step before all end with an error that names it. Preparing
+            and saving may take longer, but a rank that shows no sign of life for that long ends the run there too.
+        validate: compare each collective's shapes and dtypes between the ranks before it is made, in every step; by
+            default in the first step only. Costs a message more for each; for finding errors.
         model: the model's sizes and kind.
         parallel: how the model is split.
         optimizer: AdamW and its schedule.

@@ -1,0 +1,79 @@
+"""Two hosts: one that cannot be reached any more, names that lead nowhere, and hosts told different things."""
+
+import contextlib
+import socket
+
+from harness.hosts import ADDRESSES, NAMES, two_hosts
+from harness.program import Program
+from training.tiny import tiny_settings
+
+PORT = 29500
+TINY = ["--model.num-layers", "2", "--model.hidden-size", "32", "--model.num-heads", "4", "--model.vocab-size", "301"]
+TINY += ["--model.sequence-length", "24", "--training.global-batch-size", "4", "--device", "cpu", "--parallel.tp", "2"]
+
+
+def train(folder, node, master, *settings, port=PORT, program=Program, **variables):
+    """Start one host's half of a run of two ranks."""
+    tiny_settings(folder)  # writes the text
+    launch = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
+    launch += ["--master-addr", master, "--master-port", str(port), "-m", "shardwise", "train"]
+    told = ["--data", str(folder / "text.txt"), "--out", str(folder / "run"), *TINY, *settings]
+    return program(*launch, *told, SHARDWISE_CACHE=folder / "cache", OMP_NUM_THREADS="1", **variables)
+
+
+def steps(folder):
+    path = folder / "run" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_a_cut_link_ends_both_hosts_with_who_waits_for_whom(tmp_path):
+    limit = 6
+    with two_hosts(tmp_path) as hosts, contextlib.ExitStack() as stack:
+        told = ["--training.steps", "1000000", "--timeout", str(limit)]
+        runs = [
+            stack.enter_context(train(tmp_path, node, ADDRESSES[0], *told, program=host.program))
+            for node, host in enumerate(hosts)
+        ]
+        runs[0].wait_until(lambda: steps(tmp_path) >= 3, "three steps are done")
+        hosts[0].cut()
+        for node, run in enumerate(runs):
+            other = f"rank {1 - node} on {NAMES[1 - node]}"
+            line = run.wait_for_line(rf"error: (rank \d: )?waiting for {other} for (\d+) s, in (.*), at step \d+; (.*)")
+            # Measured by the rank itself; a busy machine may let it look late.
+            assert limit <= int(line[2]) < 10 * limit
+            assert "all_reduce" in line[3]
+            why = r"no sign of life" if node == 0 else "the launcher's store has not answered"
+            assert line[4].startswith(why)
+            run.finish(exit_code=1)
+
+
+def test_hosts_whose_own_name_is_the_loopback_address(tmp_path):
+    """Debian's 127.0.1.1, where gloo would listen; the master is called by that name too."""
+    with two_hosts(tmp_path) as hosts, contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(train(tmp_path, node, NAMES[0], "--training.steps", "2", program=host.program))
+            for node, host in enumerate(hosts)
+        ]
+        for run in runs:
+            run.finish()
+    assert steps(tmp_path) == 2
+
+
+def test_hosts_that_were_told_different_sizes_hear_of_it(tmp_path):
+    """gloo ends a process by SIGABRT when it is sent more than it expects, or sums what does not belong together."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                train(
+                    *(tmp_path, node, "127.0.0.1", "--training.steps", "2", "--model.hidden-size", size),
+                    port=port,
+                    SHARDWISE_SHARED_MEMORY="0",
+                )
+            )
+            for node, size in enumerate(["32", "48"])
+        ]
+        for run in runs:
+            run.wait_for_line(r"error: ranks disagree on the collective to be made: rank 0 has .*32.* rank 1 has .*48")
+            run.finish(exit_code=1)
