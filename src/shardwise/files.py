@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardwise.errors import ConfigError
+from shardwise.processes import clear_leftovers, temporary_prefix
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -32,9 +33,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     Raises:
         ConfigError: the folder cannot be made or written to.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{temporary_prefix('file')}{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        clear_leftovers([path.parent])
         try:
             with temporary.open("xb") as file:
                 write(file)

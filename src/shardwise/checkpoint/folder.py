@@ -54,6 +54,23 @@ def prepare(root: Path, step: int) -> Path:
         OSError: the folder cannot be made.
     """
     root.mkdir(parents=True, exist_ok=True)
+    clear_unfinished(root)
+    target = step_path(root, step)
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; move it away")
+    partial = _partial_path(target)
+    partial.mkdir()
+    return partial
+
+
+def clear_unfinished(root: Path) -> None:
+    """Remove what killed saves left in ``root``, and give a checkpoint that was about to be replaced its name back.
+
+    Nobody may be saving there.
+
+    Raises:
+        OSError: ``root`` cannot be listed, or its entries cannot be renamed.
+    """
     for entry in list(root.iterdir()):
         if _PARTIAL.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
@@ -63,12 +80,6 @@ def prepare(root: Path, step: int) -> Path:
                 remove(entry)
             else:
                 os.rename(entry, published)
-    target = step_path(root, step)
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file; move it away")
-    partial = _partial_path(target)
-    partial.mkdir()
-    return partial
 
 
 def publish(partial: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ their metadata as a pickle.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,11 @@ class SafetensorsWriter(StorageWriter):
             tensors = without_shared_memory(
                 {key: cast(Tensor, planner.resolve_data(item)) for key, item in zip(keys, items, strict=True)}
             )
+            # The library writes files that nobody else may read; they shall be as all others are.
+            path.touch()
+            mode = stat.S_IMODE(path.stat().st_mode)
             save_file(tensors, path, metadata={"format": "pt"})
+            path.chmod(mode)
             fsync(path)
             record = FileRecord.of(path)
         except Exception as error:

@@ -15,6 +15,7 @@ from shardwise.cli.arguments import parse_command
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import RankEnvironment
 from shardwise.errors import ConfigError
+from shardwise.folder_lock import check_free
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, check_values
 from shardwise.training.settings import (
     CorpusSettings,
@@ -83,8 +84,10 @@ def main(argv: list[str]) -> int:
     """
     arguments = parse_command(DemoArguments, argv, "shardwise demo")
     settings = demo_settings(arguments)
-    if RankEnvironment.read() is None and arguments.tp > 1:
+    if RankEnvironment.read() is None:
+        check_free(Path(arguments.out))
         _check_folder(Path(arguments.out))
+    if RankEnvironment.read() is None and arguments.tp > 1:
         return launch_ranks(
             arguments.tp, shardwise_command("demo", *argv), command="shardwise demo", debug=arguments.debug
         )
@@ -100,12 +103,13 @@ def _check_folder(out: Path) -> None:
 
 def _run_rank(settings: Settings) -> None:
     # Late, because PyTorch takes seconds to import, and a wrong argument should not.
+    from shardwise.training.out_folder import hold_folder
     from shardwise.training.parity import check_parity
     from shardwise.training.ranks import open_ranks
     from shardwise.training.run import banner, train
     from shardwise.training.session import gather_texts, open_session
 
-    with open_ranks(settings.device, timeout=settings.timeout) as ranks:
+    with open_ranks(settings.device, timeout=settings.timeout) as ranks, hold_folder(Path(settings.out), ranks):
         say = print if ranks.is_first else _say_nothing
         settings.check_world(ranks.world_size)
         say("reading the standard library and learning its vocabulary (kept for the next time) ...", flush=True)

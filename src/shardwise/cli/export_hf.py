@@ -11,7 +11,8 @@ import tyro
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.checkpoint_model import OpenCheckpoint, open_checkpoint
 from shardwise.cli.launch import launch_ranks, shardwise_command
-from shardwise.cli.rank import checked_world_size
+from shardwise.cli.rank import RankEnvironment, checked_world_size
+from shardwise.folder_lock import check_free_target, checked_out
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, check_values
 
 
@@ -59,6 +60,8 @@ def main(argv: list[str]) -> int:
     """
     arguments = parse_command(ExportArguments, argv, "shardwise export-hf")
     world_size, here = checked_world_size(arguments.nproc)
+    if RankEnvironment.read() is None:
+        check_free_target(checked_out(arguments.out))
     if not here:
         # A mistake costs less to find before the ranks are started.
         _open(arguments, world_size)

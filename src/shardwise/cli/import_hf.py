@@ -12,9 +12,10 @@ import tyro
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER
 from shardwise.cli.launch import launch_ranks, shardwise_command
-from shardwise.cli.rank import checked_world_size
+from shardwise.cli.rank import RankEnvironment, checked_world_size
 from shardwise.cli.reporting import print_line
 from shardwise.errors import ConfigError, DataError
+from shardwise.folder_lock import check_free, checked_out
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, check_values
 
 if TYPE_CHECKING:
@@ -63,14 +64,17 @@ def main(argv: list[str]) -> int:
     """
     arguments = parse_command(ImportArguments, argv, "shardwise import-hf")
     world_size, here = checked_world_size(arguments.nproc)
+    if RankEnvironment.read() is None:
+        check_free(checked_out(arguments.out))
     if not here:
         # A mistake costs less to find before the ranks are started.
         _open(arguments, world_size)
         program = shardwise_command("import-hf", *argv)
         return launch_ranks(world_size, program, command="shardwise import-hf", debug=arguments.debug)
+    from shardwise.training.out_folder import hold_folder
     from shardwise.training.ranks import open_ranks
 
-    with open_ranks("cpu", timeout=arguments.timeout) as ranks:
+    with open_ranks("cpu", timeout=arguments.timeout) as ranks, hold_folder(checked_out(arguments.out), ranks):
         path, kind, lack = _import(arguments, world_size)
         if ranks.is_first:
             generates = kind == "gpt" and lack is None

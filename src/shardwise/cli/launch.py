@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from shardwise.cli.rank import ENDING_SIGNALS, LAUNCHER_VARIABLE, REPORTS_VARIABLE, FailureReport, Interrupted
 from shardwise.cli.reporting import EXIT_FAILURE, RESUME_HINT, describe, print_error, print_line
 from shardwise.errors import LaunchError
+from shardwise.processes import clear_leftovers, temporary_prefix
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -78,8 +79,9 @@ def launch_ranks(
         Interrupted: SIGINT, SIGTERM or SIGHUP reached this process; the ranks have ended.
         LaunchError: the ranks could not be started.
     """
+    clear_leftovers()
     with (
-        tempfile.TemporaryDirectory(prefix="shardwise-ranks-", ignore_cleanup_errors=True) as name,
+        tempfile.TemporaryDirectory(prefix=temporary_prefix("ranks"), ignore_cleanup_errors=True) as name,
         _environment(_rank_variables(nproc, Path(name), debug)),
         _signal_handlers_kept(),
         _no_name_lookups(),

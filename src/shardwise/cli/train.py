@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from shardwise.cli.arguments import FinetuneArguments, TrainArguments, parse_train_arguments
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import RankEnvironment
 from shardwise.errors import ConfigError
+from shardwise.folder_lock import check_free
 
 
 def main(argv: list[str]) -> int:
@@ -48,7 +50,7 @@ def run_in_ranks(
         The exit code.
 
     Raises:
-        ConfigError: settings that do not fit the number of ranks.
+        ConfigError: settings that do not fit the number of ranks; ``out`` is another run's, or cannot be written to.
     """
     settings = arguments.settings
     environment = RankEnvironment.read()
@@ -62,6 +64,8 @@ def run_in_ranks(
                 f"--nproc asks for {arguments.nproc} ranks, but the launcher started {world_size}; leave --nproc out"
             )
     settings.check_world(world_size)
+    if environment is None:
+        check_free(Path(settings.out))
     if environment is None and world_size > 1:
         program = shardwise_command(command, *argv)
         return launch_ranks(world_size, program, command=f"shardwise {command}", debug=arguments.debug, resumable=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch.distributed import ProcessGroup
 from shardwise.checkpoint.folder import fsync
 from shardwise.collectives.agreement import agree, tell_all
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.folder_lock import FolderLock, lock_of_target
 from shardwise.huggingface.architectures import ARCHITECTURES
 from shardwise.huggingface.building import Model, describe_model
 from shardwise.huggingface.mapping import Composition, Shape, compose
@@ -173,19 +175,11 @@ def _write_folder(target: Path, plan: _Plan, groups: ProcessGroupCollection, max
     for group in model_groups(groups):
         token = tell_all(token, "a name for the unfinished folder", group=group)[0]
     partial = target.with_name(f".{target.name}.{token}.partial")
-    parents: list[Path] = []
-    try:
-        agree_everywhere(lambda: _begin(target, partial, parents) if is_first else None, groups)
+    with ExitStack() as stack:
+        agree_everywhere(lambda: stack.enter_context(_begun(target, partial)) if is_first else None, groups)
         failure = _write_files(partial, dict(zip(names[first:], own_files, strict=False)), groups)
         agree_everywhere(lambda: _raise(failure), groups)
         agree_everywhere(lambda: _finish(target, partial, plan, index) if is_first else None, groups)
-    finally:
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            for parent in parents:
-                # Stays where the target is there now, or what somebody else has put there.
-                with suppress(OSError):
-                    parent.rmdir()
 
 
 def _dealt_out(parts: Sequence[_Part], max_file_size: int) -> list[list[_Part]]:
@@ -266,13 +260,20 @@ def check_target(target: Path) -> None:
             raise ConfigError(f"{target} exists; choose another folder, or remove it first")
 
 
-def _begin(target: Path, partial: Path, parents: list[Path]) -> None:
-    """Make the unfinished folder; note in ``parents`` which folders around it were not there, the innermost first."""
+@contextmanager
+def _begun(target: Path, partial: Path) -> Iterator[None]:
+    """Make the unfinished folder, for the length of the block, with nobody else writing the same one.
+
+    What a killed export left is removed; afterwards nothing is left of this one but the target.
+    """
     check_target(target)
-    with _os_errors(target):
-        parents.extend(parent for parent in target.parents if not parent.exists())
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
+    with FolderLock(**lock_of_target(target)), ExitStack() as stack:
+        with _os_errors(target):
+            for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+                shutil.rmtree(left, ignore_errors=True)
+            partial.mkdir()
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        yield
 
 
 def _finish(target: Path, partial: Path, plan: _Plan, index: Mapping[str, Any] | None) -> None:

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwise.processes import temporary_prefix
+
 # No exceptions for wrong or inexact results are read, which lets the compiler use vectors; no sum is reordered.
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
 # Of this machine, for its own use; compilers for ARM know the second. The last is what every compiler knows.
@@ -37,7 +39,7 @@ def compile_c(source: str, defines: Sequence[str] = ()) -> ctypes.CDLL | str:
     path = Path(__file__).with_name(source)
     refusal = ""
     try:
-        with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        with tempfile.TemporaryDirectory(prefix=temporary_prefix("kernels")) as folder:
             built = Path(folder) / path.with_suffix(".so").name
             for tuning in _TUNING:
                 command = [compiler, *_FLAGS, *tuning, *defines, str(path), "-o", str(built), "-lm"]

@@ -28,6 +28,7 @@ from shardwise.tokenizer import PaddedTokenizer
 from shardwise.topology import Topology
 from shardwise.training.build import DTYPES
 from shardwise.training.finetune_settings import FinetuneSettings
+from shardwise.training.out_folder import hold_folder
 from shardwise.training.ranks import Ranks, open_ranks
 from shardwise.training.run import banner, summary, train
 from shardwise.training.session import Session, assemble_session, share_texts, trainer_of
@@ -138,7 +139,7 @@ def _check_out(out: Path, base: Path) -> None:
 
 def finetune(settings: FinetuneSettings) -> None:
     """Fine-tune as ``settings`` say; every rank calls, and ends with the same error if one cannot go on."""
-    with open_ranks(settings.device, timeout=settings.timeout) as ranks:
+    with open_ranks(settings.device, timeout=settings.timeout) as ranks, hold_folder(Path(settings.out), ranks):
         session, base = open_finetuning(settings, ranks)
         if ranks.is_first:
             print(banner(session))

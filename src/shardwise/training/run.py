@@ -15,6 +15,7 @@ from shardwise.collectives.primitives import validated_calls
 from shardwise.errors import ConfigError, DivergenceError
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.training.metrics import MetricsWriter
+from shardwise.training.out_folder import hold_folder
 from shardwise.training.pictures import draw_loss
 from shardwise.training.progress import Progress
 from shardwise.training.ranks import open_ranks
@@ -56,7 +57,7 @@ class Outcome:
 
 def run(settings: Settings) -> None:
     """Train as ``settings`` say; every rank calls, and ends with the same error if one cannot go on."""
-    with open_ranks(settings.device, timeout=settings.timeout) as ranks:
+    with open_ranks(settings.device, timeout=settings.timeout) as ranks, hold_folder(Path(settings.out), ranks):
         settings.check_world(ranks.world_size)
         texts = gather_texts(settings, ranks)
         session = open_session(settings, ranks, texts)

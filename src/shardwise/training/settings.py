@@ -245,6 +245,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         check_values(self)
         _require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
+        _require(bool(self.out), "out is empty; name a folder with --out")
 
     @property
     def sequence_length(self) -> int:

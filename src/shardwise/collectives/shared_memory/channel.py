@@ -20,7 +20,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from shardwise.collectives.pending import Pending
 from shardwise.collectives.waiting import Wait, layer_of
 from shardwise.errors import DesyncError, LaunchError, ShardwiseError
+from shardwise.processes import Process
 
 NUM_SLOTS = 4
 # What is copied in and what is made of it stay in a core's second-level cache.
@@ -61,27 +61,6 @@ def _notes_offset(t: int) -> int:
 def _slots_offset(t: int) -> int:
     end = _notes_offset(t) + t * _NOTE_BYTES
     return end + (-end) % _PAGE
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process of this machine, told apart from a later one of the same number by when it started."""
-
-    pid: int
-    started: str
-
-    @classmethod
-    def find(cls, pid: int) -> Process | None:
-        """The process ``pid`` if it runs; None if it is gone, or dead and not yet collected by its parent."""
-        try:
-            with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-                fields = file.read().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return None if fields[0] in "ZX" else cls(pid, fields[19])
-
-    def runs(self) -> bool:
-        return Process.find(self.pid) == self
 
 
 class Channel:

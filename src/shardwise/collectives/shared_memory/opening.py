@@ -9,7 +9,6 @@ import secrets
 import tempfile
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +20,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.collectives.accounting import uncounted
 from shardwise.collectives.agreement import tell_all
 from shardwise.collectives.backend import is_gloo
-from shardwise.collectives.shared_memory.channel import Channel, Process, channel_bytes
+from shardwise.collectives.shared_memory.channel import Channel, channel_bytes
+from shardwise.processes import Process, machine, temporary_prefix
 
 SWITCH = "SHARDWISE_SHARED_MEMORY"
 """Environment variable; 0 leaves everything to gloo."""
 
 _MAX_RANKS = 8
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 # The channels are communication buffers, kept for as long as their group.
 _channels: weakref.WeakKeyDictionary[ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
@@ -41,7 +40,7 @@ def why_not_here() -> str | None:
         return f"{SWITCH}=0"
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"on {platform.machine()} stores may become visible out of order"
-    if Process.find(os.getpid()) is None or not _BOOT_ID.exists():
+    if Process.find(os.getpid()) is None or machine() is None:
         return "there is no /proc that shows whether a rank lives"
     return None
 
@@ -91,9 +90,9 @@ def _open(group: ProcessGroup) -> Channel | None:
     )
 
 
-def _where_and_who() -> tuple[tuple[str, int], Process | None]:
+def _where_and_who() -> tuple[str | None, Process | None]:
     """The machine, as this process sees it, and the process."""
-    return (_BOOT_ID.read_text().strip(), os.stat("/proc/self/ns/pid").st_ino), Process.find(os.getpid())
+    return machine(), Process.find(os.getpid())
 
 
 def _tell_all(value: Any, group: ProcessGroup) -> list[Any]:
@@ -112,7 +111,7 @@ def _attempt(function: Callable[[], T]) -> T | None:
 def _reserved_file(num_bytes: int, token: bytes) -> Any:
     """The path of a file of that size whose memory is really there, gone at the end of the block."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    descriptor, path = tempfile.mkstemp(prefix="shardwise-", dir=folder)
+    descriptor, path = tempfile.mkstemp(prefix=temporary_prefix("memory"), dir=folder)
     try:
         try:
             # A sparse file on a full disk would end the program at the first touch.

@@ -1,0 +1,92 @@
+"""Processes of this machine, and temporary files that bear the name of the process that made them.
+
+A process that is killed leaves its temporary files. The name of each says whose it is, so that the next one can tell
+those of the living from those of the dead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_OWNED = re.compile(r"(?:\..+\.)?shardwise-[a-z]+-([0-9a-f]{8})-(\d+)-(\d+)-.*")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this machine, told apart from a later one of the same number by when it started."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def find(cls, pid: int) -> Process | None:
+        """The process ``pid`` if it runs; None if it is gone, or dead and not yet collected by its parent."""
+        try:
+            with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if fields[0] in "ZX" else cls(pid, fields[19])
+
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return Process.find(self.pid) == self
+
+
+@cache
+def machine() -> str | None:
+    """Eight digits that are the same for processes whose numbers mean the same: of one boot, in one namespace.
+
+    None where there is no /proc that would say it.
+    """
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        return hashlib.sha256(f"{_BOOT_ID.read_text().strip()} {namespace}".encode()).hexdigest()[:8]
+    except OSError:
+        return None
+
+
+def temporary_prefix(kind: str) -> str:
+    """What the name of a temporary file or folder of this process begins with.
+
+    Args:
+        kind: what it is for, in small letters.
+    """
+    own = Process.find(os.getpid())
+    return f"shardwise-{kind}-" if own is None else f"shardwise-{kind}-{machine()}-{own.pid}-{own.started}-"
+
+
+def clear_leftovers(folders: Iterable[str | os.PathLike[str]] | None = None) -> None:
+    """Remove what processes of this user left that are gone.
+
+    Args:
+        folders: where; the folders of temporary files and of shared memory if None.
+    """
+    for folder in {tempfile.gettempdir(), "/dev/shm"} if folders is None else folders:
+        with suppress(OSError):
+            for entry in list(os.scandir(folder)):
+                match = _OWNED.fullmatch(entry.name)
+                if match is not None and match[1] == machine() and not Process(int(match[2]), match[3]).runs():
+                    with suppress(OSError):
+                        _remove(entry)
+
+
+def _remove(entry: os.DirEntry[str]) -> None:
+    status = entry.stat(follow_symlinks=False)
+    if status.st_uid != os.getuid():
+        return
+    if stat.S_ISDIR(status.st_mode):
+        shutil.rmtree(entry.path)
+    else:
+        os.unlink(entry.path)
