@@ -11,13 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-from shardwise.cli import rank
+from shardwise.cli import rank, reporting
 from shardwise.cli.reporting import run_command
 from shardwise.errors import ConfigError, LaunchError
 
 RANK = int(os.environ["RANK"])
-# Half of what users' ranks have to end by themselves: many tests wait for it. One that is to end by itself has as long
-# as it takes.
+# Half of what users' ranks have to end by themselves: many tests wait for it. Whoever is to end by itself, or to be
+# heard, has as long as it takes.
+reporting._HEAR_OTHERS_SECONDS = 1000.0
 rank.GRACE_SECONDS = 1000.0 if sys.argv[1] == "rank_0_sleeps" and RANK == 0 else 1.0
 
 
@@ -38,16 +39,19 @@ def one_breaks(folder: Path) -> None:
 
 def peers_notice(folder: Path) -> None:
     """Rank 1 is killed; the others get an error from their collective at once."""
-    (folder / f"pid{RANK}").write_text(str(os.getpid()))
-    wait_for(folder / "pid1")
     if RANK == 1:
+        leave_pid(folder)
         os.kill(os.getpid(), signal.SIGKILL)
+    wait_for(folder / "pid1")
+    stat = Path(f"/proc/{(folder / 'pid1').read_text()}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.02)
     raise LaunchError("connection closed by peer")
 
 
 def one_is_killed(folder: Path) -> None:
     """Rank 1 is killed; the others wait for it in a collective."""
-    (folder / f"pid{RANK}").write_text(str(os.getpid()))
+    leave_pid(folder)
     if RANK == 1:
         wait_for(folder / "pid0")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -67,8 +71,9 @@ def one_breaks_among_collectives(folder: Path) -> None:
         dist.all_reduce(torch.ones(1))
     finally:
         dist.destroy_process_group()
-        # The other rank hears of it now, and reports first.
-        time.sleep(0.2 * RANK)
+        if RANK == 1:
+            # The other rank hears of it now, and reports first.
+            wait_for(Path(os.environ[rank.REPORTS_VARIABLE]) / "rank0.json")
 
 
 def one_is_killed_among_collectives(folder: Path) -> None:
@@ -109,7 +114,7 @@ def output_closed(folder: Path) -> None:
 
 def rank_0_sleeps(folder: Path) -> None:
     """Rank 0 is in Python code, the others in a collective; both until told to end."""
-    (folder / f"pid{RANK}").write_text(str(os.getpid()))
+    leave_pid(folder)
     if RANK != 0:
         hang()
     try:
@@ -126,6 +131,12 @@ def hang() -> None:
     library.pthread_mutex_init(mutex, None)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
+
+
+def leave_pid(folder: Path) -> None:
+    """Leave this process's number, complete or not at all."""
+    (folder / f"new{RANK}").write_text(str(os.getpid()))
+    (folder / f"new{RANK}").rename(folder / f"pid{RANK}")
 
 
 def wait_for(path: Path) -> None:
