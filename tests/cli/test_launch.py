@@ -78,12 +78,12 @@ def test_a_rank_that_breaks_alone_is_named_and_the_waiting_ones_end(tmp_path, ca
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_waiting_ones_end(tmp_path, capfd):
-    assert launch("one_is_killed", tmp_path, resumable=True) == 1
+    assert launch("one_is_killed", tmp_path, way_on=lambda: "the way on") == 1
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
     assert capfd.readouterr() == (
         "",
         f"shardwise train: error: rank 1 (pid {pids[1]}) was killed by SIGKILL, by hand or for lack of memory; "
-        "the last checkpoint stands: run the same command with --resume auto\n",
+        "the way on\n",
     )
     assert not any(is_alive(pid) for pid in pids)
 
@@ -154,7 +154,7 @@ import sys
 from shardwise.cli.launch import launch_ranks
 from shardwise.cli.reporting import run_command
 argv = [sys.executable, {PROGRAM!r}, "rank_0_sleeps", sys.argv[1]]
-sys.exit(run_command("shardwise train", lambda: launch_ranks(2, argv), resumable=True))
+sys.exit(run_command("shardwise train", lambda: launch_ranks(2, argv)))
 """
 
 
@@ -179,7 +179,7 @@ def test_a_signal_ends_the_ranks_and_says_how_to_continue(launchers, name, code)
     ranks = ranks_of(launcher, folder)
     launcher.interrupt(signal.Signals[name])
     launcher.finish(exit_code=code)
-    assert (launcher.stdout, launcher.stderr) == ("", "shardwise train: interrupted; continue with --resume auto\n")
+    assert (launcher.stdout, launcher.stderr) == ("", "shardwise train: interrupted\n")
     assert not any(is_alive(pid) for pid in ranks)
     assert (folder / "tidied").exists()
 

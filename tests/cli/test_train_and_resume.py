@@ -76,7 +76,7 @@ def test_killed_and_interrupted_and_resumed(tmp_path):
         wait_for_checkpoint(run, out, at_least=reached(out) + SAVE_EVERY)
         run.interrupt()
         said = run.finish(exit_code=130).stdout + run.stderr
-    assert "interrupted; continue with --resume auto" in said
+    assert f"interrupted; the last checkpoint is {out}/checkpoints/step-{reached(out):08d}; run the same" in said
     assert "resumed at step " in said
     assert "Traceback" not in said
 

@@ -199,12 +199,12 @@ def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch
     session, _ = open_run(settings_of(root, "gpt2", tmp_path / "run", tp=2, lora=lora, steps=8, save_every=6), root, monkeypatch)  # fmt: skip # noqa: E501
     original = session.trainer.train_step
 
-    def stop_at_6(step, loader):
-        if step == 6:
+    def stop_at_7(step, loader):
+        if step == 7:
             raise KeyboardInterrupt
         return original(step, loader)
 
-    session.trainer.train_step = stop_at_6
+    session.trainer.train_step = stop_at_7
     with pytest.raises(KeyboardInterrupt):
         train(session)
     dist.barrier(group=group)

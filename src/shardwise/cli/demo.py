@@ -27,8 +27,8 @@ from shardwise.training.settings import (
 )
 
 if TYPE_CHECKING:
+    from shardwise.training.outcome import Outcome
     from shardwise.training.parity import Parity
-    from shardwise.training.run import Outcome
     from shardwise.training.session import Session
 
 
@@ -103,6 +103,7 @@ def _check_folder(out: Path) -> None:
 
 def _run_rank(settings: Settings) -> None:
     # Late, because PyTorch takes seconds to import, and a wrong argument should not.
+    from shardwise.training.finishing import finish
     from shardwise.training.out_folder import hold_folder
     from shardwise.training.parity import check_parity
     from shardwise.training.ranks import open_ranks
@@ -122,7 +123,7 @@ def _run_rank(settings: Settings) -> None:
         if ranks.is_first:
             session.out.mkdir(parents=True, exist_ok=True)
             (session.out / "DEMO").write_text("made by `shardwise demo`, which replaces it\n", encoding="utf-8")
-        outcome = train(session)
+        outcome = finish(session, train(session))
         say(report(session, parity, outcome))
 
 

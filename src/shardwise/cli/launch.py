@@ -14,14 +14,17 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from shardwise.cli.rank import ENDING_SIGNALS, LAUNCHER_VARIABLE, REPORTS_VARIABLE, FailureReport, Interrupted
-from shardwise.cli.reporting import EXIT_FAILURE, RESUME_HINT, describe, print_error, print_line
+from shardwise.cli.rank import LAUNCHER_VARIABLE, REPORTS_VARIABLE, FailureReport, request_stop
+from shardwise.cli.reporting import EXIT_FAILURE, describe, print_error, print_line
 from shardwise.errors import LaunchError
 from shardwise.processes import clear_leftovers, temporary_prefix
+from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -57,20 +60,26 @@ def physical_cores() -> int:
 
 
 def launch_ranks(
-    nproc: int, argv: Sequence[str], *, command: str = "shardwise", debug: bool = False, resumable: bool = False
+    nproc: int,
+    argv: Sequence[str],
+    *,
+    command: str = "shardwise",
+    debug: bool = False,
+    way_on: Callable[[], str] | None = None,
 ) -> int:
     """Run ``argv`` as ``nproc`` ranks on this machine, and wait for all of them.
 
     Each finds its place in ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. If one fails,
-    the others are ended within seconds. If this process is killed, the ranks end by themselves, provided that they run
-    inside ``run_command``.
+    the others are ended within seconds. Provided that they run inside ``run_command``: if this process is killed, the
+    ranks end by themselves; on a first SIGINT, SIGTERM or SIGHUP they end as on that signal, in their own time (a
+    training step is done and saved). A further one ends them at once.
 
     Args:
         nproc: number of ranks.
         argv: the program and its arguments; see ``shardwise_command``.
         command: what an error line begins with.
         debug: show stack traces and what the agent logs.
-        resumable: the command can go on from a checkpoint; the line about a killed rank says so.
+        way_on: says how the command can go on, for the line about a killed rank.
 
     Returns:
         0, or the exit code after the line that says why: 2 for the user's mistakes, 1 for failures.
@@ -86,14 +95,13 @@ def launch_ranks(
         _signal_handlers_kept(),
         _no_name_lookups(),
         contextlib.nullcontext() if debug else _agent_silenced(),
+        _first_signal_asks(Path(name)) as asked,
     ):
         # Late, because it takes seconds, and once the environment has what keeps it quiet.
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        # One that is ignored (`nohup`) stays ignored.
-        handled = [number.name for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -105,7 +113,8 @@ def launch_ranks(
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=_MONITOR_SECONDS,
-            signals_to_handle=",".join(handled),
+            # The others are handled here, and it needs one.
+            signals_to_handle="SIGQUIT",
             shutdown_timeout=_SHUTDOWN_SECONDS,
         )
         # The agent expands "${local_rank}" in arguments; ours are to arrive as they are.
@@ -115,7 +124,9 @@ def launch_ranks(
         except SignalException as error:
             raise Interrupted(error.sigval) from None
         except ChildFailedError as error:
-            return _report(command, nproc, error.failures, FailureReport.read_all(Path(name)), debug, resumable)
+            if asked:
+                raise Interrupted(asked[0]) from None
+            return _report(command, nproc, error.failures, FailureReport.read_all(Path(name)), debug, way_on)
         except Exception as error:
             raise LaunchError(f"could not start {nproc} ranks: {describe(error)[0]}") from error
     return 0
@@ -127,7 +138,7 @@ def _report(
     failures: Mapping[int, ProcessFailure],
     reports: list[FailureReport],
     debug: bool,
-    resumable: bool,
+    way_on: Callable[[], str] | None,
 ) -> int:
     """Print why the ranks failed, in one line, and return the exit code."""
     if debug:
@@ -141,7 +152,7 @@ def _report(
         cause = f"rank {rank} (pid {failure.pid}) was killed by {failure.signal_name()}"
         if failure.exitcode == -signal.SIGKILL:
             cause += ", by hand or for lack of memory"
-        print_error(command, f"{cause}; {RESUME_HINT}" if resumable else cause)
+        print_error(command, f"{cause}; {way_on()}" if way_on else cause)
         return EXIT_FAILURE
     silent = rank not in {report.rank for report in reports}
     if not reports or (silent and reports[0].in_collective):
@@ -151,9 +162,14 @@ def _report(
             how = f"was ended by {signal.Signals(signum).name}"
         else:
             how = f"ended with exit code {failure.exitcode} and no message"
-        print_error(command, f"rank {rank} (pid {failure.pid}) {how}")
+        cause = f"rank {rank} (pid {failure.pid}) {how}"
+        print_error(command, f"{cause}; {way_on()}" if way_on else cause)
         return EXIT_FAILURE
     first = reports[0]
+    if first.exit_code - 128 in ENDING_SIGNALS:
+        # All ranks ended alike because one of them was asked to: no error.
+        print_line(f"{command}: {first.message}")
+        return first.exit_code
     unanimous = len(reports) == nproc and all(report.message == first.message for report in reports)
     # A user's mistake reads the same whichever rank finds it first.
     named = first.exit_code == EXIT_FAILURE and not unanimous
@@ -194,9 +210,39 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _first_signal_asks(reports: Path) -> Iterator[list[int]]:
+    """Within, a first signal asks the ranks to end, and a further one has the agent end them; yields the signals.
+
+    One that is ignored (``nohup``) stays so.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    asked: list[int] = []
+    since = 0.0
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal since
+        if not asked:
+            asked.append(signum)
+            since = time.monotonic()
+            with contextlib.suppress(OSError):
+                request_stop(reports, signum)
+                return
+        elif time.monotonic() - since < SAME_REQUEST_SECONDS:
+            return
+        raise SignalException(f"signal {signum}", signal.Signals(signum))
+
+    if threading.current_thread() is threading.main_thread():
+        for number in ENDING_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handle)
+    yield asked
+
+
+@contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Put back the signal handlers that the agent replaces."""
-    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    """Put back the signal handlers that the agent, or what is here, replaces."""
+    before = {number: signal.getsignal(number) for number in (*ENDING_SIGNALS, signal.SIGQUIT)}
     try:
         yield
     finally:

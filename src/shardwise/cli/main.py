@@ -19,17 +19,15 @@ class Command:
 
     Attributes:
         summary: one line for ``shardwise --help``.
-        resumable: it can go on from a checkpoint after an interruption.
     """
 
     summary: str
-    resumable: bool = False
 
 
 COMMANDS = {
     "demo": Command("train a small GPT on two local ranks, in about a minute"),
-    "train": Command("train a GPT on your text, on any number of ranks", resumable=True),
-    "finetune": Command("fine-tune a Hugging Face model, all weights or LoRA adapters", resumable=True),
+    "train": Command("train a GPT on your text, on any number of ranks"),
+    "finetune": Command("fine-tune a Hugging Face model, all weights or LoRA adapters"),
     "generate": Command("continue a text with a trained checkpoint"),
     "import-hf": Command("make a checkpoint of a Hugging Face folder"),
     "export-hf": Command("write a checkpoint as a Hugging Face folder"),
@@ -64,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = module.main(own)
         return code
 
-    return run_command(f"shardwise {name}", body, debug="--debug" in arguments, resumable=command.resumable)
+    return run_command(f"shardwise {name}", body, debug="--debug" in arguments)
 
 
 def _without_command(word: str) -> int:

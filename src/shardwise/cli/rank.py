@@ -22,6 +22,8 @@ from types import FrameType
 from typing import NoReturn
 
 from shardwise.errors import ConfigError
+from shardwise.training import stopping
+from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted
 
 REPORTS_VARIABLE = "SHARDWISE_RANK_REPORTS"
 """Environment variable: the folder where ranks leave their FailureReport for the launcher to print."""
@@ -32,26 +34,29 @@ LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
 GRACE_SECONDS = 2.0
 """How long a rank that was told to end may take to do so by itself."""
 
-ENDING_SIGNALS = tuple(
-    signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in signal.Signals.__members__
-)
-"""The signals that ask a process to end, as far as this system has them."""
+LONGEST_LEAVING_SECONDS = 20.0
+"""How long a rank whose step was done and saved on a signal may take to end."""
 
 _POLL_SECONDS = 0.5
+_REQUEST_NAME = "stop"
 
 
-class Interrupted(KeyboardInterrupt):
-    """A signal asked this process to end; a KeyboardInterrupt, so that code which tidies up after Ctrl-C does here too.
+def request_stop(reports: Path, signum: int) -> None:
+    """Ask all ranks that leave their reports in ``reports`` to end as on this signal.
 
-    Attributes:
-        signal: the signal.
-        exit_code: what shells report for it, 128 plus its number.
+    A file, because a signal might come twice: a terminal sends Ctrl-C to the ranks too.
     """
+    temporary = reports / f".{_REQUEST_NAME}"
+    temporary.write_text(str(int(signum)), encoding="utf-8")
+    temporary.replace(reports / _REQUEST_NAME)
 
-    def __init__(self, signum: int) -> None:
-        self.signal = signal.Signals(signum)
-        self.exit_code = 128 + signum
-        super().__init__(f"ended by {self.signal.name}")
+
+def _requested_stop(reports: Path | None) -> int:
+    """The signal of ``request_stop``; 0 if there was none."""
+    try:
+        return int((reports / _REQUEST_NAME).read_text(encoding="utf-8")) if reports is not None else 0
+    except (OSError, ValueError):
+        return 0
 
 
 @dataclass(frozen=True)
@@ -186,32 +191,81 @@ def signals_raise(*, once: bool) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def start_guard(launcher_pid: int | None) -> None:
+def start_guard(launcher_pid: int | None, reports: Path | None = None) -> None:
     """Start the thread that ends this process when the main thread cannot: on a signal, or when the launcher died.
+
+    Where signals wait for the end of a training step, it waits too, until the step has had its time.
 
     Call it once, in the main thread, after ``signals_raise``.
 
     Args:
         launcher_pid: the parent process to watch; None watches signals alone.
+        reports: folder where the launcher may ask to stop.
     """
     receive, send = os.pipe()
     os.set_blocking(send, False)
     # The interpreter writes each signal's number here at once, whatever the main thread is doing.
     signal.set_wakeup_fd(send, warn_on_full_buffer=False)
+    guard = _Guard(receive, launcher_pid, reports)
+    threading.Thread(target=guard.watch, name="shardwise-guard", daemon=True).start()
 
-    def watch() -> NoReturn:
-        signum = 0
-        while signum not in ENDING_SIGNALS:
-            readable, _, _ = select.select([receive], [], [], _POLL_SECONDS)
-            if readable:
-                signum = os.read(receive, 1)[0]
-            elif launcher_pid is not None and os.getppid() != launcher_pid:
-                signum = signal.SIGTERM
-                os.kill(os.getpid(), signum)
+
+class _Guard:
+    """What ``start_guard`` starts.
+
+    Args:
+        receive: where the numbers of signals arrive.
+        launcher_pid: as for ``start_guard``.
+        reports: as for ``start_guard``.
+    """
+
+    def __init__(self, receive: int, launcher_pid: int | None, reports: Path | None) -> None:
+        self._receive = receive
+        self._launcher_pid = launcher_pid
+        self._reports = reports
+        # Of the first signal, and when it came; or when the step that it waited for was done.
+        self._signum = 0
+        self._since = 0.0
+        self._waits = False
+
+    def watch(self) -> NoReturn:
+        while not self._is_to_end():
+            pass
         time.sleep(GRACE_SECONDS)
-        os._exit(128 + signum)
+        os._exit(128 + self._signum)
 
-    threading.Thread(target=watch, name="shardwise-guard", daemon=True).start()
+    def _is_to_end(self) -> bool:
+        """Look once, for at most ``_POLL_SECONDS``."""
+        readable, _, _ = select.select([self._receive], [], [], _POLL_SECONDS)
+        now, postponed = time.monotonic(), stopping.current()
+        if readable:
+            received = os.read(self._receive, 1)[0]
+            return received in ENDING_SIGNALS and self._takes(received, now, postponed)
+        if self._launcher_pid is not None and os.getppid() != self._launcher_pid:
+            # Killed, with all that it started as far as its user knows.
+            return self._end_at_once(signal.SIGTERM, postponed)
+        if not self._signum:
+            if asked := _requested_stop(self._reports):
+                os.kill(os.getpid(), asked)
+            return False
+        if postponed is not None:
+            return postponed.overdue() and self._end_at_once(self._signum, postponed)
+        if self._waits:
+            self._waits, self._since = False, now
+        return now - self._since > LONGEST_LEAVING_SECONDS
+
+    def _takes(self, signum: int, now: float, postponed: stopping.Postponed | None) -> bool:
+        if not self._signum:
+            self._signum, self._since, self._waits = signum, now, postponed is not None
+            return postponed is None
+        return now - self._since >= SAME_REQUEST_SECONDS
+
+    def _end_at_once(self, signum: int, postponed: stopping.Postponed | None) -> bool:
+        if postponed is not None:
+            postponed.abandon()
+        self._signum = signum
+        os.kill(os.getpid(), signum)
+        return True
 
 
 def leave(exit_code: int) -> NoReturn:

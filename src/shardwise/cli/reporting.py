@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
-from shardwise.cli.rank import FailureReport, Interrupted, RankEnvironment, leave, signals_raise, start_guard
+from shardwise.cli.rank import FailureReport, RankEnvironment, leave, signals_raise, start_guard
 from shardwise.errors import (
     CheckpointError,
     ConfigError,
@@ -29,12 +29,11 @@ from shardwise.errors import (
     TopologyError,
     VocabularyError,
 )
+from shardwise.training.stopping import Interrupted
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2
 EXIT_CLOSED_OUTPUT = 141  # What shells report for SIGPIPE.
-
-RESUME_HINT = "the last checkpoint stands: run the same command with --resume auto"
 
 _MISTAKES = (ConfigError, DataError, ShardingError, VocabularyError, CheckpointError, TopologyError)
 _PATH_MISTAKES = {
@@ -99,7 +98,7 @@ def print_error(command: str, message: str) -> None:
         print_line(f"{command}: error: {message}")
 
 
-def run_command(command: str, body: Callable[[], int | None], *, debug: bool = False, resumable: bool = False) -> int:
+def run_command(command: str, body: Callable[[], int | None], *, debug: bool = False) -> int:
     """Run a command to its exit code, with every error made one line.
 
     In a rank of several (``RANK`` and ``WORLD_SIZE`` are set) the line goes to the launcher, which prints one for all;
@@ -109,7 +108,6 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
         command: what the line begins with, such as ``shardwise train``.
         body: the command; None is success.
         debug: show the stack trace too.
-        resumable: the command can go on from a checkpoint after an interruption, and the line says how.
 
     Returns:
         0, 1 or 2; 128 and the signal's number after SIGINT or SIGTERM; 141 if nobody reads the output.
@@ -122,9 +120,9 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
     try:
         with signals_raise(once=environment is not None):
             if environment is not None:
-                start_guard(environment.launcher_pid)
+                start_guard(environment.launcher_pid, environment.reports)
                 _hear_watch(command, environment, debug)
-            code = _run(command, body, environment, debug, resumable)
+            code = _run(command, body, environment, debug)
     except Interrupted as interruption:  # Before the command began, or while its end was being reported.
         code = interruption.exit_code
     if environment is not None and code != 0:
@@ -132,15 +130,13 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
     return code
 
 
-def _run(
-    command: str, body: Callable[[], int | None], environment: RankEnvironment | None, debug: bool, resumable: bool
-) -> int:
+def _run(command: str, body: Callable[[], int | None], environment: RankEnvironment | None, debug: bool) -> int:
     try:
         code = body() or 0
         sys.stdout.flush()
         return code
     except Interrupted as interruption:
-        _report_interruption(command, interruption, environment, resumable)
+        _report_interruption(command, interruption, environment)
         return interruption.exit_code
     except SystemExit as end:
         if isinstance(end.code, str):
@@ -183,15 +179,18 @@ class _LineHandler(logging.Handler):
         _print_first(self._environment, line, name=getattr(record, "once", line))
 
 
-def _report_interruption(
-    command: str, interruption: Interrupted, environment: RankEnvironment | None, resumable: bool
-) -> None:
-    line = f"{command}: interrupted; continue with --resume auto" if resumable else f"{command}: interrupted"
+def _report_interruption(command: str, interruption: Interrupted, environment: RankEnvironment | None) -> None:
+    note = f"; {interruption.note}" if interruption.note else ""
     if environment is None:
-        print_line(line)
-    # Our launcher says it itself. torchrun also sends SIGTERM, when another rank failed: that is no news.
-    elif environment.reports is None and interruption.signal is signal.SIGINT:
-        _print_first(environment, line)
+        print_line(f"{command}: interrupted{note}")
+    elif environment.reports is not None:
+        # Our launcher says it itself if it was asked to end. It was not if a rank alone was.
+        if interruption.agreed:
+            line, code = f"interrupted by {interruption.signal.name}{note}", interruption.exit_code
+            _leave_report(environment, FailureReport(environment.rank, line, code, time.time()))
+    # torchrun also sends SIGTERM when another rank failed: that is no news, unless all ranks agreed to end.
+    elif interruption.agreed or interruption.signal is signal.SIGINT:
+        _print_first(environment, f"{command}: interrupted{note}")
 
 
 def _report_broken_pipe(command: str, error: BrokenPipeError, environment: RankEnvironment | None, debug: bool) -> int:

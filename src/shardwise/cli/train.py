@@ -8,8 +8,10 @@ from pathlib import Path
 from shardwise.cli.arguments import FinetuneArguments, TrainArguments, parse_train_arguments
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import RankEnvironment
-from shardwise.errors import ConfigError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.folder_lock import check_free
+from shardwise.training.settings import RunSettings
+from shardwise.training.stopping import Interrupted, way_on
 
 
 def main(argv: list[str]) -> int:
@@ -66,8 +68,28 @@ def run_in_ranks(
     settings.check_world(world_size)
     if environment is None:
         check_free(Path(settings.out))
-    if environment is None and world_size > 1:
-        program = shardwise_command(command, *argv)
-        return launch_ranks(world_size, program, command=f"shardwise {command}", debug=arguments.debug, resumable=True)
-    body()
+    try:
+        if environment is None and world_size > 1:
+            program, name = shardwise_command(command, *argv), f"shardwise {command}"
+            return launch_ranks(
+                world_size, program, command=name, debug=arguments.debug, way_on=lambda: _way_on(settings)
+            )
+        body()
+    except Interrupted as interruption:
+        interruption.note = _way_on(settings)
+        raise
     return 0
+
+
+def _way_on(settings: RunSettings) -> str:
+    """How to go on after the run ended early, from what is on the disk."""
+    folder = Path(settings.out) / "checkpoints"
+    if not folder.exists():
+        return way_on(None)
+    # Late, because PyTorch takes seconds to import.
+    from shardwise.checkpoint import latest
+
+    try:
+        return way_on(latest(folder))
+    except CheckpointError as error:
+        return str(error)

@@ -28,6 +28,7 @@ from shardwise.tokenizer import PaddedTokenizer
 from shardwise.topology import Topology
 from shardwise.training.build import DTYPES
 from shardwise.training.finetune_settings import FinetuneSettings
+from shardwise.training.finishing import finish
 from shardwise.training.out_folder import hold_folder
 from shardwise.training.ranks import Ranks, open_ranks
 from shardwise.training.run import banner, summary, train
@@ -142,9 +143,10 @@ def finetune(settings: FinetuneSettings) -> None:
     with open_ranks(settings.device, timeout=settings.timeout) as ranks, hold_folder(Path(settings.out), ranks):
         session, base = open_finetuning(settings, ranks)
         if ranks.is_first:
-            print(banner(session))
+            print(banner(session), flush=True)
         outcome = train(session)
         export(session, base)
+        outcome = finish(session, outcome)
         if ranks.is_first:
             print(summary(session, outcome))
 

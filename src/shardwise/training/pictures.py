@@ -26,7 +26,7 @@ def draw_loss(
 
         matplotlib.use("agg")
         from matplotlib import pyplot
-    except Exception as error:  # an optional package can fail in any way
+    except (Exception, SystemExit) as error:  # an optional package can fail in any way
         return f"no picture: matplotlib cannot be imported ({error}); pip install 'shardwise[plots]'"
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for key, label, style in (

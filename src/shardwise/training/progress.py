@@ -1,18 +1,18 @@
-"""The progress bar of a run: step, loss, bits per byte, tokens per second, time left."""
+"""The progress of a run: step, loss, bits per byte, tokens per second, time left; a bar, or lines in a log."""
 
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 
 from tqdm import tqdm
 
-# Where nobody watches (a log file), a line now and then is enough.
-_LOG_SECONDS = 15.0
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """A bar on standard error; shows nothing on ranks that are not the first.
+    """On standard error: a bar if it is a terminal, else a line every few seconds. Nothing on ranks that are not first.
 
     Args:
         total: steps of the whole run.
@@ -21,24 +21,37 @@ class Progress:
     """
 
     def __init__(self, total: int, done: int, *, visible: bool) -> None:
-        on_screen = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            disable=not visible,
-            mininterval=0.1 if on_screen else _LOG_SECONDS,
-            maxinterval=10.0 if on_screen else _LOG_SECONDS,
-            bar_format="{desc}{percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]",
-            dynamic_ncols=True,
-            leave=True,
-        )
+        self._total, self._first, self._done = total, done, done
+        self._visible = visible
+        self._start = time.monotonic()
+        self._next_line = self._start
+        self._bar = None
+        if visible and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=total,
+                initial=done,
+                bar_format="{desc}{percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt}{postfix} "
+                "[{elapsed}<{remaining}]",
+                dynamic_ncols=True,
+                leave=True,
+            )
 
     def update(self, *, loss: float, bits_per_byte: float, tokens_per_second: float) -> None:
         """One more step is done."""
-        self._bar.set_postfix_str(
-            f"loss {loss:.3f}, {bits_per_byte:.3f} bits/byte, {tokens_per_second:,.0f} tokens/s", refresh=False
-        )
-        self._bar.update()
+        self._done += 1
+        shown = f"loss {loss:.3f}, {bits_per_byte:.3f} bits/byte, {tokens_per_second:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(shown, refresh=False)
+            self._bar.update()
+        elif self._visible and (self._done == self._total or time.monotonic() >= self._next_line):
+            now = time.monotonic()
+            self._next_line = now + _SECONDS_BETWEEN_LINES
+            left = (now - self._start) / (self._done - self._first) * (self._total - self._done)
+            print(
+                f"step {self._done}/{self._total}: {shown}, {tqdm.format_interval(left)} left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def __enter__(self) -> Progress:
         return self
@@ -46,4 +59,5 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

@@ -5,54 +5,28 @@ from __future__ import annotations
 import json
 import math
 import time
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
 
 from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.collectives.agreement import agree
-from shardwise.collectives.primitives import validated_calls
+from shardwise.collectives.primitives import all_reduce, validated_calls
 from shardwise.errors import ConfigError, DivergenceError
 from shardwise.kernels.host_memory import keep_freed_memory
+from shardwise.training.finishing import finish
 from shardwise.training.metrics import MetricsWriter
 from shardwise.training.out_folder import hold_folder
-from shardwise.training.pictures import draw_loss
+from shardwise.training.outcome import Outcome
 from shardwise.training.progress import Progress
 from shardwise.training.ranks import open_ranks
-from shardwise.training.references import compressed_bits_per_byte
-from shardwise.training.sample import sample_text
 from shardwise.training.saving import save_run, start_or_resume
 from shardwise.training.session import Session, gather_texts, open_session
 from shardwise.training.settings import Settings
-
-_SAMPLE_TOKENS = 200
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run came to; the same on every rank.
-
-    Attributes:
-        first_loss: of the first step that this process did, in nats per token; None if there was none to do.
-        last_loss: of the last step; None likewise.
-        held_out_bits_per_byte: at the end.
-        seconds: spent in training steps.
-        collectives_per_step: collectives that a rank launches in a step.
-        bytes_per_step: bytes that a rank contributes to them.
-        checkpoint: the last one.
-        references: bits per byte of general-purpose compressors on the same held-out text, by name.
-        notes: what could not be done, one line each.
-    """
-
-    first_loss: float | None
-    last_loss: float | None
-    held_out_bits_per_byte: float
-    seconds: float
-    collectives_per_step: int
-    bytes_per_step: int
-    checkpoint: Path
-    references: dict[str, float]
-    notes: tuple[str, ...]
+from shardwise.training.stopping import Interrupted, Postponed, signals_postponed
 
 
 def run(settings: Settings) -> None:
@@ -62,8 +36,8 @@ def run(settings: Settings) -> None:
         texts = gather_texts(settings, ranks)
         session = open_session(settings, ranks, texts)
         if ranks.is_first:
-            print(banner(session))
-        outcome = train(session)
+            print(banner(session), flush=True)
+        outcome = finish(session, train(session))
         if ranks.is_first:
             print(summary(session, outcome))
 
@@ -88,91 +62,169 @@ def banner(session: Session) -> str:
 
 
 def train(session: Session) -> Outcome:
-    """Train to the last step; every rank calls.
+    """Train to the last step and save; every rank calls.
 
     Raises:
-        DivergenceError: the loss is not a number; the last checkpoint stands.
+        DivergenceError: the loss, the gradient or the weights are not finite; the message names the last checkpoint
+            whose weights are.
+        Interrupted: a signal asked one of the ranks to end; the step is done and saved.
         ShardwiseError: what else went wrong, on every rank.
     """
-    settings, trainer, ranks = session.settings, session.trainer, session.ranks
-    if ranks.device.type == "cpu":
+    if session.ranks.device.type == "cpu":
         keep_freed_memory()
-    agree(lambda: _make_folder(session), group=ranks.control)
-    first_step = start_or_resume(session)
-    if first_step and ranks.is_first:
-        print(f"resumed at step {first_step}")
-    bits_per_nat = session.texts.train_tokens.num_tokens / session.texts.train_tokens.num_bytes / math.log(2)
-    tokens_per_step = settings.training.global_batch_size * settings.sequence_length
-    counter = CollectiveCounter()
-    losses: list[float] = []
-    spent = 0.0
-    checkpoint: Path | None = None
-    with ExitStack() as stack:
-        metrics = None
-        if ranks.is_first:
-            metrics = stack.enter_context(
-                MetricsWriter(session.out, first_step, tensorboard=settings.training.tensorboard)
-            )
-        progress = stack.enter_context(Progress(settings.training.steps, first_step, visible=ranks.is_first))
-        for step in range(first_step, settings.training.steps):
-            started = time.perf_counter()
-            is_first = step == first_step
-            with (
-                ranks.phase(f"at step {step}", limited=True),
-                counter if is_first else nullcontext(),
-                # What ranks disagree on they do so in their first step.
-                validated_calls(session.topology.groups() if is_first else ()),
-            ):
-                result = trainer.train_step(step, session.loader)
-            seconds = time.perf_counter() - started
-            spent += seconds
-            if not math.isfinite(result.loss):
-                raise DivergenceError(
-                    f"the loss is {result.loss} at step {step}; lower optimizer.learning-rate "
-                    f"({settings.optimizer.learning_rate}) and continue from the last checkpoint"
-                )
-            losses.append(result.loss)
-            values = {
-                "loss": result.loss,
-                "bits_per_byte": result.loss * bits_per_nat,
-                "grad_norm": result.grad_norm,
-                "learning_rate": result.learning_rate,
-                "tokens_per_second": tokens_per_step / seconds,
-            }
-            done = step + 1
-            last = done == settings.training.steps
-            if last or _is_due(done, settings.training.eval_every):
-                values["held_out_bits_per_byte"] = _evaluate(session)
-            if metrics is not None:
-                metrics.write(step, values)
-            progress.update(
-                loss=result.loss, bits_per_byte=values["bits_per_byte"], tokens_per_second=values["tokens_per_second"]
-            )
-            if last or _is_due(done, settings.training.save_every):
-                with ranks.phase(f"saving step {done}"):
-                    checkpoint = save_run(session, done)
-        held_out = values["held_out_bits_per_byte"] if losses else _evaluate(session)
-        checkpoint = checkpoint or save_run(session, settings.training.steps)
-        references = compressed_bits_per_byte(session.texts.held_out.to_bytes())
-        with ranks.phase("writing a sample"):
-            notes = _leave_files(session, metrics, references)
-    return Outcome(
-        losses[0] if losses else None,
-        losses[-1] if losses else None,
-        held_out,
-        spent,
-        len(counter.launches),
-        counter.num_bytes,
-        checkpoint,
-        references,
-        notes,
-    )
+    agree(lambda: _make_folder(session), group=session.ranks.control)
+    first_step, checkpoint = start_or_resume(session)
+    if checkpoint is not None and session.ranks.is_first:
+        print(f"resumed at step {first_step}", flush=True)
+    with signals_postponed() as signals:
+        return _Training(session, first_step, checkpoint, signals).run()
 
 
-def _evaluate(session: Session) -> float:
-    """Bits per byte of the held-out text; every rank calls."""
-    with session.ranks.phase("measuring", limited=True):
-        return session.trainer.evaluate(session.windows)
+class _Training:
+    """The steps of a run, and when it measures, saves and ends.
+
+    Args:
+        session: the run.
+        first_step: that is not done yet.
+        checkpoint: the newest; None if there is none.
+        signals: what came while a step was at work.
+    """
+
+    def __init__(self, session: Session, first_step: int, checkpoint: Path | None, signals: Postponed) -> None:
+        self._session = session
+        self._settings = session.settings.training
+        self._first_step = first_step
+        self._checkpoint = checkpoint
+        self._signals = signals
+        self._saved_at = time.monotonic()
+        self._counter = CollectiveCounter()
+        self._counting = ExitStack()
+        self._losses: list[float] = []
+        self._spent = 0.0
+        self._started = 0.0
+        self._held_out: float | None = None
+        tokens = session.texts.train_tokens
+        self._bits_per_nat = tokens.num_tokens / tokens.num_bytes / math.log(2)
+
+    def run(self) -> Outcome:
+        """All steps that are left."""
+        session, steps = self._session, self._settings.steps
+        session.trainer.before_update = self._before_update
+        try:
+            with ExitStack() as stack:
+                metrics = None
+                if session.ranks.is_first:
+                    metrics = stack.enter_context(
+                        MetricsWriter(session.out, self._first_step, tensorboard=self._settings.tensorboard)
+                    )
+                progress = stack.enter_context(Progress(steps, self._first_step, visible=session.ranks.is_first))
+                for step in range(self._first_step, steps):
+                    self._step(step, metrics, progress)
+            if self._held_out is None:  # All steps were done before.
+                self._held_out = self._evaluate(steps)
+        except DivergenceError as error:
+            raise DivergenceError(f"{error}; {self._after_divergence()}") from error
+        finally:
+            session.trainer.before_update = None
+        assert self._checkpoint is not None
+        return Outcome(
+            self._losses[0] if self._losses else None,
+            self._losses[-1] if self._losses else None,
+            self._held_out,
+            self._spent,
+            len(self._counter.launches),
+            self._counter.num_bytes,
+            self._checkpoint,
+        )
+
+    def _step(self, step: int, metrics: MetricsWriter | None, progress: Progress) -> None:
+        session, settings = self._session, self._settings
+        self._started = time.perf_counter()
+        is_first = step == self._first_step
+        with (
+            session.ranks.phase(f"at step {step}", limited=True),
+            self._counting,
+            # What ranks disagree on they do so in their first step.
+            validated_calls(session.topology.groups() if is_first else ()),
+        ):
+            if is_first:
+                self._counting.enter_context(self._counter)
+            result = session.trainer.train_step(step, session.loader)
+        seconds = time.perf_counter() - self._started
+        self._spent += seconds
+        self._signals.step_took(seconds)
+        self._losses.append(result.loss)
+        values = {
+            "loss": result.loss,
+            "bits_per_byte": result.loss * self._bits_per_nat,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "tokens_per_second": settings.global_batch_size * session.settings.sequence_length / seconds,
+        }
+        done = step + 1
+        last = done == settings.steps
+        signum = self._agreed()[0] if last else 0
+        if (last or _is_due(done, settings.eval_every)) and not signum:
+            self._held_out = values["held_out_bits_per_byte"] = self._evaluate(done)
+        if metrics is not None:
+            metrics.write(step, values)
+        progress.update(
+            loss=result.loss, bits_per_byte=values["bits_per_byte"], tokens_per_second=values["tokens_per_second"]
+        )
+        if last:
+            self._save(done, signum)
+
+    def _before_update(self, step: int) -> None:
+        """Save and end where it is time, now that loss and gradient have shown that the weights are good.
+
+        What is saved is the state after ``step`` steps, from which the loss and the gradient of one more have come.
+        """
+        self._counting.close()
+        signum, due = self._agreed()
+        if step > self._first_step and (due or signum or _is_due(step, self._settings.save_every)):
+            self._save(step, signum)
+        elif signum:
+            self._end(signum)
+
+    def _save(self, done: int, signum: int) -> None:
+        """Save; then end if there was a signal, or one came meanwhile, which is not made to wait for another step."""
+        begun = time.perf_counter()
+        with self._signals.unhurried(), self._session.ranks.phase(f"saving step {done}"):
+            self._checkpoint = save_run(self._session, done)
+        # It is not part of the step that it happens in.
+        self._started += time.perf_counter() - begun
+        self._saved_at = time.monotonic()
+        if signum := signum or self._agreed()[0]:
+            self._end(signum)
+
+    def _end(self, signum: int) -> NoReturn:
+        self._signals.agreed = True
+        raise Interrupted(signum, agreed=True)
+
+    def _agreed(self) -> tuple[int, bool]:
+        """The signal that came to any of the ranks (0 if none did), and whether the first one's clock says to save."""
+        minutes = self._settings.save_minutes
+        due = self._session.ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        world = dist.group.WORLD
+        assert world is not None
+        wishes = torch.tensor(
+            [float(self._signals.signum), float(due)], dtype=torch.float32, device=self._session.ranks.device
+        )
+        signum, save = all_reduce(wishes, group=world, op=dist.ReduceOp.MAX, may_overwrite=True).tolist()
+        return int(signum), bool(save)
+
+    def _evaluate(self, done: int) -> float:
+        with self._signals.unhurried(), self._session.ranks.phase("measuring", limited=True):
+            value = self._session.trainer.evaluate(self._session.windows)
+        if not math.isfinite(value):
+            raise DivergenceError(f"the loss on held-out text is {value} after {done} steps")
+        return value
+
+    def _after_divergence(self) -> str:
+        rate = f"a lower optimizer.learning-rate ({self._session.settings.optimizer.learning_rate})"
+        if self._checkpoint is None:
+            return f"no checkpoint was saved before; start anew with {rate}"
+        return f"the last good checkpoint is {self._checkpoint}; go on from it with --resume auto and {rate}"
 
 
 def _is_due(done: int, every: int) -> bool:
@@ -191,22 +243,6 @@ def _make_folder(session: Session) -> None:
         raise ConfigError(
             f"cannot write to {session.out}: {error.strerror or error}; choose another --out or free it"
         ) from error
-
-
-def _leave_files(session: Session, metrics: MetricsWriter | None, references: dict[str, float]) -> tuple[str, ...]:
-    """Sample and picture; every rank calls."""
-    notes = []
-    whole = session.settings.parallel.pp == 1
-    text = sample_text(session, max_new_tokens=_SAMPLE_TOKENS) if whole else ""
-    if metrics is None:
-        return ()
-    if whole:
-        (session.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
-    else:
-        hint = "" if session.base else f"; read one with: shardwise generate {session.out}"
-        notes.append(f"no sample from a model in pipeline stages{hint}")
-    note = draw_loss(metrics.rows, session.out / "loss.png", references=references, title=session.texts.corpus.name)
-    return tuple(notes if note is None else [*notes, note])
 
 
 def summary(session: Session, outcome: Outcome) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn import Parameter
 
 from shardwise import checkpoint
 from shardwise.checkpoint import ParamShard
 from shardwise.checkpoint.folder import step_of
 from shardwise.collectives.agreement import agree, barrier
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.json_files import shown
 from shardwise.lora import lora_layers
 from shardwise.optimizer.adamw import optimizer_state, set_step_
@@ -48,11 +50,24 @@ def _under(prefix: str, entries: dict[str, ParamShard]) -> dict[str, ParamShard]
 
 
 def save_run(session: Session, step: int) -> Path:
-    """Save the run after ``step`` steps; every rank calls."""
+    """Save the run after ``step`` steps; every rank calls.
+
+    Raises:
+        DivergenceError: a weight, or what the optimizer keeps of it, is not finite; on every rank. Nothing is saved.
+        CheckpointError: see ``checkpoint.save``.
+    """
+    state = run_state(session)
+
+    def check() -> None:
+        broken = first_not_finite(state)
+        if broken is not None:
+            raise DivergenceError(f"{broken} has values that are not finite after {step} steps")
+
+    agree(check, group=session.ranks.control)
     return checkpoint.save(
         session.checkpoints,
         step,
-        run_state(session),
+        state,
         _identity(session) | {"settings": session.settings.to_json()},
         group=session.ranks.control,
         keep=session.settings.training.keep_checkpoints,
@@ -60,15 +75,30 @@ def save_run(session: Session, step: int) -> Path:
     )
 
 
-def start_or_resume(session: Session) -> int:
+def first_not_finite(state: Mapping[str, ParamShard]) -> str | None:
+    """The name of the first tensor of this rank with a NaN or an infinity in it; None if there is none.
+
+    Each tensor is read once, with no copy: less than what its checksums cost.
+    """
+    entries = {name: shard.data.detach() for name, shard in state.items() if shard.data.numel()}
+    # NaN is both the least and the largest where there is one. The host waits for the device once.
+    extremes = [torch.stack(tuple(torch.aminmax(tensor))).double() for tensor in entries.values()]
+    if not extremes:
+        return None
+    finite = torch.stack(extremes).isfinite().all(dim=1).tolist()
+    return next((name for name, is_finite in zip(entries, finite, strict=True) if not is_finite), None)
+
+
+def start_or_resume(session: Session) -> tuple[int, Path | None]:
     """Do what ``settings.resume`` says; every rank calls.
 
     Returns:
-        The number of steps that are done.
+        The number of steps that are done, and the checkpoint that the run goes on from, if any.
 
     Raises:
         ConfigError: the folder has checkpoints and ``resume`` is "never".
-        CheckpointError: the newest checkpoint is damaged, or of another model, text or order of samples.
+        CheckpointError: the newest checkpoint is damaged, of another model, text or order of samples, or its values are
+            not finite.
     """
     newest = agree(lambda: _newest(session), group=session.ranks.control)
     if session.settings.resume == "restart":
@@ -76,13 +106,24 @@ def start_or_resume(session: Session) -> int:
         if session.ranks.is_first:
             shutil.rmtree(session.checkpoints, ignore_errors=True)
         barrier("the removal of earlier checkpoints", group=session.ranks.control)
-        return 0
+        return 0, None
     if newest is None:
-        return 0
+        return 0, None
     step = agree(lambda: _check_belongs(session, newest), group=session.ranks.control)
-    checkpoint.load(newest, run_state(session), group=session.ranks.control)
+    state = run_state(session)
+    checkpoint.load(newest, state, group=session.ranks.control)
+
+    def check() -> None:
+        broken = first_not_finite(state)
+        if broken is not None:
+            raise CheckpointError(
+                f"{newest} is of a run that had diverged: {broken} has values that are not finite; remove it to go on "
+                "from the one before, or start anew with --resume restart"
+            )
+
+    agree(check, group=session.ranks.control)
     set_step_(session.trainer.model, session.trainer.optimizer, step)
-    return step
+    return step, newest
 
 
 def _newest(session: Session) -> Path | None:

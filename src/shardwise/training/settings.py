@@ -166,7 +166,9 @@ class TrainingSettings:
             where there are pipeline stages, which take turns with micro-batches.
         seed: of initial weights, the order of samples, and dropout.
         eval_every: steps between measurements on the held-out text; 0 measures only at the end.
-        save_every: steps between checkpoints; 0 saves only at the end.
+        save_every: steps between checkpoints; 0 saves by save_minutes and at the end alone.
+        save_minutes: minutes between checkpoints, at the end of a step; 0 saves by save_every and at the end alone.
+            SIGTERM, SIGINT (Ctrl-C) and SIGHUP save too, and end the run.
         keep_checkpoints: newest checkpoints to keep.
         dtype: of parameters and computation.
         tensorboard: also write the metrics for TensorBoard, into ``out/tensorboard``.
@@ -182,6 +184,8 @@ class TrainingSettings:
     seed: Annotated[int, SEED] = 1234
     eval_every: Annotated[int, STEPS] = 0
     save_every: Annotated[int, STEPS] = 0
+    # At most ten years.
+    save_minutes: Annotated[float, Range(0, 5_000_000)] = 10.0
     keep_checkpoints: Annotated[int, Range(1, 10**6)] = 2
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     tensorboard: bool = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.collectives.primitives import all_reduce
 from shardwise.data import Batch, DataLoader, EvaluationWindows, evaluation_batches
+from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPTModel
 from shardwise.optimizer.adamw import learning_rate_at, make_adamw, set_learning_rate_
@@ -51,6 +53,10 @@ class Trainer:
         dp_group: the ranks that see different samples.
         pp_group: the stages; None if there is one.
         embd_group: the stages that hold a tied weight; None if this rank is in no such group.
+
+    Attributes:
+        before_update: if not None, called with each step's number once its loss and gradient, which are finite, are
+            known and nothing has changed yet; what it raises leaves the weights as they were.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Trainer:
         embd_group: ProcessGroup | None = None,
     ) -> None:
         chosen = settings.optimizer
+        self.before_update: Callable[[int], None] | None = None
         self.settings = settings
         self.model = model
         self.tp_group = tp_group
@@ -92,6 +99,9 @@ class Trainer:
 
         Returns:
             The same on every rank.
+
+        Raises:
+            DivergenceError: the loss or the gradient is not finite; on every rank, which has its weights as they were.
         """
         settings = self.settings
         # Dropout's numbers are a function of the step, so that a resumed run draws what it would have drawn. Ranks of
@@ -117,9 +127,18 @@ class Trainer:
             for loss in self._run_pipeline(self._pipeline, schedule, batches, num_tokens):
                 total += loss
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=self.dp_group, embd_group=self.embd_group)
-        norm = clip_grad_norm_(
-            self.model, settings.optimizer.clip_grad_norm, tp_group=self.tp_group, pp_group=self.pp_group
+        norm = float(
+            clip_grad_norm_(
+                self.model, settings.optimizer.clip_grad_norm, tp_group=self.tp_group, pp_group=self.pp_group
+            )
         )
+        mean_loss = self._over_all(total)
+        # Both are sums over all ranks, so that all ranks find this alike, before any weight is touched.
+        for what, value in (("loss", mean_loss), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                raise DivergenceError(f"the {what} is {value} at step {step}")
+        if self.before_update is not None:
+            self.before_update(step)
         learning_rate = learning_rate_at(
             step,
             steps=settings.training.steps,
@@ -129,7 +148,7 @@ class Trainer:
         )
         set_learning_rate_(self.optimizer, learning_rate)
         self.optimizer.step()
-        return StepResult(self._over_all(total), float(norm), learning_rate)
+        return StepResult(mean_loss, norm, learning_rate)
 
     def _losses(self, model: GPTModel | ModelChunks, tokens: Tensor, labels: Tensor) -> Tensor:
         losses: Tensor = model(tokens.to(self.device), labels=labels.to(self.device))
