@@ -76,10 +76,12 @@ def test_all_weights(folder, capsys):
     assert call_here(folder, "tuned", "--resume", "auto", *rate) == 0
     assert "resumed at step 4" in capsys.readouterr().out
     assert (folder / "tuned" / "model.safetensors").read_bytes() == before
-    # It is no folder for another run, nor for what reads checkpoints of new models.
+    # It is a model to go on with, and no folder for another run; its checkpoints are for the run itself.
     assert call_here(folder, "tuned") == 2
     assert "--resume auto" in capsys.readouterr().err
-    assert main(["generate", str(folder / "tuned")]) == 2
+    assert main(["generate", str(folder / "tuned"), "--prompt", "import", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("import")
+    assert main(["generate", str(folder / "tuned" / "checkpoints")]) == 2
     assert "is of shardwise finetune, whose --out is a Hugging Face folder" in capsys.readouterr().err
 
 

@@ -50,8 +50,8 @@ def test_finetuning_reads_special_tokens_as_transformers_does(
     theirs = transformers.AutoTokenizer.from_pretrained(model)
     # Equal documents, so that all of one are held out, or a part of one.
     texts = [f"{CHAT}{number}" for number in range(12)]
-    data = tmp_path / "chats.json"
-    data.write_text(json.dumps([{"text": text} for text in texts]))
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     expected = {}
     for parse in (True, False):
         options = {"add_special_tokens": False, "split_special_tokens": not parse}
@@ -121,11 +121,11 @@ def test_adapters_find_their_model_or_say_how_to_give_it(
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path(shutil.copytree(model, tmp_path / "base"))
-    (tmp_path / "chats.json").write_text(json.dumps([CHAT] * 20))
-    finetune = ["finetune", "base", *flags(tmp_path, tmp_path / "chats.json"), "--lora-rank", "4"]
+    (tmp_path / "chats.txt").write_text(CHAT * 20)
+    finetune = ["finetune", "base", *flags(tmp_path, tmp_path / "chats.txt"), "--lora-rank", "4"]
     assert main([*finetune, "--optimizer.learning-rate", "0.5", "--optimizer.warmup-steps", "0"]) == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained("base")
-    prompt = "<|im_start|>user\nWho"
+    prompt = "Who are"
     texts = []
     for adapted in (False, True):
         theirs = transformers.AutoModelForCausalLM.from_pretrained("base").eval()

@@ -161,6 +161,8 @@ def test_what_cannot_be_continued(base, tmp_path, monkeypatch):
     bare = Path(shutil.copytree(base / "base", tmp_path / "bare"))
     (bare / "tokenizer.json").unlink()
     refused(DataError, r"no tokenizer at '.*bare/tokenizer\.json'.*transformers makes them from other files", bare)
+    (bare / "model.safetensors").unlink()
+    refused(CheckpointError, r"bare has neither model\.safetensors nor", bare)
     both = Path(shutil.copytree(base / "base", tmp_path / "both"))
     shutil.copytree(base / "adapter", both, dirs_exist_ok=True)
     refused(ConfigError, r"both holds a model and adapters; use both with --adapter .*both, or move", both)

@@ -140,9 +140,10 @@ def start_from(adapters, session, base):
     """Give the adapters the values of a file by peft."""
     tensors = load_file(adapters / "adapter_model.safetensors")
     for site in sites_of(session.trainer.model, base.folder.architecture):
+        rank = site.adapter.group.rank()
         for name, layout in site.adapter.param_layouts.items():
             param = site.adapter.get_parameter(name)
-            param.data.copy_(layout.take(tensors[f"base_model.model.{site.path}.{name}.weight"], site.adapter.tp_rank))
+            param.data.copy_(layout.take(tensors[f"base_model.model.{site.path}.{name}.weight"], rank))
 
 
 def losses_of(session):

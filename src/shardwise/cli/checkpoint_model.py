@@ -202,7 +202,8 @@ def find_checkpoint(path: Path) -> Path:
     newest = latest(path / "checkpoints") or latest(path)
     if newest is None:
         raise CheckpointError(
-            f"{path} holds no checkpoint; give the --out of a training run or one of its checkpoints/step-*"
+            f"{path} holds no checkpoint; give the --out of a training run or one of its checkpoints/step-*, or "
+            "a Hugging Face folder (with config.json)"
         )
     return newest
 
@@ -242,14 +243,14 @@ def open_model(path: Path, adapter: Path | None = None) -> OpenCheckpoint:
 def _is_pretrained(path: Path) -> bool:
     """Whether a folder is a Hugging Face folder, and no checkpoint, which may have a ``config.json`` too."""
     from shardwise.checkpoint.manifest import MANIFEST_NAME
+    from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME
     from shardwise.huggingface.pretrained import CONFIG_NAME
 
     if not (path / CONFIG_NAME).is_file() or (path / MANIFEST_NAME).exists():
         return False
-    # Adapters may lie beside a copy of their model's configuration.
-    return any(path.glob("*.safetensors.index.json")) or any(
-        not file.name.startswith("adapter_") for suffix in ("safetensors", "bin") for file in path.glob(f"*.{suffix}")
-    )
+    # Adapters may lie beside a copy of their model's configuration. Without them, it is a model that lacks its weights.
+    weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    return not (path / ADAPTER_CONFIG_NAME).exists() or any(not file.name.startswith("adapter_") for file in weights)
 
 
 def _base_of(adapter: Path) -> Path:
