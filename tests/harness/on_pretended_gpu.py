@@ -5,9 +5,9 @@ values. So a training step of any size, as one rank of any number, takes seconds
 make the model under ``fake_tensors``, and let a ``StepRecorder`` see what is placed where, what waits for the GPU, what
 is copied between devices and what is launched.
 
-Limits: Triton's kernels cannot be launched, the package's reference runs in their place; fused attention and norms are
-decomposed, so which kernel a GPU would choose is not seen; where a program reads a value under a recorder, it reads 0,
-and what would make a tensor of a size that depends on values raises an error.
+Limits: no kernel can be launched, and the package's reference runs in place of its own in Triton; fused attention and
+norms are decomposed, so which kernel a GPU would choose is not seen; a model with fake parameters cannot be moved; a
+value that is read under a recorder is 0, and what makes a tensor of a size that depends on values raises an error.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ def serve() -> None:
     """Run what each line of the standard input asks for, in a fork, until there are no more lines."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    # What PyTorch's Python would ask of a CUDA that it has not.
+    # What PyTorch's Python would ask of a CUDA that it has not. For a GPU this old nobody chooses Triton's kernels.
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_capability = lambda device=None: (0, 0)
     torch.accelerator.current_device_index = lambda: 0
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     for line in sys.stdin:
