@@ -121,9 +121,12 @@ def _reads_values(name: str, args: Any) -> bool:
 
 
 def _place() -> str:
-    frames = traceback.extract_stack()
-    own = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
-    return f"{own[-1].filename.removeprefix(_PACKAGE)}:{own[-1].lineno}" if own else "autograd"
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            return f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "autograd"
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
