@@ -18,4 +18,7 @@
 ``watchdog`` has the other waits, ``wait_until(happened, what)`` and ``wait_until_ended(*pids)``, and the one limit of
 all, WATCHDOG_SECONDS. No test has a limit of its own for what must succeed: a busy machine may be fifty times slower.
 ``stacks`` asks processes where they stand.
+
+``pretended_gpu`` runs a function where PyTorch believes in a GPU, with what is in ``on_pretended_gpu``: where tensors
+lie, what waits for the GPU, what is copied and what is launched, of whole steps at any size.
 """
