@@ -1,0 +1,149 @@
+"""Runs that end badly, as the command tells of them: what is on the disk is good, and what is said is true."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from harness.program import Program, run
+from training.tiny import tiny_settings
+
+from shardwise.checkpoint import latest
+from shardwise.cli.main import main
+
+LONG = 100_000
+
+
+def command(folder: Path, *flags: object, tp: int = 1) -> list[str]:
+    tiny_settings(folder)  # writes the text
+    sizes = ["--model.num-layers", 1, "--model.hidden-size", 16, "--model.num-heads", 2, "--model.vocab-size", 301]
+    more = ["--model.sequence-length", 16, "--training.global-batch-size", 2, "--parallel.tp", tp, "--device", "cpu"]
+    given = ["-m", "shardwise", "train", "--data", folder / "text.txt", "--out", folder / "run", *sizes, *more, *flags]
+    return list(map(str, given))
+
+
+def start(folder: Path, *flags: object, tp: int = 1) -> Program:
+    return Program(*command(folder, *flags, tp=tp), SHARDWISE_CACHE=folder / "cache")
+
+
+def finished(folder: Path, *flags: object, exit_code: int = 0, **variables: object) -> Program:
+    return run(*command(folder, *flags), exit_code=exit_code, SHARDWISE_CACHE=folder / "cache", **variables)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@pytest.mark.timeout(600)
+def test_a_diverged_run_names_a_checkpoint_from_which_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At a learning rate of 100, saving every step; the update of 1e30 breaks the weights while its loss is good."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    for rate in ("100", "1e30"):
+        folder = tmp_path / rate
+        folder.mkdir()
+        rates = ["--optimizer.warmup-steps", 0, "--optimizer.clip-grad-norm", 0, "--optimizer.learning-rate"]
+        steps = ["--training.steps", 30, "--training.save-every", 1]
+        assert main(command(folder, *rates, rate, *steps)[2:]) == 1
+        said = capfd.readouterr().err
+        newest = latest(folder / "run" / "checkpoints")
+        if newest is None:
+            assert (
+                f"no checkpoint was saved before; start anew with a lower optimizer.learning-rate ({float(rate)})"
+                in said
+            )
+        else:
+            assert f"the last good checkpoint is {newest}; go on from it with --resume auto" in said
+        reached = 0 if newest is None else int(newest.name[5:])
+        assert 0 <= reached < 30
+        more = ["1e-4", "--training.steps", reached + 2, "--resume", "auto"]
+        assert main(command(folder, *rates, *more)[2:]) == 0
+        assert len(losses(folder)) == reached + 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--optimizer.clip-grad-norm", "inf"),
+        ("--optimizer.epsilon", "inf"),
+        ("--optimizer.weight-decay", "inf"),
+        ("--model.vocab-size", "10000000000"),
+        ("--training.steps", "100000000000000000000"),
+        ("--training.seed", "100000000000000000000"),
+        ("--model.hidden-size", "100000000000000000000"),
+        ("--optimizer.learning-rate", "nan"),
+    ],
+)
+def test_a_number_that_cannot_be_is_named_before_anything_else(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--data", "/no/such/file", "--model.num-heads", "1", flag, value]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardwise train: error: {flag.removeprefix('--')} is {value}; it must be ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.timeout(600)
+def test_a_signal_to_one_rank_saves_and_the_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    flags = ["--model.dropout", 0.1]
+    with start(tmp_path, *flags, "--training.steps", LONG, tp=2) as program:
+        program.wait_for_line(r"^step \d+/")
+        os.kill(program.children()[1], signal.SIGTERM)
+        program.finish(exit_code=143)
+    newest = latest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert f"interrupted by SIGTERM; the last checkpoint is {newest}; run the same command" in program.stderr
+    reached = int(newest.name[5:])
+    before = {step: loss for step, loss in losses(tmp_path).items() if step < reached}
+    assert sorted(before) == list(range(reached))
+    with start(tmp_path, *flags, "--training.steps", LONG, "--resume", "auto", tp=2) as program:
+        program.wait_for_line(rf"^step {reached + 1}/")
+        # To the launcher this time.
+        os.kill(program.pid, signal.SIGHUP)
+        program.finish(exit_code=129)
+    assert f"resumed at step {reached}\n" in program.stdout
+    after = losses(tmp_path)
+    assert all(after[step] == loss for step, loss in before.items())
+    again = latest(tmp_path / "run" / "checkpoints")
+    assert again is not None
+    assert int(again.name[5:]) > reached
+    assert f"the last checkpoint is {again}; run" in program.stderr
+    # Both parts, though not their end, are the run that was not stopped; see the tests of `training`.
+    assert sorted(after) == list(range(int(again.name[5:])))
+
+
+@pytest.mark.timeout(600)
+def test_nothing_is_claimed_that_is_not_there(tmp_path: Path) -> None:
+    """A rank is killed, and a run is interrupted while it prepares, before there is a checkpoint."""
+    with start(tmp_path, "--training.steps", LONG, tp=2) as program:
+        program.wait_for_line(r"^step \d+/")
+        os.kill(program.children()[1], signal.SIGKILL)
+        program.finish(exit_code=1)
+    assert "was killed by SIGKILL" in program.stderr
+    assert "no checkpoint was saved; run the same command again to start anew" in program.stderr
+    assert latest(tmp_path / "run" / "checkpoints") is None
+    with start(tmp_path, "--training.steps", LONG, tp=2) as program:
+        program.wait_until(program.children, "ranks are started")
+        program.interrupt(signal.SIGTERM)
+        program.finish(exit_code=143)
+    assert program.stderr.endswith("no checkpoint was saved; run the same command again to start anew\n")
+    assert "Traceback" not in program.stderr
+
+
+@pytest.mark.timeout(600)
+def test_after_the_last_checkpoint_nothing_fails_the_run_and_a_log_is_of_lines(tmp_path: Path) -> None:
+    broken = tmp_path / "broken" / "matplotlib"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise SystemExit('no display')\n")
+    (tmp_path / "run" / "sample.txt").mkdir(parents=True)
+    done = finished(tmp_path, "--training.steps", 2, PYTHONPATH=broken.parent)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    assert "no picture: matplotlib cannot be imported (no display)" in done.stdout
+    assert "no sample: IsADirectoryError: " in done.stdout
+    assert "\r" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("step 2/2: loss ")
