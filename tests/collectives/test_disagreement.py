@@ -8,6 +8,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 
 from shardwise.collectives import primitives
+from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.collectives.primitives import all_reduce, all_to_all
 from shardwise.collectives.shared_memory.channel import SLOT_BYTES
 from shardwise.config import ModelParallelConfig
@@ -34,6 +35,27 @@ def test_a_tensor_of_as_many_numbers_but_another_shape(group, monkeypatch):
     assert all_reduce(torch.ones(shape), group=own).shape == shape
     primitives.validate_calls(own)
     with fails_alike(DesyncError, r"rank 0 has 'all_reduce \[4, 4\] float32 .*rank 1 has 'all_reduce \[2, 8\]", group):
+        all_reduce(torch.ones(shape), group=own)
+
+
+@pytest.mark.ranks(2)
+def test_calls_are_compared_within_a_block_alone_and_not_counted(group, monkeypatch):
+    monkeypatch.setattr(primitives, "channel_of", lambda _: None)
+    own, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    shape = [(4, 4), (2, 8)][group.rank()]
+    with primitives.validated_calls([own]):
+        with fails_alike(DesyncError, "ranks disagree on the collective to be made", group):
+            all_reduce(torch.ones(shape), group=own)
+        with CollectiveCounter() as counter:
+            all_reduce(torch.ones(3), group=own)
+        assert [launch.name for launch in counter.launches] == ["all_reduce"]
+        assert all_reduce(torch.ones(shape), group=other).shape == shape
+    assert all_reduce(torch.ones(shape), group=own).shape == shape
+    # What is compared for good stays so.
+    primitives.validate_calls(own)
+    with primitives.validated_calls([own]):
+        pass
+    with fails_alike(DesyncError, "ranks disagree on the collective to be made", group):
         all_reduce(torch.ones(shape), group=own)
 
 

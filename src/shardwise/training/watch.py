@@ -29,6 +29,7 @@ _LONGEST_PATIENCE = 30.0
 _LONGEST_INTERVAL = 2.0
 _SHORTEST_SILENCE = 2.0
 _STORE_SECONDS = 5.0
+_IN_STREAM = "a collective on the device"
 
 logger = logging.getLogger("shardwise")
 
@@ -198,14 +199,14 @@ class Watch:
             everybody = tuple(range(self._world_size))
             # To be told of everybody it must seem to wait.
             return dataclasses.replace(
-                own, waits=idle if behind else self._patience / 3, call="what follows", ranks=everybody, missing=behind
+                own, waits=idle if behind else self._patience / 3, call=_IN_STREAM, ranks=everybody, missing=behind
             )
         silent = self._others(now)[self._next].silent if self._next in self._heard else 0.0
         silent = min(idle, max(silent, now - self._answered))
-        if silent < self._quiet:
+        if silent < max(self._quiet, min(_LONGEST_PATIENCE, self._limit / 4)):
             return own
         both = (own.rank, self._next)
-        return dataclasses.replace(own, waits=silent, call="what follows", ranks=both, missing=(self._next,))
+        return dataclasses.replace(own, waits=silent, call="another operation", ranks=both, missing=(self._next,))
 
     def _suspects(self) -> set[int]:
         """The ranks that this one waits for, and those that they wait for, as far as is known."""
