@@ -5,7 +5,8 @@
     ShardwiseError
     ├── ConfigError      (ValueError)    a setting that cannot be, or two that contradict each other
     │   ├── AssertedConfigError   (AssertionError)  an argument that is missing, or contradicts an earlier call
-    │   └── ContradictionError    (RuntimeError)    settings that exclude each other
+    │   ├── ContradictionError    (RuntimeError)    settings that exclude each other
+    │   └── UnwritableError                         a file or folder that cannot be written
     ├── ShardingError    (ValueError)    a size, shape or split that does not fit the ranks
     │   ├── IndivisibleError      (AssertionError)  a quotient that is not whole
     │   ├── AssertedShardingError (AssertionError)  a view in place of a tensor, lists that are not as long
@@ -44,6 +45,10 @@ class AssertedConfigError(ConfigError, AssertionError):
 
 class ContradictionError(ConfigError, RuntimeError):
     """Settings that exclude each other, which the reference says by a RuntimeError."""
+
+
+class UnwritableError(ConfigError):
+    """A file or a folder that cannot be made or written."""
 
 
 class ShardingError(ShardwiseError, ValueError):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from shardwise.errors import ConfigError
+from shardwise.errors import UnwritableError
 from shardwise.processes import clear_leftovers, temporary_prefix
 
 _KINDS = {
@@ -31,7 +31,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         write: called with the open binary file; its result is not used.
 
     Raises:
-        ConfigError: the folder cannot be made or written to.
+        UnwritableError: the folder cannot be made or written to.
     """
     temporary = path.with_name(f".{path.name}.{temporary_prefix('file')}{secrets.token_hex(4)}.tmp")
     try:
@@ -47,7 +47,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(f"cannot write {str(path)!r}: {reason}; choose a folder that can be written to") from error
+        raise UnwritableError(
+            f"cannot write {str(path)!r}: {reason}; choose a folder that can be written to"
+        ) from error
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UnwritableError
 from shardwise.files import can_be_a_name, open_regular, read_regular
 from shardwise.json_files import parse_json
 from shardwise.processes import Process, machine
@@ -164,9 +164,9 @@ def check_folder(folder: Path, *, flag: str = "--out") -> None:
         return
 
 
-def cannot_write(folder: Path, reason: str, flag: str) -> ConfigError:
+def cannot_write(folder: Path, reason: str, flag: str) -> UnwritableError:
     """The error of a folder that nothing can be written to."""
-    return ConfigError(f"cannot write to {str(folder)!r}: {reason}; choose another {flag} or free it")
+    return UnwritableError(f"cannot write to {str(folder)!r}: {reason}; choose another {flag} or free it")
 
 
 def _in_use(what: Path, path: Path, holder: dict[str, Any], flag: str) -> ConfigError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import textwrap
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import shardwise
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.launch import physical_cores
+from shardwise.cli.variables import VARIABLES
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +86,7 @@ def gather() -> dict[str, Any]:
             "accelerators": _accelerators(),
         },
         "distributed backends": _backends(),
+        "environment": {name: os.environ.get(name) for name in VARIABLES},
         "fast paths": [{"name": path.name, "on": path.on, "why": path.why} for path in fast_paths(devices)],
     }
 
@@ -264,6 +267,8 @@ def as_table(report: dict[str, Any]) -> str:
         *(("accelerator", text) for text in accelerators),
         ("", ""),
         *((f"backend {name}", text) for name, text in report["distributed backends"].items()),
+        ("", ""),
+        *((name, "not set" if value is None else value) for name, value in report["environment"].items()),
         ("", ""),
         *((path["name"], f"{'on' if path['on'] else 'off'}: {path['why']}") for path in report["fast paths"]),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import shardwise
 from shardwise.cli.reporting import nearest, run_command
+from shardwise.cli.streams import lasting_outputs, open_closed_streams
 from shardwise.errors import ConfigError
 
 
@@ -35,6 +37,9 @@ COMMANDS = {
 }
 """Each is the module ``shardwise.cli.NAME`` (with ``_`` for ``-``), which has ``main(argv: list[str]) -> int``."""
 
+# Commands that go on when nobody reads what they print.
+_RUNS = ("train", "finetune", "demo")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``shardwise ARGUMENTS``.
@@ -45,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 for a mistake of the user's, 1 for a failure, 128 and the number of a signal.
     """
+    open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--debug" not in arguments:
         # Read when PyTorch is loaded, which is later: it would warn of every host name that has no answer.
@@ -59,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> int:
         module = importlib.import_module(f"shardwise.cli.{name.replace('-', '_')}")
-        code: int = module.main(own)
+        # Help is read by people, who may stop; a run of hours is not for its output.
+        lasts = name in _RUNS and not {"-h", "--help"} & set(own)
+        with lasting_outputs() if lasts else contextlib.nullcontext():
+            code: int = module.main(own)
         return code
 
     return run_command(f"shardwise {name}", body, debug="--debug" in arguments)

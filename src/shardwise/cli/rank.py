@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -130,6 +131,10 @@ class RankEnvironment:
                 f"the environment has RANK={rank} and WORLD_SIZE={world_size}, which only a launcher sets; unset both"
             )
         folder, launcher = os.environ.get(REPORTS_VARIABLE), os.environ.get(LAUNCHER_VARIABLE)
+        if launcher is not None and not re.fullmatch(r"\d{1,9}", launcher):
+            raise ConfigError(
+                f"the environment has {LAUNCHER_VARIABLE}={launcher}, which only a launcher sets; unset it"
+            )
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if launcher is None and "TORCHELASTIC_RUN_ID" in os.environ:
             launcher = str(os.getppid())

@@ -65,7 +65,14 @@ def run_in_ranks(
             raise ConfigError(
                 f"--nproc asks for {arguments.nproc} ranks, but the launcher started {world_size}; leave --nproc out"
             )
-    settings.check_world(world_size)
+    try:
+        settings.check_world(world_size)
+    except ConfigError as error:
+        if environment is None:
+            raise
+        raise ConfigError(
+            f"{error} (WORLD_SIZE={world_size} is in the environment; unset it and RANK if no launcher set them)"
+        ) from error
     if environment is None:
         check_free(Path(settings.out))
     try:

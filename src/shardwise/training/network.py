@@ -6,13 +6,14 @@ import datetime
 import fcntl
 import ipaddress
 import os
+import re
 import socket
 import struct
 from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.errors import LaunchError
+from shardwise.errors import ConfigError, LaunchError
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Linux's request for the address of an interface, and where in its answer it stands.
@@ -33,8 +34,10 @@ def join(backend: str, *, num_local: int, timeout: datetime.timedelta) -> None:
         timeout: for the other ranks to come.
 
     Raises:
+        ConfigError: RANK and WORLD_SIZE are set, but not where the ranks meet.
         LaunchError: the other ranks cannot be reached, or do not come.
     """
+    _check_variables()
     master = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
@@ -44,8 +47,23 @@ def join(backend: str, *, num_local: int, timeout: datetime.timedelta) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
-            f"rank {rank} of {world_size} could not join the others at {master}{_hint()}: {error}"
+            f"rank {rank} of {world_size} could not join the others at {master}{_hint()}; if no launcher set RANK and "
+            f"WORLD_SIZE, unset them: {error}"
         ) from error
+
+
+def _check_variables() -> None:
+    """Check what a launcher sets beside RANK and WORLD_SIZE: without it these two are left over from something else."""
+    ranks = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}"
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
+        if not value:
+            raise ConfigError(
+                f"the environment has {ranks} but no {name}, which a launcher sets too; unset RANK and WORLD_SIZE to "
+                "have the ranks started here"
+            )
+    if not re.fullmatch(r"\d{1,5}", port or "") or not 0 <= int(port or 0) < 1 << 16:
+        raise ConfigError(f"the environment has MASTER_PORT={port}, which is no port; a number from 0 to 65535 is")
 
 
 def _hint() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -82,10 +83,8 @@ def open_ranks(device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAU
         ConfigError: "cuda" is asked for and there is no GPU for this rank.
         LaunchError: the other ranks cannot be reached, or do not come.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    world_size, rank = _number("WORLD_SIZE", 1, least=1), _number("RANK", 0)
+    local_rank, num_local = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", world_size, least=1)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and num_gpus <= local_rank:
         raise ConfigError(f"device is 'cuda' but this machine has {num_gpus} GPUs for {num_local} ranks; use 'cpu'")
@@ -94,7 +93,8 @@ def open_ranks(device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAU
     if use_cuda:
         torch.cuda.set_device(where)
     joining = datetime.timedelta(seconds=max(timeout, _JOINING_SECONDS))
-    if "RANK" in os.environ:
+    # One rank needs nobody, nor does one that something else left RANK=0 and WORLD_SIZE=1 for.
+    if world_size > 1 or {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         join("nccl" if use_cuda else "gloo", num_local=num_local, timeout=joining)
     else:
         dist.init_process_group("nccl" if use_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -116,3 +116,13 @@ def open_ranks(device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAU
         if watch is not None:
             watch.stop()
         dist.destroy_process_group()
+
+
+def _number(variable: str, default: int, *, least: int = 0) -> int:
+    """What a launcher says by an environment variable."""
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
+        raise ConfigError(f"the environment has {variable}={text}, which only a launcher sets, to a number; unset it")
+    return int(text)

@@ -83,6 +83,8 @@ def share_texts(prepare: Callable[[], Texts], ranks: Ranks) -> Texts:
         texts = agree(lambda: prepare() if ranks.local_rank == 0 else None, group=ranks.control)
         texts = agree(lambda: texts or prepare(), group=ranks.control)
     assert texts is not None
+    if texts.note is not None and ranks.is_first:
+        print(f"note   {texts.note}", flush=True)
     check_same(texts.corpus.sha256, "the text (its SHA-256)", group=ranks.control)
     check_same(texts.tokenizer.sha256, "the tokenizer (its SHA-256)", group=ranks.control)
     return texts

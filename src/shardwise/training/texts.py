@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from shardwise.data import Corpus, TokenStream, read_corpus, stdlib_corpus
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UnwritableError
+from shardwise.folder_lock import check_folder
 from shardwise.tokenizer import Tokenizer
 from shardwise.training.settings import CorpusSettings, Settings
 
 STDLIB = "stdlib"
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Texts:
         tokenizer: trained on the rest.
         train_tokens: the rest.
         held_out_tokens: ``held_out`` as tokens.
+        note: what could not be kept for the next run, and why; None if all could.
     """
 
     corpus: Corpus
@@ -32,17 +37,35 @@ class Texts:
     tokenizer: Tokenizer
     train_tokens: TokenStream
     held_out_tokens: TokenStream
+    note: str | None = None
 
 
 def cache_folder() -> Path:
     """Where tokenizers and token streams are kept between runs.
 
     ``$SHARDWISE_CACHE``, or ``shardwise`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``.
+
+    Raises:
+        UnwritableError: this user has no home folder.
     """
     own = os.environ.get("SHARDWISE_CACHE")
     if own:
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
+    except RuntimeError as error:
+        raise UnwritableError(str(error)) from error
+
+
+def _with_cache(make: Callable[[Path | None], _T]) -> tuple[_T, str | None]:
+    """``make(folder)`` of the cache, or ``make(None)`` where it cannot be written; and a note if so."""
+    try:
+        folder = cache_folder()
+        # Before the work is done, and its result cannot be kept.
+        check_folder(folder, flag="SHARDWISE_CACHE")
+        return make(folder), None
+    except UnwritableError as error:
+        return make(None), f"nothing is kept for the next run: {error}"
 
 
 def prepare_texts(settings: Settings) -> Texts:
@@ -50,11 +73,18 @@ def prepare_texts(settings: Settings) -> Texts:
 
     Raises:
         DataError: the data cannot be read.
-        ConfigError: the vocabulary is larger than the text has use for, or the cache cannot be written.
+        ConfigError: the vocabulary is larger than the text has use for.
     """
     corpus = read_data(settings.data, settings.corpus)
     train, _ = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
-    tokenizer = Tokenizer.train_cached(train, settings.model.vocab_size, cache_folder())
+    vocab_size = settings.model.vocab_size
+    tokenizer, _ = _with_cache(
+        lambda cache: (
+            Tokenizer.train(train.documents, vocab_size)
+            if cache is None
+            else Tokenizer.train_cached(train, vocab_size, cache)
+        )
+    )
     if tokenizer.vocab_size < settings.parallel.tp:
         raise ConfigError(f"{tokenizer.vocab_size} token ids cannot be split over tp {settings.parallel.tp}")
     return encode_texts(corpus, tokenizer, settings.corpus, parse_special=settings.special_tokens)
@@ -87,14 +117,11 @@ def encode_texts(
 
     Raises:
         DataError: the text is too short to be split.
-        ConfigError: the cache cannot be written.
     """
     train, held_out = corpus.split(held_out_fraction=settings.held_out_fraction)
-    cache = cache_folder()
-    return Texts(
-        corpus,
-        held_out,
-        tokenizer,
-        TokenStream.from_corpus(train, tokenizer, cache, parse_special=parse_special),
-        TokenStream.from_corpus(held_out, tokenizer, cache, parse_special=parse_special),
+    streams, note = _with_cache(
+        lambda cache: [
+            TokenStream.from_corpus(part, tokenizer, cache, parse_special=parse_special) for part in (train, held_out)
+        ]
     )
+    return Texts(corpus, held_out, tokenizer, streams[0], streams[1], note)

@@ -1,0 +1,45 @@
+"""Page, command and source have the same environment variables."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import shardwise
+from shardwise.cli.env import main
+from shardwise.cli.variables import VARIABLES
+
+PAGE = Path(__file__).parents[2] / "docs" / "environment.md"
+# Constants in capitals of modules that look at the environment.
+OTHER = {"AMD64", "CPU", "ERROR", "HEAD", "SIGINT", "SIGTERM", "SIGHUP", "WORLD", "ZX"}
+
+
+def constants() -> set[str]:
+    """What looks like a variable's name in modules that look at the environment."""
+    found = set()
+    for path in Path(shardwise.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        if re.search(r"\benviron\b|getenv", text) and path.name != "variables.py":
+            strings = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+            found |= {word for word in strings if isinstance(word, str) and re.fullmatch(r"[A-Z][A-Z0-9_]+", word)}
+    return found
+
+
+def test_the_source_has_these_variables_and_no_others():
+    assert constants() - OTHER == set(VARIABLES)
+
+
+def test_the_page_has_them_with_their_meaning():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
+    assert rows == VARIABLES
+
+
+def test_the_command_shows_them(capsys, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", "/there")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert main(["--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["environment"]
+    assert shown.keys() == VARIABLES.keys()
+    assert (shown["SHARDWISE_CACHE"], shown["XDG_CACHE_HOME"]) == ("/there", None)

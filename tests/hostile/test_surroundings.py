@@ -1,0 +1,105 @@
+"""A home that cannot be written, variables that something left, outputs that are closed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.program import Program
+
+SMALL = (
+    "--model.num-layers=1", "--model.hidden-size=16", "--model.num-heads=2", "--model.vocab-size=300",
+    "--model.sequence-length=16", "--training.global-batch-size=2", "--training.steps=3", "--device=cpu",
+)  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("def eins(zwei):\n    return zwei  # drei\n" * 400)
+    return path
+
+
+def train(text: Path, *more: str, program: tuple[str, ...] = ("-m", "shardwise"), **options: Any) -> Program:
+    variables = {"OMP_NUM_THREADS": "1", "SHARDWISE_CACHE": str(text.parent / "cache")} | options
+    return Program(*program, "train", "--data", text, "--out", text.parent / "out", *SMALL, *more, **variables)
+
+
+def test_a_home_that_cannot_be_written(text: Path) -> None:
+    home = text.parent / "home"
+    home.touch()
+    variables = {"SHARDWISE_CACHE": None, "XDG_CACHE_HOME": None, "HOME": home}
+    with train(text, "--parallel.tp", "2", **variables) as program:
+        program.finish(exit_code=0)
+    assert f"nothing is kept for the next run: cannot write to '{home}/.cache/shardwise': {home} is a file" in (
+        program.stdout
+    )
+    assert (text.parent / "out" / "checkpoints" / "step-00000003").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "RANK=0 and WORLD_SIZE=2 but no MASTER_ADDR, which a launcher sets too; unset",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "3", "tp": "2"}, "WORLD_SIZE=3 is in the environment; unset it and RANK if no"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK=x, which only a launcher sets, to a number"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "SHARDWISE_LAUNCHER_PID": "x"}, "SHARDWISE_LAUNCHER_PID=x, which only a"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"},
+            "MASTER_PORT=x, which is no port",
+        ),
+    ],
+)
+def test_variables_that_something_left(text: Path, variables: dict[str, str], said: str | None) -> None:
+    variables = dict(variables)
+    tp = variables.pop("tp", "1")
+    with train(text, "--parallel.tp", tp, "--training.global-batch-size=6", **variables) as program:
+        program.finish(exit_code=0 if said is None else 2)
+    if said is not None:
+        assert said in program.stderr
+        assert program.stderr.count("\n") == 1, program.stderr
+
+
+CLOSED = """
+import os, sys
+for number in map(int, sys.argv[1].split(",")):
+    os.close(number)
+os.execv(sys.executable, [sys.executable, "-m", "shardwise", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.parametrize("closed", ["1", "0,1,2"])
+def test_closed_outputs(text: Path, closed: str) -> None:
+    with train(text, program=("-c", CLOSED, closed)) as program:
+        program.finish(exit_code=0)
+    assert program.stdout == ""
+    assert "Traceback" not in program.stderr
+    files = [path for path in (text.parent / "out").rglob("*") if path.suffix in (".jsonl", ".json", ".safetensors")]
+    assert len(files) > 4
+    # What was printed did not go where a closed output's number went.
+    assert all(b"bits per byte" not in path.read_bytes() for path in files)
+
+
+def test_a_reader_that_ends_does_not_end_the_run(text: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with train(text, "--parallel.tp", "2", stdout=write) as program:
+        os.close(write)
+        program.finish(exit_code=0)
+    assert program.stderr.count("standard output cannot be written any more (Broken pipe); the run goes on") == 1
+    assert (text.parent / "out" / "checkpoints" / "step-00000003").is_dir()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_output_on_a_full_disk(text: Path) -> None:
+    with Path("/dev/full").open("w") as full, train(text, stdout=full, stderr=full) as program:
+        program.finish(exit_code=0)
+    assert (text.parent / "out" / "checkpoints" / "step-00000003").is_dir()
+    assert sys.stdout is not None
