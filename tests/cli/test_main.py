@@ -102,7 +102,8 @@ def test_a_layout_that_cannot_be_is_heard_of_before_any_rank_starts(capsys, argv
         (
             ["--parallel.tp", "2"],
             {"RANK": "0", "WORLD_SIZE": "3"},
-            "parallel.tp 2 does not divide the 3 ranks; start a multiple of 2 with --nproc",
+            "parallel.tp 2 does not divide the 3 ranks; start a multiple of 2 with --nproc (WORLD_SIZE=3 is in the "
+            "environment; unset it and RANK if no launcher set them)",
         ),
         ([], {"RANK": "0"}, "the environment has RANK=0 and WORLD_SIZE=None, which only a launcher sets; unset both"),
         (
