@@ -40,7 +40,7 @@ def test_preparing_may_take_longer_than_the_limit_but_not_without_a_sign_of_life
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with Program(*launch, str(program), what) as run:
         if what == "works":
-            run.wait_for_line(r"train: rank 1: waiting for rank 0 for \d s, in an exchange of .*, reading the text")
+            run.wait_for_line(r"train: rank 1: waiting for rank 0 for \d+ s, in an exchange of .*, reading the text")
             run.finish()
             assert sorted(run.stdout.splitlines()) == ["rank 0 goes on", "rank 1 goes on"]
             assert "error" not in run.stderr
@@ -48,6 +48,6 @@ def test_preparing_may_take_longer_than_the_limit_but_not_without_a_sign_of_life
             line = run.wait_for_line(
                 r"error: (?:rank 0: )?waiting for rank 1 for (\d+) s, in an exchange of .*, reading the text; no sign"
             )
-            assert 3 <= int(line[1]) < 30
+            assert int(line[1]) >= 3
             run.finish(exit_code=1)
             assert "goes on" not in run.stdout

@@ -27,16 +27,18 @@ def check_stopped_rank_is_named(folder: Path, *settings: str, place: str, **vari
     metrics = folder / "run" / "metrics.jsonl"
     told = ["--data", str(folder / "text.txt"), "--out", str(folder / "run"), *_TINY, *settings]
     told += ["--training.steps", "1000000", "--timeout", str(_LIMIT)]
+    # Ranks that compile kernels in their first step may, on a busy machine, be done further apart than the limit.
+    variables["CC"] = "false"
     with Program("-m", "shardwise", "train", *told, SHARDWISE_CACHE=folder / "cache", **variables) as run:
         run.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, "three steps are done")
         (stopped,) = [pid for pid in run.children() if _rank_of(pid) == 1]
         os.kill(stopped, signal.SIGSTOP)
-        run.wait_for_line(rf"train: rank 0: waiting for rank 1 for \d s, in {place}")
+        run.wait_for_line(rf"train: rank 0: waiting for rank 1 for \d+ s, in {place}")
         line = run.wait_for_line(
             rf"error: rank 0: waiting for rank 1 for (\d+) s, in {place}.*, at step \d+; no sign of life for \d+ s"
         )
-        # Measured by the rank itself; a busy machine may let it look late.
-        assert _LIMIT <= int(line[1]) < 10 * _LIMIT
+        # How much more it is says how busy the machine is.
+        assert int(line[1]) >= _LIMIT
         # One that is stopped hears no signal but SIGKILL and SIGCONT, and has ended all the same.
         run.finish(exit_code=1)
 
