@@ -38,7 +38,6 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows}
 
 
-@pytest.mark.timeout(600)
 def test_a_diverged_run_names_a_checkpoint_from_which_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +87,6 @@ def test_a_number_that_cannot_be_is_named_before_anything_else(
     assert said.count("\n") == 1
 
 
-@pytest.mark.timeout(600)
 def test_a_signal_to_one_rank_saves_and_the_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     flags = ["--model.dropout", 0.1]
     with start(tmp_path, *flags, "--training.steps", LONG, tp=2) as program:
@@ -117,7 +115,6 @@ def test_a_signal_to_one_rank_saves_and_the_run_goes_on_as_if_nothing_had_been(t
     assert sorted(after) == list(range(int(again.name[5:])))
 
 
-@pytest.mark.timeout(600)
 def test_nothing_is_claimed_that_is_not_there(tmp_path: Path) -> None:
     """A rank is killed, and a run is interrupted while it prepares, before there is a checkpoint."""
     with start(tmp_path, "--training.steps", LONG, tp=2) as program:
@@ -135,7 +132,6 @@ def test_nothing_is_claimed_that_is_not_there(tmp_path: Path) -> None:
     assert "Traceback" not in program.stderr
 
 
-@pytest.mark.timeout(600)
 def test_after_the_last_checkpoint_nothing_fails_the_run_and_a_log_is_of_lines(tmp_path: Path) -> None:
     broken = tmp_path / "broken" / "matplotlib"
     broken.mkdir(parents=True)
