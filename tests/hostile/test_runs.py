@@ -75,7 +75,6 @@ def test_a_diverged_run_names_a_checkpoint_from_which_it_goes_on(
         ("--training.steps", "100000000000000000000"),
         ("--training.seed", "100000000000000000000"),
         ("--model.hidden-size", "100000000000000000000"),
-        ("--optimizer.learning-rate", "nan"),
     ],
 )
 def test_a_number_that_cannot_be_is_named_before_anything_else(
@@ -137,7 +136,8 @@ def test_after_the_last_checkpoint_nothing_fails_the_run_and_a_log_is_of_lines(t
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise SystemExit('no display')\n")
     (tmp_path / "run" / "sample.txt").mkdir(parents=True)
-    done = finished(tmp_path, "--training.steps", 2, PYTHONPATH=broken.parent)
+    path = os.pathsep.join([str(broken.parent), os.environ.get("PYTHONPATH", "")])
+    done = finished(tmp_path, "--training.steps", 2, PYTHONPATH=path)
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
     assert "no picture: matplotlib cannot be imported (no display)" in done.stdout
     assert "no sample: IsADirectoryError: " in done.stdout
