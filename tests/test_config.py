@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.config import ModelParallelConfig, TransformerConfig
-from shardwise.config.fields import say_once
 from shardwise.errors import ConfigError
 from shardwise.initialization import Normal
+from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
+from shardwise.megatron.config import _say_once as say_once
 
 SMALL = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4}
 

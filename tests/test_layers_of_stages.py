@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError
+from shardwise.megatron.config import TransformerConfig
 from shardwise.sharding import balanced_sizes, stage_layers, stages
 
 

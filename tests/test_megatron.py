@@ -10,14 +10,15 @@ import pytest
 from harness.program import run
 
 import shardwise.megatron
-from shardwise import parallel_state, tensor_parallel, utils
-from shardwise.config import ModelParallelConfig, TransformerConfig
+from shardwise import parallel_state, tensor_parallel
 from shardwise.errors import ConfigError
-from shardwise.models import language_module
-from shardwise.models.bert import BertModel
-from shardwise.models.embedding import LanguageModelEmbedding
-from shardwise.models.gpt import GPTModel
-from shardwise.pipeline_parallel import get_forward_backward_func
+from shardwise.megatron import utils
+from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
+from shardwise.megatron.models import language_module
+from shardwise.megatron.models.bert import BertModel
+from shardwise.megatron.models.embedding import LanguageModelEmbedding
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.schedules import get_forward_backward_func
 
 
 @pytest.fixture

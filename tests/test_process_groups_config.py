@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardwise import parallel_state
 from shardwise.errors import ConfigError, NotInitializedError
-from shardwise.process_groups_config import _GETTERS, ProcessGroupCollection
+from shardwise.megatron.process_groups_config import _GETTERS, ProcessGroupCollection
 from shardwise.topology import ParallelSizes, Topology
 
 NAMES = ["tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "tp_dp_cp"]

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 
-from shardwise import errors, tensor_parallel, utils
+from shardwise import errors, tensor_parallel
 from shardwise import parallel_state as ps
-from shardwise.config import TransformerConfig
 from shardwise.errors import AssertedConfigError, AssertedTopologyError, ShardingError, TopologyError
+from shardwise.megatron import utils
+from shardwise.megatron.config import TransformerConfig
 from shardwise.sharding import divide
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear, layers, mappings, random
 from shardwise.tensor_parallel.cross_entropy import _VocabParallelCrossEntropy, vocab_parallel_cross_entropy

@@ -4,8 +4,9 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
-from shardwise import parallel_state, utils
+from shardwise import parallel_state
 from shardwise.errors import ShardingError, TopologyError
+from shardwise.megatron import utils
 
 
 def test_without_a_group():

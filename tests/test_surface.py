@@ -25,7 +25,7 @@ NAMES = [
     if name not in LATER_NAMES
 ]
 MODULES = sorted({module for module, _, _ in NAMES})
-MODELS = ("shardwise.models.bert", "shardwise.models.embedding", "shardwise.models.gpt")
+MODELS = ("shardwise.megatron.models.bert", "shardwise.megatron.models.embedding", "shardwise.megatron.models.gpt")
 
 
 def found(module, name):
@@ -55,7 +55,14 @@ def test_nothing_is_missing(module, name, parameters):
 
 
 @pytest.mark.parametrize(
-    "module", [*MODULES, *MODELS, "shardwise.process_groups_config", "shardwise.config", "shardwise.utils"]
+    "module",
+    [
+        *MODULES,
+        *MODELS,
+        "shardwise.megatron.process_groups_config",
+        "shardwise.megatron.config",
+        "shardwise.megatron.utils",
+    ],
 )
 def test_nothing_public_is_undocumented(module):
     """What a module defines without an underscore is in ``__all__``; what is in ``__all__`` is in the guide."""

@@ -6,14 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.config import TransformerConfig
-from shardwise.models.gpt import GPTModel
+from shardwise.config import ModelConfig
+from shardwise.models.gpt import GPT
 from shardwise.optimizer.adamw import make_adamw
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.topology import Topology
-from shardwise.transformer.layer import TransformerLayerSpec
+from shardwise.topology import Groups, Topology
 from steps.problem import (
     ADAM_EPSILON,
     BETAS,
@@ -44,7 +42,7 @@ def make_shardwise(problem: Problem, topology: Topology, *, sequence_parallel: b
     """Tensor parallelism, with or without sequence parallelism."""
     sizes = problem.sizes
     tp_group, dp_group = topology.group("tp"), topology.group("dp")
-    config = TransformerConfig(
+    config = ModelConfig(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden_size,
         num_attention_heads=sizes.num_heads,
@@ -56,19 +54,17 @@ def make_shardwise(problem: Problem, topology: Topology, *, sequence_parallel: b
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=tp_group.size(),
         sequence_parallel=sequence_parallel,
         perform_initialization=False,
     )
-    model = GPTModel(
+    model = GPT(
         config,
-        TransformerLayerSpec(),
         sizes.vocab_size,
         sizes.sequence_length,
         share_embeddings_and_output_weights=sizes.tie_embeddings,
         position_embedding_type="rope",
         rotary_base=ROTARY_BASE,
-        pg_collection=ProcessGroupCollection.from_topology(topology),
+        groups=Groups.of(topology),
     )
     with torch.no_grad():
         for name, param, layout in named_param_layouts(model, tp_group.size()):

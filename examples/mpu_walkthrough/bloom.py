@@ -21,13 +21,13 @@ from by_rank import by_rank, four_ranks, print_once, row
 from torch import Tensor
 
 from shardwise import parallel_state
-from shardwise.config import TransformerConfig
 from shardwise.huggingface import load_pretrained, save_pretrained
-from shardwise.models.gpt import GPTModel
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.optimizer.adamw import make_adamw
 from shardwise.optimizer.gradients import finalize_gradients_
-from shardwise.pipeline_parallel import get_forward_backward_func
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.topology import Groups
 from shardwise.transformer.activations import gelu_tanh
 from shardwise.transformer.layer import TransformerLayerSpec
 
@@ -96,7 +96,7 @@ def forward_step(data: Iterator[Tensor], model: torch.nn.Module) -> tuple[Tensor
 
 def train() -> Training:
     """A few steps of AdamW on one batch."""
-    model, groups = bloom(), ProcessGroupCollection.use_mpu_process_groups()
+    model, groups = bloom(), Groups.use_mpu_process_groups()
     optimizer = make_adamw(model, learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.95), epsilon=1e-8)
     losses = []
     for _ in range(STEPS):
@@ -119,7 +119,7 @@ def train() -> Training:
 def round_trip(model: GPTModel, folder: Path) -> bool:
     """Write the model as a Hugging Face folder and read it again: whether every value is the same."""
     save_pretrained(model, folder)
-    again = load_pretrained(folder)
+    again = load_pretrained(folder, groups=model.groups)
     pairs = zip(model.state_dict().items(), again.state_dict().items(), strict=True)
     return all(name == other and torch.equal(value, read) for (name, value), (other, read) in pairs)
 

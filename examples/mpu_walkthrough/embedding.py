@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from by_rank import by_rank, four_ranks, print_once, row
 from torch import Tensor, nn
 
-from shardwise.config import ModelParallelConfig
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.tensor_parallel import VocabParallelEmbedding, reduce_from_tensor_model_parallel_region
 
 # Seven ids on two ranks: four and three.

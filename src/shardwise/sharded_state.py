@@ -1,14 +1,15 @@
-"""The sharded state of any module: each parameter with where this rank's part of it lies in the whole."""
+"""The sharded state of any module: each parameter with where this rank's part lies in the whole; and the whole."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.collectives.primitives import broadcast_
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
 
 
@@ -18,7 +19,7 @@ def sharded_state_dict(
     sharded_offsets: Sequence[ShardedOffset] = (),
     metadata: dict[str, Any] | None = None,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup,
 ) -> dict[str, ParamShard]:
     """This rank's part of every parameter and persistent buffer of ``module``, by name, for a checkpoint.
 
@@ -30,16 +31,14 @@ def sharded_state_dict(
         prefix: put before each name.
         sharded_offsets: ``(axis, index, count)`` of leading axes that stack this module with others of one name.
         metadata: handed on to modules that answer for themselves.
-        group: tensor-parallel group; the ambient one if None.
+        group: tensor-parallel group.
 
     Returns:
         An entry for each tensor, in the order of ``module.state_dict()``.
 
     Raises:
-        TopologyError: no group given and none initialised.
         ShardingError: ``sharded_offsets`` do not fit together.
     """
-    group = resolve_tensor_model_parallel_group(group)
     own: Any = getattr(module, "sharded_state_dict", None)
     if own is None:
         return state_of_parts(module, prefix, sharded_offsets, metadata, group=group)
@@ -74,3 +73,27 @@ def _each_tensor_once(entries: dict[str, ParamShard]) -> dict[str, ParamShard]:
     """Without those that share a tensor with one before them."""
     first = {id(shard.data): name for name, shard in reversed(entries.items())}
     return {name: shard for name, shard in entries.items() if first[id(shard.data)] == name}
+
+
+@torch.no_grad()
+def gather_parameter(local: Tensor, layout: ParamLayout, *, group: ProcessGroup) -> Tensor:
+    """The whole parameter, on every rank.
+
+    Collective; every rank then holds all of it, so this is not for models that need the ranks' memory together. On the
+    way, it takes the memory of the whole and of one part.
+
+    Args:
+        local: this rank's part, or something of its shape such as its gradient; not modified.
+        layout: where each rank's part lies.
+        group: the ranks that ``layout`` is about.
+
+    Returns:
+        A new tensor of shape ``layout.global_shape``.
+    """
+    if layout.dim is None or group.size() == 1:
+        return local.detach().clone()
+    whole = local.new_empty(layout.global_shape)
+    for rank in range(group.size()):
+        shard = local.detach().contiguous() if rank == group.rank() else local.new_empty(layout.local_shape(rank))
+        layout.place_(whole, rank, broadcast_(shard, group=group, group_src=rank))
+    return whole

@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from shardwise.checkpoint import ParamShard, load, save
-from shardwise.config import TransformerConfig
-from shardwise.models.bert import BertModel
-from shardwise.models.gpt import GPTModel
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.bert import BertModel
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.optimizer.adamw import make_adamw, optimizer_state
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.topology import Topology
 from shardwise.transformer.layer import TransformerLayerSpec
 

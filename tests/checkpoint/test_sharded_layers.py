@@ -10,12 +10,12 @@ from harness.parity import assert_bit_equal
 from torch import nn
 
 from shardwise.checkpoint import load, save, verify
-from shardwise.config import ModelParallelConfig
 from shardwise.errors import CheckpointError
+from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.utils import make_tp_sharded_tensor_for_checkpoint
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from shardwise.utils import make_tp_sharded_tensor_for_checkpoint
 
 
 def layers(group, seed):

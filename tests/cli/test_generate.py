@@ -19,11 +19,11 @@ from shardwise.cli.generate import main
 from shardwise.cli.main import main as shardwise_main
 from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.inference import Sampling, generate
-from shardwise.models.gpt import GPTModel
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.models.gpt import GPT
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamLayout
 from shardwise.tokenizer import Tokenizer
+from shardwise.topology import Groups
 from shardwise.training.build import build_model
 from shardwise.training.ranks import open_ranks
 from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
@@ -67,10 +67,10 @@ class Run:
                     extra_files=self.tokenizer.save,
                 )
 
-    def model(self, step: int) -> GPTModel:
+    def model(self, step: int) -> GPT:
         torch.manual_seed(step)
-        groups = ProcessGroupCollection(tp=dist.group.WORLD)
-        model = build_model(self.settings, self.tokenizer.vocab_size, pg_collection=groups, device=torch.device("cpu"))
+        groups = Groups(tp=dist.group.WORLD)
+        model = build_model(self.settings, self.tokenizer.vocab_size, groups=groups, device=torch.device("cpu"))
         with torch.no_grad():
             for param in model.parameters():
                 param *= 20

@@ -11,8 +11,8 @@ from shardwise.collectives import primitives
 from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.collectives.primitives import all_reduce, all_to_all
 from shardwise.collectives.shared_memory.channel import SLOT_BYTES
-from shardwise.config import ModelParallelConfig
 from shardwise.errors import DesyncError, ShardingError, VocabularyError
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.tensor_parallel import VocabParallelEmbedding, mappings, vocab_parallel_cross_entropy
 
 

@@ -20,9 +20,9 @@ from shardwise.cli.checkpoint_model import open_checkpoint
 from shardwise.huggingface import load_pretrained, save_pretrained
 from shardwise.huggingface.architectures import ARCHITECTURES
 from shardwise.lora import LoraConfig, add_lora_, load_adapter_, save_adapter
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.tokenizer import Tokenizer
+from shardwise.topology import Groups
 from shardwise.training.build import build_model
 from shardwise.training.ranks import Ranks
 from shardwise.training.settings import ModelSettings, Settings
@@ -50,7 +50,7 @@ class Folders:
         world = groups.tp
         assert world is not None
         torch.manual_seed(0)
-        model = build_model(settings, tokenizer.vocab_size, pg_collection=groups, device=CPU)
+        model = build_model(settings, tokenizer.vocab_size, groups=groups, device=CPU)
         checkpoint.save(
             self.step.parent,
             3,
@@ -74,7 +74,7 @@ class Folders:
     def read_model(self) -> Tensors:
         """The Hugging Face folder's tensors, after a look at its tokenizer."""
         Tokenizer.load(self.model)
-        return _tensors(load_pretrained(self.model, pg_collection=_groups()))
+        return _tensors(load_pretrained(self.model, groups=_groups()))
 
     def read_adapter(self) -> Tensors:
         """The adapter's tensors in a model of the right shape."""
@@ -83,13 +83,13 @@ class Folders:
             model=ModelSettings(num_layers=2, hidden_size=16, num_heads=2, vocab_size=270, sequence_length=32),
         )
         torch.manual_seed(0)
-        model = build_model(settings, 264, pg_collection=_groups(), device=CPU)
+        model = build_model(settings, 264, groups=_groups(), device=CPU)
         load_adapter_(model, self.adapter, ARCHITECTURES["llama"])
         return {name: tensor for name, tensor in _tensors(model).items() if "lora" in name}
 
 
-def _groups() -> ProcessGroupCollection:
-    return ProcessGroupCollection(tp=dist.group.WORLD)
+def _groups() -> Groups:
+    return Groups(tp=dist.group.WORLD)
 
 
 def _tensors(model: Any) -> Tensors:

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from harness.parity import assert_close_to
 
 from shardwise.collectives.agreement import tell_all
-from shardwise.config import TransformerConfig
 from shardwise.errors import ShardingError
 from shardwise.loss import vocab_parallel_cross_entropy as of_the_engine
-from shardwise.models.language_module import LanguageModule
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.language_module import LanguageModule
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.sharding import balanced_sizes
 from shardwise.tensor_parallel import vocab_parallel_cross_entropy
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from hf_references import Reference, make_reference
 
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.topology import Groups
 from shardwise.training.ranks import open_ranks
 
 
@@ -33,7 +33,7 @@ def reference(request: pytest.FixtureRequest, make: Callable[[str], Reference]) 
 
 
 @pytest.fixture
-def one_rank() -> Iterator[ProcessGroupCollection]:
+def one_rank() -> Iterator[Groups]:
     """Groups of this process alone."""
     with open_ranks("cpu"):
-        yield ProcessGroupCollection(tp=dist.group.WORLD)
+        yield Groups(tp=dist.group.WORLD)

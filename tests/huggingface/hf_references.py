@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise.process_groups_config import ProcessGroupCollection
-from shardwise.topology import Topology
+from shardwise.topology import Groups, Topology
 
 BATCH, LENGTH = 2, 11
 LLAMA3 = {
@@ -161,6 +160,6 @@ def layouts(world_size: int) -> list[tuple[int, int]]:
     return {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(4, 1), (2, 2)]}[world_size]
 
 
-def groups_of(tp: int, pp: int) -> ProcessGroupCollection:
+def groups_of(tp: int, pp: int) -> Groups:
     """The groups of a topology with these sizes and no more."""
-    return ProcessGroupCollection.from_topology(Topology.create(tp=tp, pp=pp))
+    return Groups.of(Topology.create(tp=tp, pp=pp))

@@ -188,11 +188,11 @@ def test_bad_folders(group: dist.ProcessGroup, reference: Reference, tmp_path: P
         # Over stages the same code finds them; some will do.
         for number, (change, kind, message) in enumerate(BAD if pp == 1 else BAD[:-1:5]):
             folder = copy(reference.folder, tmp_path / f"{tp}x{pp}-{number}", group, change)
-            error = raised_everywhere(group, partial(load_pretrained, folder, pg_collection=groups))
+            error = raised_everywhere(group, partial(load_pretrained, folder, groups=groups))
             assert isinstance(error, kind), error
             assert re.search(message, str(error)), (message, str(error))
     folder = copy(reference.folder, tmp_path / "split", group, split)
-    assert load_pretrained(folder, pg_collection=groups_of(1, 2)).config.num_layers == 5
+    assert load_pretrained(folder, groups=groups_of(1, 2)).config.num_layers == 5
 
 
 @pytest.mark.ranks(2)
@@ -202,13 +202,13 @@ def test_more_stages_than_layers_and_one_failing_rank(
 ) -> None:
     groups = groups_of(1, 2)
     folder = copy(reference.folder, tmp_path / "short", group, config(num_hidden_layers=1))
-    error = raised_everywhere(group, partial(load_pretrained, folder, pg_collection=groups))
+    error = raised_everywhere(group, partial(load_pretrained, folder, groups=groups))
     assert "1 layers cannot be dealt out to 2 pipeline stages" in str(error)
     for groups in (groups_of(2, 1), groups_of(1, 2)):
         with monkeypatch.context() as patch:
             if group.rank() == 1:
                 patch.setattr("shardwise.huggingface.reading.read_box", _failing)
-            error = raised_everywhere(group, partial(load_pretrained, reference.folder, pg_collection=groups))
+            error = raised_everywhere(group, partial(load_pretrained, reference.folder, groups=groups))
         assert "cannot read tensor 'model." in str(error)
         assert "No route to host" in str(error)
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from shardwise import checkpoint
 from shardwise.cli.main import main
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.tokenizer import Tokenizer
+from shardwise.topology import Groups
 from shardwise.training.build import build_model
 from shardwise.training.ranks import open_ranks
 from shardwise.training.settings import ModelSettings, Settings, TrainingSettings
@@ -121,8 +121,8 @@ def test_transformers_computes_what_a_trained_model_does(architecture: Any, tmp_
     ids = torch.arange(24).view(2, 12) * 11
     with open_ranks("cpu") as ranks:
         torch.manual_seed(0)
-        groups = ProcessGroupCollection(tp=dist.group.WORLD)
-        model = build_model(settings, tokenizer.vocab_size, pg_collection=groups, device=ranks.device)
+        groups = Groups(tp=dist.group.WORLD)
+        model = build_model(settings, tokenizer.vocab_size, groups=groups, device=ranks.device)
         with torch.no_grad():
             for param in model.parameters():
                 param.copy_(torch.randn_like(param) * 0.3)

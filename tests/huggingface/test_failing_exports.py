@@ -46,7 +46,7 @@ def test_places_that_cannot_be_written(group: dist.ProcessGroup, reference: Refe
     dist.barrier(group)
     before = sorted(tmp_path.rglob("*"))
     for tp, pp in ((2, 1), (1, 2)):
-        model = load_pretrained(reference.folder, pg_collection=groups_of(tp, pp))
+        model = load_pretrained(reference.folder, groups=groups_of(tp, pp))
         for target, kind, message, options in (
             ("full", ConfigError, "full exists; choose another folder", {}),
             ("file", ConfigError, "file exists; choose another folder", {}),
@@ -76,7 +76,7 @@ def test_places_that_cannot_be_written(group: dist.ProcessGroup, reference: Refe
 def test_disk_full(group: dist.ProcessGroup, reference: Reference, tmp_path: Path) -> None:
     """The kernel refuses to write more than some bytes on one rank."""
     for tp, pp in ((2, 1), (1, 2)):
-        model = load_pretrained(reference.folder, pg_collection=groups_of(tp, pp))
+        model = load_pretrained(reference.folder, groups=groups_of(tp, pp))
         for full_rank in (0, 1):
             target = tmp_path / "new" / f"{tp}x{pp}-{full_rank}"
             with no_file_over(9000) if group.rank() == full_rank else contextlib.nullcontext():
@@ -88,7 +88,7 @@ def test_disk_full(group: dist.ProcessGroup, reference: Reference, tmp_path: Pat
             assert list(tmp_path.iterdir()) == []
         # And once there is room again:
         save_pretrained(model, tmp_path / "now")
-        again = load_pretrained(tmp_path / "now", pg_collection=groups_of(tp, pp))
+        again = load_pretrained(tmp_path / "now", groups=groups_of(tp, pp))
         for key, param in again.state_dict().items():
             assert_bit_equal(param, model.state_dict()[key], name=key)
         dist.barrier(group)
@@ -119,7 +119,7 @@ def test_disk_full_when_all_weights_are_written(group: dist.ProcessGroup, many_n
     options: dict[str, Any] = {"dtype": torch.bfloat16, "max_file_size": 1}
     for tp, pp in ((2, 1), (1, 2)):
         parent = tmp_path / f"{tp}x{pp}"
-        model = load_pretrained(many_names, pg_collection=groups_of(tp, pp))
+        model = load_pretrained(many_names, groups=groups_of(tp, pp))
         save_pretrained(model, parent / "whole", **options)
         dist.barrier(group)
         sizes = {path.name: path.stat().st_size for path in (parent / "whole").iterdir()}
@@ -155,7 +155,7 @@ def test_places_where_adapters_cannot_be_written(
         (tmp_path / "taken" / "adapter_config.json").mkdir(parents=True)
     dist.barrier(group)
     architecture = read_config(reference.folder).architecture
-    model = load_pretrained(reference.folder, pg_collection=groups_of(2, 1))
+    model = load_pretrained(reference.folder, groups=groups_of(2, 1))
     add_lora_(model, LoraConfig(r=3, target_modules=("q_proj",)), architecture)
     for name in ("file/below", "taken"):
         error = raised_everywhere(group, partial(save_adapter, model, tmp_path / name, architecture))
@@ -170,7 +170,7 @@ def test_disk_full_when_adapters_are_written(group: dist.ProcessGroup, reference
     """The kernel refuses to write one of their two files: the earlier adapter stays, or there is none."""
     architecture = read_config(reference.folder).architecture
     for tp, pp in ((2, 1), (1, 2)):
-        model = load_pretrained(reference.folder, pg_collection=groups_of(tp, pp))
+        model = load_pretrained(reference.folder, groups=groups_of(tp, pp))
         add_lora_(model, LoraConfig(r=3, target_modules=("q_proj", "down_proj")), architecture)
         for replaces in (False, True):
             for name, base_model in (("adapter_model.safetensors", "b"), ("adapter_config.json", "b" * 100_000)):
@@ -188,7 +188,7 @@ def test_disk_full_when_adapters_are_written(group: dist.ProcessGroup, reference
                 assert str(error).startswith(f"cannot write '{folder / name}.new': File too large"), error
                 dist.barrier(group)
                 assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-                other = load_pretrained(reference.folder, pg_collection=model.pg_collection)
+                other = load_pretrained(reference.folder, groups=model.groups)
                 if not replaces:
                     with pytest.raises(CheckpointError, match=r"no adapter at .*: it has no adapter_config\.json"):
                         load_adapter_(other, folder, architecture)

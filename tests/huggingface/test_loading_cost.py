@@ -18,8 +18,8 @@ from shardwise.huggingface import (
     build_model,
     config_from_json,
     load_pretrained,
+    model_config,
     save_pretrained,
-    transformer_config,
 )
 from shardwise.huggingface.filling import fill_shard_
 from shardwise.huggingface.folder import PretrainedFolder
@@ -53,10 +53,10 @@ def test_each_rank_reads_its_own_bytes_once(
     groups = {(tp, pp): groups_of(tp, pp) for tp, pp in layouts(group.size())}
     for reference in every_reference:
         for layout in groups:
-            model = load_pretrained(reference.folder, pg_collection=groups[layout])
+            model = load_pretrained(reference.folder, groups=groups[layout])
             assert opened[-1].bytes_read == own_bytes(model), (reference.name, layout)
             assert {param.dtype for param in model.parameters()} == {torch.float32}
-        half = load_pretrained(reference.folder, pg_collection=groups[layouts(group.size())[0]], dtype=torch.bfloat16)
+        half = load_pretrained(reference.folder, groups=groups[layouts(group.size())[0]], dtype=torch.bfloat16)
         assert opened[-1].bytes_read == 2 * own_bytes(half)
         assert {param.dtype for param in half.parameters()} == {torch.bfloat16}
 
@@ -81,7 +81,7 @@ def test_a_copy_of_a_tied_weight_is_not_read_whole(
         return opened[-1]
 
     monkeypatch.setattr("shardwise.huggingface.loading.PretrainedFolder", watched)
-    model = load_pretrained(tmp_path, pg_collection=groups_of(group.size(), 1))
+    model = load_pretrained(tmp_path, groups=groups_of(group.size(), 1))
     rows = 32 * tensors["lm_head.weight"].size(1) * 4
     assert opened[0].tensors.bytes_read == own_bytes(model) + rows < 1.1 * own_bytes(model)
 
@@ -143,15 +143,15 @@ def test_peak_memory_at_four_ranks(group: dist.ProcessGroup, tmp_path: Path) -> 
     for tp, pp in layouts(4):
         groups = groups_of(tp, pp)
         # Buffers, imports and connections of a first time are not of loading.
-        load_pretrained(tmp_path / "large", pg_collection=groups)
+        load_pretrained(tmp_path / "large", groups=groups)
         dist.barrier(group)
-        peak = peak_of(lambda groups=groups: loaded.append(load_pretrained(tmp_path / "large", pg_collection=groups)))
+        peak = peak_of(lambda groups=groups: loaded.append(load_pretrained(tmp_path / "large", groups=groups)))
         shard = own_bytes(loaded[-1])
         loaded.clear()
         allowed = 1.3 * (shard + largest) + (2 << 20)
         assert shard < peak < allowed, f"tp {tp}, pp {pp}: {peak / 1e6:.1f} MB, shard {shard / 1e6:.1f} MB"
         target = tmp_path / f"{tp}x{pp}"
-        model = load_pretrained(tmp_path / "large", pg_collection=groups)
+        model = load_pretrained(tmp_path / "large", groups=groups)
         peak = peak_of(lambda model=model, target=target: save_pretrained(model, target, max_file_size=10**7))
         assert peak < 3 * largest + (4 << 20), f"export at tp {tp}, pp {pp}: {peak / 1e6:.1f} MB"
 
@@ -171,5 +171,5 @@ def write_large_model(folder: Path) -> None:
         }
     )
     groups = groups_of(4, 1)
-    settings = transformer_config(config.description, tensor_model_parallel_size=4)
-    save_pretrained(build_model(config.description, settings, pg_collection=groups), folder, max_file_size=10**8)
+    settings = model_config(config.description, tensor_model_parallel_size=4)
+    save_pretrained(build_model(config.description, settings, groups=groups), folder, max_file_size=10**8)

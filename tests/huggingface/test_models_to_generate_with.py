@@ -20,8 +20,8 @@ from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.huggingface import load_pretrained, read_config
 from shardwise.huggingface.folder import no_folder
 from shardwise.lora import LoraConfig, add_lora_
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.tokenizer import Tokenizer
+from shardwise.topology import Groups
 from shardwise.training.ranks import Ranks
 
 TEXT = "def eins(zwei):\n    return zwei  # größer 中文\n"
@@ -228,7 +228,7 @@ def test_adapters_on_other_layers_are_named(group, base, tmp_path):
         message = rf"has adapters on {what} \((model\.)?{target}\), which are not supported.* merge them into the model"
         with pytest.raises(ConfigError, match=message):
             opened.load_model(ranks)
-        model = load_pretrained(base / "base", pg_collection=ProcessGroupCollection(tp=group))
+        model = load_pretrained(base / "base", groups=Groups(tp=group))
         message = rf"adapters on {what} \({target}\) are not supported; choose among down_proj, gate_proj, k_proj"
         with pytest.raises(ConfigError, match=message):
             add_lora_(model, LoraConfig(target_modules=("q_proj", target)), read_config(base / "base").architecture)

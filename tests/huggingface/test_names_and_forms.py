@@ -22,7 +22,7 @@ from shardwise.huggingface import (
     config_to_json,
     describe_model,
     load_pretrained,
-    transformer_config,
+    model_config,
 )
 from shardwise.transformer.rotary import RotaryEmbedding
 
@@ -55,14 +55,14 @@ def test_names_without_prefix_and_buffers(
         "bert": {"embeddings.position_ids": torch.arange(17).unsqueeze(0)},
     }.get(name, {})
     folder = rewritten(source, tmp_path / "old", lambda tensors: without_prefix(prefix)(tensors) | buffers)
-    expected = load_pretrained(source, pg_collection=one_rank).state_dict()
-    for key, param in load_pretrained(folder, pg_collection=one_rank).state_dict().items():
+    expected = load_pretrained(source, groups=one_rank).state_dict()
+    for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
         assert_bit_equal(param, expected[key], name=key)
 
 
 def test_a_copy_of_a_tied_weight_must_be_equal(make: Callable[[str], Reference], tmp_path: Path, one_rank: Any) -> None:
     source = make("gpt2").folder
-    expected = load_pretrained(source, pg_collection=one_rank).state_dict()
+    expected = load_pretrained(source, groups=one_rank).state_dict()
 
     def with_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}
@@ -77,10 +77,10 @@ def test_a_copy_of_a_tied_weight_must_be_equal(make: Callable[[str], Reference],
 
     for number, change in enumerate((with_copy, copy_alone)):
         folder = rewritten(source, tmp_path / str(number), change)
-        for key, param in load_pretrained(folder, pg_collection=one_rank).state_dict().items():
+        for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
             assert_bit_equal(param, expected[key], name=key)
     with pytest.raises(CheckpointError, match=r"'transformer.wte.weight' and 'lm_head.weight', which differ"):
-        load_pretrained(rewritten(source, tmp_path / "other", other_copy), pg_collection=one_rank)
+        load_pretrained(rewritten(source, tmp_path / "other", other_copy), groups=one_rank)
 
 
 def test_positions_of_old_files_are_no_weights(make: Callable[[str], Reference], tmp_path: Path, one_rank: Any) -> None:
@@ -91,8 +91,8 @@ def test_positions_of_old_files_are_no_weights(make: Callable[[str], Reference],
 
     source = make("bert").folder
     folder = rewritten(source, tmp_path / "old", with_positions, dtype=None, torch_dtype=None)
-    expected = load_pretrained(source, pg_collection=one_rank).state_dict()
-    for key, param in load_pretrained(folder, pg_collection=one_rank).state_dict().items():
+    expected = load_pretrained(source, groups=one_rank).state_dict()
+    for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
         assert_bit_equal(param, expected[key], name=key)
 
 
@@ -111,9 +111,9 @@ def test_bert_as_it_was_converted_from_tensorflow(
         return result | {"cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"].clone()}
 
     model = load_pretrained(
-        rewritten(source, tmp_path / "old", old, architectures=["BertForMaskedLM"]), pg_collection=one_rank
+        rewritten(source, tmp_path / "old", old, architectures=["BertForMaskedLM"]), groups=one_rank
     )
-    expected = load_pretrained(source, pg_collection=one_rank).state_dict()
+    expected = load_pretrained(source, groups=one_rank).state_dict()
     assert model.state_dict().keys() == expected.keys()
     for key, param in model.state_dict().items():
         assert_bit_equal(param, expected[key], name=key)
@@ -128,7 +128,7 @@ def test_virtual_stages(group: Any, reference: Reference, tmp_path: Path) -> Non
     from shardwise.models.chunks import ModelChunks
 
     groups = groups_of(1, 2)
-    model = load_pretrained(reference.folder, pg_collection=groups, virtual_pipeline_model_parallel_size=2)
+    model = load_pretrained(reference.folder, groups=groups, virtual_pipeline_model_parallel_size=2)
     assert isinstance(model, ModelChunks)
     assert len(model) == 2
     save_pretrained(model, tmp_path / "out")
@@ -247,7 +247,7 @@ def test_what_no_architecture_can_say_is_named(one_rank: Any) -> None:
         {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 4}
         | {"num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 8}
     ).description
-    config = transformer_config(description, rotary_interleaved=True)
-    odd = describe_model(build_model(description, config, pg_collection=one_rank))
+    config = model_config(description, rotary_interleaved=True)
+    odd = describe_model(build_model(description, config, groups=one_rank))
     with pytest.raises(ConfigError, match="llama: it has no way to say rotary_interleaved True"):
         config_to_json(odd)

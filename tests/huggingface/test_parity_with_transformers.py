@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardwise.huggingface import load_pretrained, read_config
 from shardwise.huggingface.mapping import compose
+from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.optimizer.gradients import finalize_gradients_
-from shardwise.pipeline_parallel import get_forward_backward_func
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.topology import Groups
 
 # Of the norm. fp32, and transformers has its rotary angles in fp32 too.
 RTOL = 2e-5
@@ -24,7 +24,7 @@ RTOL = 2e-5
 class Step:
     """One batch through a model of any number of stages, with what its last stage returned."""
 
-    def __init__(self, model: Any, reference: Reference, groups: ProcessGroupCollection) -> None:
+    def __init__(self, model: Any, reference: Reference, groups: Groups) -> None:
         self.model, self.reference, self.groups = model, reference, groups
         self.values = reference.values()
         self.outputs: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ def test_logits_loss_and_gradients(group: dist.ProcessGroup, reference: Referenc
     expected = reference.values()
     for tp, pp in layouts(group.size()):
         groups = groups_of(tp, pp)
-        model = load_pretrained(reference.folder, pg_collection=groups, hidden_dropout=0.0, attention_dropout=0.0)
+        model = load_pretrained(reference.folder, groups=groups, hidden_dropout=0.0, attention_dropout=0.0)
         model.parallel_output = False
         step = Step(model, reference, groups)
         step.run(with_labels=False)

@@ -32,7 +32,7 @@ def test_export_writes_what_was_imported(group: dist.ProcessGroup, reference: Re
     expected = reference.weights()
     for tp, pp in layouts(group.size()):
         groups = groups_of(tp, pp)
-        model = load_pretrained(reference.folder, pg_collection=groups)
+        model = load_pretrained(reference.folder, groups=groups)
         for name, options in {
             "one": {"source": reference.folder},
             "many": {
@@ -46,7 +46,7 @@ def test_export_writes_what_was_imported(group: dist.ProcessGroup, reference: Re
             assert tensors.keys() == expected.keys()
             for key, tensor in tensors.items():
                 assert_bit_equal(tensor, expected[key], name=key)
-            again = load_pretrained(folder, pg_collection=groups)
+            again = load_pretrained(folder, groups=groups)
             assert describe_model(again) == describe_model(model)
             for key, param in again.state_dict().items():
                 assert_bit_equal(param, model.state_dict()[key], name=key)
@@ -69,7 +69,7 @@ def test_transformers_loads_the_export(
 ) -> None:
     import transformers
 
-    model = load_pretrained(reference.folder, pg_collection=one_rank)
+    model = load_pretrained(reference.folder, groups=one_rank)
     options: dict[str, Any] = {"source": reference.folder} if with_source else {"max_file_size": 20000}
     if reference.name == "mistral":
         options["architecture"] = "mistral"
@@ -107,7 +107,7 @@ def test_transformers_loads_a_bf16_model_of_two_stages(
 
     groups = groups_of(1, 2)
     for loaded_as in (torch.bfloat16, torch.float32):
-        model = load_pretrained(reference.folder, pg_collection=groups, dtype=loaded_as)
+        model = load_pretrained(reference.folder, groups=groups, dtype=loaded_as)
         for name, options in {"few": {"source": reference.folder}, "many": {"max_file_size": 8000}}.items():
             save_pretrained(model, tmp_path / str(loaded_as) / name, dtype=torch.bfloat16, **options)
     dist.barrier(group)

@@ -23,8 +23,7 @@ from shardwise.lora import (
     remove_lora_,
     save_adapter,
 )
-from shardwise.process_groups_config import ProcessGroupCollection
-from shardwise.topology import Topology
+from shardwise.topology import Groups, Topology
 
 KINDS = ("llama", "gpt2", "bloom")
 # Both sides compute in fp32, in other orders.
@@ -49,7 +48,7 @@ def folders(tmp_path_factory):
 
 
 def load(folder, group, **settings):
-    return load_pretrained(folder, pg_collection=ProcessGroupCollection(tp=group), **settings)
+    return load_pretrained(folder, groups=Groups(tp=group), **settings)
 
 
 @torch.no_grad()
@@ -124,11 +123,11 @@ def test_an_adapter_for_a_pattern_is_written_with_its_paths(group, folders, tmp_
 @pytest.mark.ranks(2)
 def test_adapters_of_one_stage_only(group, folders, tmp_path):
     """The other stage has none to add, and none to save."""
-    groups = ProcessGroupCollection.from_topology(Topology.create(pp=2))
+    groups = Groups.of(Topology.create(pp=2))
     architecture = read_config(folders / "llama").architecture
     for stage in (0, 1):
         target = f"layers.{stage}.mlp.down_proj"
-        model = load_pretrained(folders / "llama", pg_collection=groups)
+        model = load_pretrained(folders / "llama", groups=groups)
         add_lora_(model, LoraConfig(r=3, target_modules=(target,)), architecture)
         assert bool(list(lora_layers(model))) == (group.rank() == stage)
         save_adapter(model, tmp_path / str(stage), architecture)
@@ -138,7 +137,7 @@ def test_adapters_of_one_stage_only(group, folders, tmp_path):
         with pytest.raises(ConfigError, match=r"no linear layer 'layers\.2\.mlp\.down_proj'"):
             add_lora_(model, LoraConfig(r=3, target_modules=("layers.2.mlp.down_proj",)), architecture)
     with pytest.raises(ConfigError, match="no adapters to save"):
-        save_adapter(load_pretrained(folders / "llama", pg_collection=groups), tmp_path / "none", architecture)
+        save_adapter(load_pretrained(folders / "llama", groups=groups), tmp_path / "none", architecture)
 
 
 @pytest.mark.slow

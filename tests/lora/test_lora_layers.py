@@ -9,11 +9,11 @@ from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified,
 from torch import nn
 
 from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError
 from shardwise.initialization import Normal
 from shardwise.lora.config import LoraConfig
 from shardwise.lora.layers import LoraAdapter, LoraColumn, LoraLinear
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.optimizer.gradients import finalize_gradients_, global_grad_norm
 from shardwise.random import seed_streams
 from shardwise.sharded_state import sharded_state_dict

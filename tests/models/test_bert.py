@@ -12,10 +12,10 @@ from models.dense_bert import DenseBert, masked_loss
 from models.model_checks import assert_gradients_are, randomise_small_parameters, whole_logits, whole_weights
 from torch.distributed import ProcessGroup
 
-from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, ShardingError, VocabularyError
-from shardwise.models.bert import BertModel
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.bert import BertModel
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttnMaskType

@@ -14,10 +14,10 @@ from models.dense_gpt import DenseGPT
 from models.model_checks import randomise_small_parameters, whole_logits, whole_weights
 from torch.distributed import ProcessGroup
 
-from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, ShardingError, VocabularyError
-from shardwise.models.gpt import GPTModel
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.random import seed_streams
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute, named_param_layouts
 from shardwise.topology import Topology

@@ -13,10 +13,10 @@ from models.dense_gpt import DenseGPT
 from models.model_checks import assert_gradients_are, randomise_small_parameters, whole_logits, whole_weights
 from torch.distributed import ProcessGroup
 
-from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.models.gpt import GPTModel
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.rotary import RotaryScaling
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 
 from shardwise import parallel_state, tensor_parallel
-from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, NotInitializedError, ShardingError, VocabularyError
-from shardwise.models.language_module import LanguageModule
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.language_module import LanguageModule
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.sharding import ParamLayout
 
 V, H = 103, 12

@@ -13,15 +13,15 @@ from models.model_checks import randomise_small_parameters
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.config import TransformerConfig
 from shardwise.errors import ConfigError, ShardingError, TopologyError
-from shardwise.models.bert import BertModel
-from shardwise.models.gpt import GPTModel
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.bert import BertModel
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.schedules import hidden_shape
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.optimizer.gradients import finalize_gradients_
 from shardwise.pipeline_parallel import Pipeline, make_schedule
-from shardwise.pipeline_parallel.forward_backward import hidden_shape
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.topology import Topology
 from shardwise.transformer.layer import TransformerLayerSpec
 

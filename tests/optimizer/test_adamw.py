@@ -7,8 +7,8 @@ import torch
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 from torch import nn
 
-from shardwise.config import ModelParallelConfig
 from shardwise.initialization import Normal
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.optimizer.adamw import (
     STATE_NAMES,
     learning_rate_at,

@@ -9,9 +9,9 @@ from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified,
 from torch import nn
 
 from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError
 from shardwise.initialization import Normal
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.optimizer import gradients as gradients_module
 from shardwise.optimizer.gradients import (
     clip_grad_norm_,

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.config import TransformerConfig
-from shardwise.models.gpt import GPTModel
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.schedules import hidden_shape
 from shardwise.pipeline_parallel import Pipeline, Schedule
-from shardwise.pipeline_parallel.forward_backward import hidden_shape
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.topology import Topology
 from shardwise.transformer.layer import TransformerLayerSpec
 

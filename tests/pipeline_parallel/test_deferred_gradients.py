@@ -11,7 +11,8 @@ from torch import nn
 
 from shardwise import parallel_state
 from shardwise.errors import ConfigError
-from shardwise.pipeline_parallel import get_forward_backward_func, make_schedule
+from shardwise.megatron.schedules import get_forward_backward_func
+from shardwise.pipeline_parallel import make_schedule
 
 
 def step(staged, name, batch, model=None, forward_step=None):

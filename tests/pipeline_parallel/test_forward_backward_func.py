@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise import parallel_state
 from shardwise.errors import ConfigError, DataError
-from shardwise.pipeline_parallel import get_forward_backward_func
+from shardwise.megatron.schedules import get_forward_backward_func
 
 NUM_MICRO_BATCHES = 4
 

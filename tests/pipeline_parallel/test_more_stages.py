@@ -14,9 +14,10 @@ from pipeline_parallel.test_pipeline_gradients import CASES, assert_gradients_of
 
 from shardwise import parallel_state
 from shardwise.errors import ConfigError
+from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.optimizer.adamw import make_adamw
 from shardwise.optimizer.gradients import clip_grad_norm_, global_grad_norm
-from shardwise.pipeline_parallel import Pipeline, get_forward_backward_func, make_schedule
+from shardwise.pipeline_parallel import Pipeline, make_schedule
 from shardwise.random import seed_streams, streams
 from shardwise.tensor_parallel import checkpoint
 

@@ -11,8 +11,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.config import ModelParallelConfig
 from shardwise.initialization import init_method_normal
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.sharding import balanced_sizes
 from shardwise.tensor_parallel import (
     ColumnParallelLinear,

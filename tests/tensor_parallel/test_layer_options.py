@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import parallel_state
 from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError, ShardingError, TopologyError
 from shardwise.initialization import Normal
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.sharding import ParamLayout, ParamShard
 from shardwise.tensor_parallel.layers import (
     ColumnParallelLinear,

@@ -9,9 +9,9 @@ from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified,
 from torch import nn
 
 from shardwise import parallel_state
-from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError, ShardingError, TopologyError, VocabularyError
 from shardwise.initialization import Normal
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.recompute import recomputed
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel.layers import (

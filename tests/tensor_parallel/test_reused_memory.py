@@ -7,8 +7,8 @@ from harness.parity import assert_bit_equal
 from torch import nn
 
 from shardwise.collectives.context import context_of
-from shardwise.config import ModelParallelConfig
 from shardwise.initialization import init_method_normal
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.recompute import recomputed
 from shardwise.sharding import balanced_sizes
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear

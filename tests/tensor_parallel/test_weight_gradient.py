@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 
 from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError, ShardingError, TopologyError
 from shardwise.initialization import Normal
 from shardwise.kernels import main_grad
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.recompute import recomputed
 from shardwise.sharding import balanced_range
 from shardwise.tensor_parallel.layers import (

@@ -15,8 +15,7 @@ from training.tiny import tiny_settings
 
 from shardwise.errors import ParityError
 from shardwise.pipeline_parallel import Pipeline
-from shardwise.sharded_state import sharded_state_dict
-from shardwise.tensor_parallel.gather import gather_parameter
+from shardwise.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.topology import Topology
 from shardwise.training.metrics import read_metrics
 from shardwise.training.parity import check_parity

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to
 from training.tiny import tiny_settings
 
-from shardwise.process_groups_config import ProcessGroupCollection
-from shardwise.tensor_parallel.gather import gather_parameter
+from shardwise.sharded_state import gather_parameter
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.topology import Topology
+from shardwise.topology import Groups, Topology
 from shardwise.training.build import build_model
 from shardwise.training.trainer import Trainer
 
@@ -29,8 +28,8 @@ def make_trainer(folder, topology, dp_group, *, sequence_parallel, dtype, archit
         **{"dtype": dtype, "steps": STEPS} | training,
     )
     torch.manual_seed(11)
-    groups = ProcessGroupCollection.from_topology(topology)
-    model = build_model(settings, VOCAB, pg_collection=groups, device=torch.device("cpu"))
+    groups = Groups.of(topology)
+    model = build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
     return Trainer(settings, model, tp_group=topology.group("tp"), dp_group=dp_group)
 
 
@@ -140,9 +139,7 @@ def test_replicated_parameters_stay_equal_and_dropout_is_reproducible(group, tmp
             tmp_path, tp=2, sequence_parallel=sequence_parallel, model={"dropout": 0.2}, steps=STEPS
         )
         torch.manual_seed(11)
-        model = build_model(
-            settings, VOCAB, pg_collection=ProcessGroupCollection.from_topology(topology), device=torch.device("cpu")
-        )
+        model = build_model(settings, VOCAB, groups=Groups.of(topology), device=torch.device("cpu"))
         trainer = Trainer(settings, model, tp_group=topology.group("tp"), dp_group=alone.group("tp"))
         curves.append(curve(trainer))
         for name, param, layout in named_param_layouts(model, 2):

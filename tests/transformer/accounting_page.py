@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from shardwise.config import TransformerConfig
 from shardwise.initialization import Normal
+from shardwise.megatron.config import TransformerConfig
 from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from shardwise.tensor_parallel.random import CheckpointWithoutOutput, checkpoint

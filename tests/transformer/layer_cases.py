@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.config import TransformerConfig
+from shardwise.megatron.config import TransformerConfig
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.transformer.activations import ACTIVATIONS
 from shardwise.transformer.alibi import local_alibi_slopes

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.config import TransformerConfig
+from shardwise.megatron.config import TransformerConfig
 from shardwise.recompute import recomputed
 from shardwise.sharding import balanced_range
 from shardwise.tensor_parallel.layers import named_param_layouts

@@ -108,14 +108,14 @@ class OpenCheckpoint:
         from shardwise.collectives.agreement import agree
         from shardwise.huggingface import load_pretrained
         from shardwise.models.chunks import ModelChunks
-        from shardwise.process_groups_config import ProcessGroupCollection
         from shardwise.sharded_state import sharded_state_dict
+        from shardwise.topology import Groups
 
         world = dist.group.WORLD
         assert world is not None
         if not self.is_checkpoint:
-            groups = ProcessGroupCollection(tp=world)
-            loaded = load_pretrained(self.folder, pg_collection=groups, device=ranks.device)
+            groups = Groups(tp=world)
+            loaded = load_pretrained(self.folder, groups=groups, device=ranks.device)
             assert not isinstance(loaded, ModelChunks)
             return loaded
         # What the settings say is compared with what there is before memory is asked for by it.
@@ -163,26 +163,25 @@ class OpenCheckpoint:
     def _build_model(self, device: torch.device) -> Model:
         import torch.distributed as dist
 
-        from shardwise.huggingface import build_model, transformer_config
-        from shardwise.process_groups_config import ProcessGroupCollection
+        from shardwise.huggingface import build_model, model_config
+        from shardwise.topology import Groups
         from shardwise.training import build
         from shardwise.training.settings import ParallelSettings, Settings
 
         world = dist.group.WORLD
         assert world is not None
-        groups = ProcessGroupCollection(tp=world)
+        groups = Groups(tp=world)
         if isinstance(self.origin, Settings):
             assert self.tokenizer is not None
             # The run's own split says nothing about this one, and splitting the sequence saves nothing on one token.
             settings = dataclasses.replace(self.origin, parallel=ParallelSettings(tp=world.size()))
-            return build.build_model(settings, self.tokenizer.vocab_size, pg_collection=groups, device=device)
-        config = transformer_config(
+            return build.build_model(settings, self.tokenizer.vocab_size, groups=groups, device=device)
+        config = model_config(
             self.origin.description,
             params_dtype=self.origin.dtype,
-            tensor_model_parallel_size=world.size(),
             perform_initialization=False,
         )
-        return build_model(self.origin.description, config, pg_collection=groups, device=device)
+        return build_model(self.origin.description, config, groups=groups, device=device)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -166,11 +166,11 @@ def _notes(task: _Task, longest: int) -> Iterator[str]:
 def _generate(arguments: GenerateArguments, ranks: Ranks) -> None:
     from shardwise.collectives.agreement import agree
     from shardwise.inference import TextStream, generate
-    from shardwise.models.gpt import GPTModel
+    from shardwise.models.gpt import GPT
 
     task = agree(lambda: _prepare(arguments, ranks.world_size), group=ranks.control)
     model = task.opened.load_model(ranks)
-    assert isinstance(model, GPTModel)
+    assert isinstance(model, GPT)
     text = TextStream(task.tokenizer, task.prompt_ids)
     if ranks.is_first:
         for note in _notes(task, model.max_sequence_length):

@@ -120,14 +120,14 @@ def _import(arguments: ImportArguments, world_size: int) -> tuple[Path, str, str
     from shardwise.huggingface import load_pretrained
     from shardwise.huggingface.pretrained import CONFIG_NAME
     from shardwise.huggingface.saving import COPIED_FILES
-    from shardwise.process_groups_config import ProcessGroupCollection
     from shardwise.sharded_state import sharded_state_dict
+    from shardwise.topology import Groups
 
     world = dist.group.WORLD
     assert world is not None
     source = agree(lambda: _open(arguments, world_size), group=world)
     dtype = source.dtype if arguments.dtype is None else getattr(torch, arguments.dtype)
-    model = load_pretrained(arguments.folder, pg_collection=ProcessGroupCollection(tp=world), dtype=dtype, device="cpu")
+    model = load_pretrained(arguments.folder, groups=Groups(tp=world), dtype=dtype, device="cpu")
     # What the heads found in the files add to config.json is in the class that it names.
     config = dict(source.config.values) | {
         "architectures": [source.architecture.class_of(source.description)],

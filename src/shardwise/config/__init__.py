@@ -1,6 +1,6 @@
-"""What a model is and how it is split: dataclasses, validated when made."""
+"""What a model is and how its layers are made: dataclasses, validated when made."""
 
-from shardwise.config.model_parallel import ModelParallelConfig
-from shardwise.config.transformer import Normalization, TransformerConfig
+from shardwise.config.layers import LayerConfig
+from shardwise.config.model import ModelConfig, Normalization
 
-__all__ = ["ModelParallelConfig", "Normalization", "TransformerConfig"]
+__all__ = ["LayerConfig", "ModelConfig", "Normalization"]

@@ -4,7 +4,7 @@ One table per architecture says which stored tensors a parameter is made of. Rea
 that it holds; writing, no rank holds more than one whole parameter.
 """
 
-from shardwise.huggingface.building import build_model, describe_model, transformer_config
+from shardwise.huggingface.building import build_model, describe_model, model_config
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.loading import load_pretrained
 from shardwise.huggingface.pretrained import PretrainedConfig, config_from_json, config_to_json, read_config
@@ -18,7 +18,7 @@ __all__ = [
     "config_to_json",
     "describe_model",
     "load_pretrained",
+    "model_config",
     "read_config",
     "save_pretrained",
-    "transformer_config",
 ]

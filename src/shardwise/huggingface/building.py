@@ -10,21 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.huggingface.description import ModelDescription
-from shardwise.models.bert import BertModel
-from shardwise.models.gpt import GPTModel
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.models.bert import Bert
+from shardwise.models.gpt import GPT
+from shardwise.topology import Groups
 from shardwise.transformer.activations import ACTIVATIONS
 from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.layer import TransformerLayerSpec
 
-Model = GPTModel | BertModel
+Model = GPT | Bert
 
-# Of TransformerConfig, by the same name.
+# Of ModelConfig, by the same name.
 _CONFIG_FIELDS = (
     "num_layers",
     "hidden_size",
@@ -61,8 +60,8 @@ _GPT_FIELDS = (
 _BERT_FIELDS = (*_GPT_FIELDS, "num_tokentypes", "add_binary_head")
 
 
-def transformer_config(description: ModelDescription, **settings: Any) -> TransformerConfig:
-    """The ``TransformerConfig`` of a described model.
+def model_config(description: ModelDescription, **settings: Any) -> ModelConfig:
+    """The ``ModelConfig`` of a described model.
 
     Args:
         description: of the model.
@@ -78,14 +77,14 @@ def transformer_config(description: ModelDescription, **settings: Any) -> Transf
         "add_bias_linear": description.mlp_bias,
         "add_qkv_bias": description.qkv_bias,
     }
-    return TransformerConfig(**(values | settings))
+    return ModelConfig(**(values | settings))
 
 
 def build_model(
     description: ModelDescription,
-    config: TransformerConfig,
+    config: ModelConfig,
     *,
-    pg_collection: ProcessGroupCollection | None = None,
+    groups: Groups,
     device: torch.device | None = None,
     max_sequence_length: int | None = None,
     vp_stage: int | None = None,
@@ -94,15 +93,14 @@ def build_model(
 
     Args:
         description: of the model.
-        config: by ``transformer_config``.
-        pg_collection: its process groups; the ambient topology's if None.
+        config: by ``model_config``.
+        groups: its process groups.
         device: where its parameters are made; PyTorch's default device if None, or the GPU of NCCL groups.
         max_sequence_length: longest sequence, for models without learned positions.
         vp_stage: which of the stage's chunks, with interleaving.
 
     Raises:
         ConfigError: heads or layers that cannot be split over the ranks.
-        TopologyError: no groups given and none initialised.
     """
     fields = _BERT_FIELDS if description.kind == "bert" else _GPT_FIELDS
     arguments = {name: getattr(description, name) for name in fields}
@@ -114,18 +112,17 @@ def build_model(
                 f"{description.max_sequence_length}"
             )
         arguments["max_sequence_length"] = max_sequence_length
-    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    stage, num_stages = _place(groups)
+    stage, num_stages = groups.stage, groups.num_stages
     last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
     chunk = vp_stage or 0
     arguments |= {
-        "transformer_layer_spec": _layer_spec(description),
+        "layer_spec": _layer_spec(description),
         "pre_process": stage == 0 and chunk == 0,
         "post_process": stage == num_stages - 1 and chunk == last_chunk,
-        "pg_collection": groups,
+        "groups": groups,
         "vp_stage": vp_stage,
     }
-    model_class: Any = BertModel if description.kind == "bert" else GPTModel
+    model_class: Any = Bert if description.kind == "bert" else GPT
     with device or nullcontext():
         model: Model = model_class(config, **arguments)
     return model
@@ -137,9 +134,9 @@ def describe_model(model: nn.Module) -> ModelDescription:
     Raises:
         ConfigError: it is of another class, or its activation has no name.
     """
-    if not isinstance(model, GPTModel | BertModel):
-        raise ConfigError(f"a {type(model).__name__} cannot be described; only GPTModel and BertModel can")
-    is_bert = isinstance(model, BertModel)
+    if not isinstance(model, GPT | Bert):
+        raise ConfigError(f"a {type(model).__name__} cannot be described; only GPT and Bert can")
+    is_bert = isinstance(model, Bert)
     config: Any = model.config
     activation = next((name for name, function in ACTIVATIONS.items() if function is config.activation_func), None)
     if activation is None:
@@ -168,20 +165,14 @@ def _layer_spec(description: ModelDescription) -> TransformerLayerSpec:
 
 
 def _attention_with_biases(
-    projection: bool, qkv: bool, config: TransformerConfig, *args: Any, **kwargs: Any
+    projection: bool, qkv: bool, config: ModelConfig, *args: Any, **kwargs: Any
 ) -> SelfAttention:
     """Attention with a bias on its projections where the MLP has none, or the other way round."""
     own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv)
     return SelfAttention(own, *args, **kwargs)
 
 
-def _place(groups: ProcessGroupCollection) -> tuple[int, int]:
-    """This rank's pipeline stage, and the number of stages."""
-    group: ProcessGroup | None = getattr(groups, "pp", None)
-    return (0, 1) if group is None else (group.rank(), group.size())
-
-
-def chunks_of(config: TransformerConfig) -> Sequence[int | None]:
+def chunks_of(config: ModelConfig) -> Sequence[int | None]:
     """The ``vp_stage`` of each of a stage's chunks."""
     count = config.virtual_pipeline_model_parallel_size
     return [None] if count is None else range(count)

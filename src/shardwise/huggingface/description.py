@@ -24,7 +24,7 @@ _LARGEST = {
 class ModelDescription:
     """All of a model that decides which function of its weights and inputs it is.
 
-    Fields have the names and meaning that ``TransformerConfig`` and the models give them, and for each there is one
+    Fields have the names and meaning that ``ModelConfig`` and the models give them, and for each there is one
     value, whatever defaults it was written with. Two descriptions are equal if the models are, outside of training:
     dropout and initial values are no part of the comparison.
 

@@ -10,20 +10,20 @@ import torch
 
 from shardwise.collectives.backend import default_device
 from shardwise.errors import CheckpointError
-from shardwise.huggingface.building import Model, build_model, chunks_of, transformer_config
+from shardwise.huggingface.building import Model, build_model, chunks_of, model_config
 from shardwise.huggingface.filling import check_copies, check_shapes, fill_shard_
 from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.mapping import Composition, compose
 from shardwise.huggingface.ranks import agree_everywhere, tell_stages
 from shardwise.models.chunks import ModelChunks
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharding import ParamShard
+from shardwise.topology import Groups
 
 
 def load_pretrained(
     folder: str | Path,
     *,
-    pg_collection: ProcessGroupCollection | None = None,
+    groups: Groups,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     max_sequence_length: int | None = None,
@@ -36,45 +36,41 @@ def load_pretrained(
 
     Args:
         folder: with ``config.json`` and safetensors.
-        pg_collection: the model's process groups; the ambient topology's if None.
+        groups: the model's process groups.
         dtype: of the parameters; that of ``config.json`` if None, or else that of the first tensor.
         device: of the parameters; PyTorch's default device if None, or the GPU of groups that are of GPUs.
         max_sequence_length: longest sequence, for models without learned positions; that of ``config.json`` if None.
-        **settings: fields of ``TransformerConfig`` that the folder does not decide, or that replace what it says
+        **settings: fields of ``ModelConfig`` that the folder does not decide, or that replace what it says
             (``hidden_dropout``).
 
     Returns:
-        A ``GPTModel`` or ``BertModel`` in training mode; ``ModelChunks`` of them if ``settings`` has
+        A ``GPT`` or ``Bert`` in training mode; ``ModelChunks`` of them if ``settings`` has
         ``virtual_pipeline_model_parallel_size``.
 
     Raises:
         ConfigError: an unknown architecture or value, heads or layers that cannot be split over the ranks.
         CheckpointError: a file or tensor that is missing, one too many, or of another shape than the config says;
             all errors alike on every rank, naming the field or tensor.
-        TopologyError: no groups given and none initialised.
     """
-    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     source = agree_everywhere(lambda: PretrainedFolder(folder), groups)
-    tp, pp = (getattr(groups, name, None) for name in ("tp", "pp"))
     settings = {
         "params_dtype": dtype or source.dtype,
-        "tensor_model_parallel_size": 1 if tp is None else tp.size(),
-        "pipeline_model_parallel_size": 1 if pp is None else pp.size(),
+        "pipeline_model_parallel_size": groups.num_stages,
         **settings,
     }
     config = agree_everywhere(
         # Every value comes from the files.
-        lambda: transformer_config(source.description, perform_initialization=False, **settings),
+        lambda: model_config(source.description, perform_initialization=False, **settings),
         groups,
     )
-    where = torch.device(device) if device is not None else default_device(tp)
+    where = torch.device(device) if device is not None else default_device(groups.tp)
 
     def built(on: torch.device) -> list[Model]:
         return [
             build_model(
                 source.description,
                 config,
-                pg_collection=groups,
+                groups=groups,
                 device=on,
                 max_sequence_length=max_sequence_length,
                 vp_stage=chunk,
@@ -89,7 +85,7 @@ def load_pretrained(
     for model in models:
         # What is added to the model later starts as it would in another.
         model.config.perform_initialization = True
-    load_weights_(models, source, pg_collection=groups)
+    load_weights_(models, source, groups=groups)
     return models[0] if config.virtual_pipeline_model_parallel_size is None else ModelChunks(models)
 
 
@@ -97,7 +93,7 @@ def load_weights_(
     models: Sequence[Model],
     source: PretrainedFolder,
     *,
-    pg_collection: ProcessGroupCollection,
+    groups: Groups,
 ) -> None:
     """Fill the parameters of a model, or of this stage's chunks, from a folder, whatever their dtype and device.
 
@@ -106,14 +102,14 @@ def load_weights_(
     Raises:
         CheckpointError: the folder's tensors are not the model's; see ``load_pretrained``.
     """
-    parts, names = _plan(models, source, pg_collection)
+    parts, names = _plan(models, source, groups)
 
     def fill() -> None:
         for shard, composition in parts.values():
             fill_shard_(shard, composition, source.tensors, names)
             check_copies(shard, composition, source, names)
 
-    agree_everywhere(fill, pg_collection)
+    agree_everywhere(fill, groups)
 
 
 def _check_sizes(source: PretrainedFolder) -> None:
@@ -131,7 +127,7 @@ def _check_sizes(source: PretrainedFolder) -> None:
 
 
 def _plan(
-    models: Sequence[Model], source: PretrainedFolder, groups: ProcessGroupCollection
+    models: Sequence[Model], source: PretrainedFolder, groups: Groups
 ) -> tuple[dict[str, tuple[ParamShard, Composition]], dict[str, str]]:
     """This stage's parameters and what each is made of, and the stored names; collective, errors alike everywhere."""
 

@@ -29,9 +29,9 @@ from shardwise.huggingface.ranks import agree_everywhere, model_groups, tell_sta
 from shardwise.huggingface.reading import INDEX_NAME, WEIGHTS_NAME, read_json
 from shardwise.huggingface.writing import TensorFile, tensor_size
 from shardwise.models.chunks import ModelChunks
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.sharded_state import gather_parameter
 from shardwise.sharding import ParamShard
-from shardwise.tensor_parallel.gather import gather_parameter
+from shardwise.topology import Groups
 
 COPIED_FILES = (
     "tokenizer.json",
@@ -63,13 +63,13 @@ def save_pretrained(
 ) -> None:
     """Write a model as a Hugging Face folder, which transformers loads unchanged.
 
-    Collective over the model's tensor-, pipeline- and data-parallel groups (those of its ``pg_collection``), which
+    Collective over the model's tensor-, pipeline- and data-parallel groups (those of its ``groups``), which
     share the file system. Parameters are gathered one at a time, and each is written before the next: beside its part
     of the model a rank needs memory for less than three of the largest parameters. The folder appears under its name
     when every byte is on the disk.
 
     Args:
-        model: ``GPTModel`` or ``BertModel``, or this stage's chunks; not modified.
+        model: ``GPT`` or ``Bert``, or this stage's chunks; not modified.
         folder: to write; it must not exist, or be empty.
         source: a folder whose tokenizer and ``generation_config.json`` are copied, and whose ``config.json``, if it is
             of the same architecture, is kept but for what the model says otherwise.
@@ -85,7 +85,7 @@ def save_pretrained(
             left then.
     """
     models = cast("list[Model]", list(model) if isinstance(model, ModelChunks | Sequence) else [model])
-    groups = models[0].pg_collection
+    groups = models[0].groups
     replicas: ProcessGroup | None = getattr(groups, "dp_cp", None) or getattr(groups, "dp", None)
     # "." has no name, which the unfinished folder beside it is called by.
     target = Path(os.path.abspath(folder))
@@ -159,7 +159,7 @@ def _plan(
     return _Plan(config | dict(fields), folder, parts)
 
 
-def _write_folder(target: Path, plan: _Plan, groups: ProcessGroupCollection, max_file_size: int) -> None:
+def _write_folder(target: Path, plan: _Plan, groups: Groups, max_file_size: int) -> None:
     is_first = all(group.rank() == 0 for group in model_groups(groups))
     keys = tell_stages(list(plan.parts), "the names of parameters", groups)
     # With several stages there is their group.
@@ -213,14 +213,12 @@ def _index(names: Sequence[str], files: Sequence[tuple[list[str], int]]) -> dict
     return {"metadata": {"total_size": sum(size for _, size in files)}, "weight_map": weight_map}
 
 
-def _write_files(
-    partial: Path, files: Mapping[str, Sequence[_Part]], groups: ProcessGroupCollection
-) -> Exception | None:
+def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], groups: Groups) -> Exception | None:
     """Gather this stage's parameters, and write them, each file on another rank; why that failed, if it did.
 
     A rank that fails goes on gathering, since the others could not go on without it.
     """
-    group = cast(ProcessGroup, groups.tp)
+    group = groups.tp
     failure: Exception | None = None
     for number, (name, parts) in enumerate(files.items()):
         file: TensorFile | None = None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.models.gpt import GPTModel
+from shardwise.models.gpt import GPT
 from shardwise.transformer.heads import split_heads
 
 
@@ -55,7 +55,7 @@ class PreallocatedCache:
         self._lengths = [0] * num_layers
 
     @classmethod
-    def for_model(cls, model: GPTModel, *, batch_size: int, capacity: int) -> PreallocatedCache:
+    def for_model(cls, model: GPT, *, batch_size: int, capacity: int) -> PreallocatedCache:
         """An empty cache for this rank's part of ``model``, in its dtype and on its device.
 
         Args:

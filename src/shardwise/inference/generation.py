@@ -13,12 +13,12 @@ from shardwise.collectives.agreement import check_same
 from shardwise.errors import ConfigError, VocabularyError
 from shardwise.inference.cache import PreallocatedCache
 from shardwise.inference.sampling import Sampling, sample_next_token
-from shardwise.models.gpt import GPTModel
+from shardwise.models.gpt import GPT
 from shardwise.sharding import balanced_range
 
 
 def generate(
-    model: GPTModel,
+    model: GPT,
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,
@@ -97,7 +97,7 @@ def generate(
     return new_tokens
 
 
-def sequence_log_probs(model: GPTModel, input_ids: Tensor) -> Tensor:
+def sequence_log_probs(model: GPT, input_ids: Tensor) -> Tensor:
     """The log-probability of each token after the ones before it, from one pass over whole sequences.
 
     Args:
@@ -130,7 +130,7 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _next_logits(model: GPTModel, unread: Sequence[int], cache: PreallocatedCache, vocab_size: int) -> Tensor:
+def _next_logits(model: GPT, unread: Sequence[int], cache: PreallocatedCache, vocab_size: int) -> Tensor:
     """``[1, v/t]``: read the tokens that follow those in the cache, and return the logits of the one after them."""
     device = model.embedding.word_embeddings.weight.device
     positions = torch.arange(cache.length, cache.length + len(unread), device=device)

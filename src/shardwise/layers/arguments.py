@@ -6,10 +6,10 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from shardwise.config import ModelParallelConfig
+from shardwise.config import LayerConfig
 
 
-def layer_arguments(config: ModelParallelConfig, *, group: ProcessGroup, linear: bool = True) -> dict[str, Any]:
+def layer_arguments(config: LayerConfig, *, group: ProcessGroup, linear: bool = True) -> dict[str, Any]:
     """What a layer of a model is made with, beside its sizes and initial values.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.kernels.rms_norm import rms_norm
 
 
@@ -50,7 +50,7 @@ _NORMS: dict[tuple[str, bool], type[nn.LayerNorm] | type[RMSNorm]] = {
 }
 
 
-def make_norm(config: TransformerConfig, width: int | None = None) -> nn.Module:
+def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     """The norm that ``config`` names, on PyTorch's default device.
 
     Every rank holds its parameters whole. With sequence parallelism each rank sees only a part of the tokens, so their

@@ -29,10 +29,10 @@ from shardwise.huggingface.reading import weight_dtype
 from shardwise.json_files import read_json
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
 from shardwise.lora.model import Site, add_adapters_, all_paths, is_chosen, layers_without_adapters, sites_of
-from shardwise.models.gpt import GPTModel
-from shardwise.models.language_module import LanguageModule
+from shardwise.models.gpt import GPT
+from shardwise.models.language_model import LanguageModel
+from shardwise.sharded_state import gather_parameter
 from shardwise.tensor_files import StoredTensor, read_box, read_header
-from shardwise.tensor_parallel.gather import gather_parameter
 
 CONFIG_NAME = ADAPTER_CONFIG_NAME
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -119,7 +119,7 @@ def _lora_arguments(fields: Fields) -> dict[str, Any]:
     }
 
 
-def load_adapter_(model: LanguageModule, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
+def load_adapter_(model: LanguageModel, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
     """Give a model the adapters of a folder and freeze all else, in place. Collective over the model's ranks.
 
     Args:
@@ -136,7 +136,7 @@ def load_adapter_(model: LanguageModule, folder: str | os.PathLike[str], archite
     """
     known, sites = all_paths(model, architecture), sites_of(model, architecture)
     others = layers_without_adapters(model, architecture)
-    config, tensors = agree_everywhere(lambda: _read(Path(folder), known, sites, others), model.pg_collection)
+    config, tensors = agree_everywhere(lambda: _read(Path(folder), known, sites, others), model.groups)
     chosen = [site for site in sites if (site.path, "lora_A") in tensors]
     add_adapters_(model, config, chosen)
     with torch.no_grad():
@@ -149,7 +149,7 @@ def load_adapter_(model: LanguageModule, folder: str | os.PathLike[str], archite
 
 
 def save_adapter(
-    model: LanguageModule,
+    model: LanguageModel,
     folder: str | os.PathLike[str],
     architecture: Architecture,
     *,
@@ -175,7 +175,7 @@ def save_adapter(
         for name, layout in adapter.param_layouts.items()
     }
     facts = [(_lora_config(site), site.transposed) for site, _ in pairs[:1]]
-    of_stages = tell_stages((tensors, facts), "the adapters of each pipeline stage", model.pg_collection)
+    of_stages = tell_stages((tensors, facts), "the adapters of each pipeline stage", model.groups)
     tensors = {key: tensor for of_stage, _ in of_stages for key, tensor in of_stage.items()}
     facts = [fact for _, of_stage in of_stages for fact in of_stage]
     if not facts:
@@ -183,16 +183,16 @@ def save_adapter(
     paths = sorted({match[1] for key in tensors if (match := _KEY.fullmatch(key))})
     named = {path for path in all_paths(model, architecture) if is_chosen(path, facts[0][0].target_modules)}
     # BERT's heads have layers of the same names, and a pattern of peft's is not kept as one.
-    exact = isinstance(model, GPTModel) and named == set(paths)
+    exact = isinstance(model, GPT) and named == set(paths)
     config = _config_json(*facts[0], paths, names_will_do=exact, base_model=base_model)
-    config["task_type"] = "CAUSAL_LM" if isinstance(model, GPTModel) else None
-    agree_everywhere(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, model.pg_collection)
+    config["task_type"] = "CAUSAL_LM" if isinstance(model, GPT) else None
+    agree_everywhere(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, model.groups)
 
 
-def _writes(model: LanguageModule) -> bool:
+def _writes(model: LanguageModel) -> bool:
     """Whether this rank writes what all ranks of the model, and of its data-parallel copies, write once."""
-    copies = getattr(model.pg_collection, "dp", None)
-    return all(group.rank() == 0 for group in (*model_groups(model.pg_collection), *([copies] if copies else [])))
+    copies = model.groups.dp
+    return all(group.rank() == 0 for group in (*model_groups(model.groups), *([copies] if copies else [])))
 
 
 def _lora_config(site: Site) -> LoraConfig:

@@ -16,7 +16,7 @@ from shardwise.initialization import draw_seed, part_seeded
 from shardwise.layers import ColumnLinear, RowLinear
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
 from shardwise.lora.layers import LoraAdapter, LoraLinear
-from shardwise.models.language_module import LanguageModule
+from shardwise.models.language_model import LanguageModel
 
 _BLOCKS = ("decoder", "encoder")
 
@@ -52,7 +52,7 @@ class Site:
         return adapter
 
 
-def sites_of(model: LanguageModule, architecture: Architecture) -> list[Site]:
+def sites_of(model: LanguageModel, architecture: Architecture) -> list[Site]:
     """Every linear layer of the model's transformer layers, those of this pipeline stage, in order.
 
     Args:
@@ -70,7 +70,7 @@ def sites_of(model: LanguageModule, architecture: Architecture) -> list[Site]:
     ]
 
 
-def all_paths(model: LanguageModule, architecture: Architecture) -> set[str]:
+def all_paths(model: LanguageModel, architecture: Architecture) -> set[str]:
     """The paths of the linear layers of all pipeline stages."""
     return {
         site.path
@@ -80,7 +80,7 @@ def all_paths(model: LanguageModule, architecture: Architecture) -> set[str]:
     }
 
 
-def layers_without_adapters(model: LanguageModule, architecture: Architecture) -> dict[str, str]:
+def layers_without_adapters(model: LanguageModel, architecture: Architecture) -> dict[str, str]:
     """The paths of the embeddings and the output layer, which cannot have adapters, and what each is."""
     parts = {
         "embedding.word_embeddings.weight": "the embedding",
@@ -96,7 +96,7 @@ def layers_without_adapters(model: LanguageModule, architecture: Architecture) -
     return found
 
 
-def add_lora_(model: LanguageModule, config: LoraConfig, architecture: Architecture) -> None:
+def add_lora_(model: LanguageModel, config: LoraConfig, architecture: Architecture) -> None:
     """Give a model adapters and freeze all else, in place.
 
     Initial values depend on the state of PyTorch's default generator and on the layer's name, so they are the same on
@@ -139,7 +139,7 @@ def choose(sites: Iterable[Site], targets: Iterable[str]) -> list[Site]:
     return [site for site in sites if is_chosen(site.path, targets)]
 
 
-def add_adapters_(model: LanguageModule, config: LoraConfig, chosen: Iterable[Site]) -> None:
+def add_adapters_(model: LanguageModel, config: LoraConfig, chosen: Iterable[Site]) -> None:
     """``add_lora_`` at given sites.
 
     Raises:
@@ -209,7 +209,7 @@ def _names(target: str, path: str) -> bool:
     return f".{path}".endswith(f".{target}")
 
 
-def _sites_of_layer(model: LanguageModule, layer: nn.Module, prefix: str, architecture: Architecture) -> Iterator[Site]:
+def _sites_of_layer(model: LanguageModel, layer: nn.Module, prefix: str, architecture: Architecture) -> Iterator[Site]:
     heads = Heads(*model.config.heads)
     for name, linear in layer.named_modules():
         if not isinstance(linear, ColumnLinear | RowLinear):

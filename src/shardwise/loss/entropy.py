@@ -20,7 +20,6 @@ from shardwise.kernels.loss_reference import finite, row_blocks, transformed, wi
 from shardwise.loss.combine import gather_statistics
 from shardwise.loss.options import LossOptions
 from shardwise.loss.vocabulary import flat_rows, vocab_ranges
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 
 class _VocabParallelEntropy(Function):
@@ -78,7 +77,7 @@ def _statistics(flat: Tensor, options: LossOptions) -> Tensor:
 def vocab_parallel_entropy(
     logits: Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup,
     vocab_size: int,
     softcap: float | None = None,
     temperature: float = 1.0,
@@ -90,7 +89,7 @@ def vocab_parallel_entropy(
 
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified. -inf forbids an id.
-        group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
+        group: the ranks that split the vocabulary.
         vocab_size: true size of the vocabulary.
         softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
         temperature: divides the (capped) logits.
@@ -102,9 +101,7 @@ def vocab_parallel_entropy(
     Raises:
         ConfigError: an option that cannot be.
         ShardingError: the shard does not fit the vocabulary.
-        TopologyError: no group given and none initialised.
     """
-    group = resolve_tensor_model_parallel_group(group)
     options = LossOptions(softcap=softcap, temperature=temperature)
     start, stop = vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group)[group.rank()]
     entropy: Tensor = _VocabParallelEntropy.apply(logits, stop - start, options, group)

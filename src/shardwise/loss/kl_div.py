@@ -22,7 +22,6 @@ from shardwise.kernels.loss_reference import finite, row_blocks, transformed, wi
 from shardwise.loss.combine import gather_statistics
 from shardwise.loss.options import LossOptions
 from shardwise.loss.vocabulary import flat_rows, vocab_ranges
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 
 class _VocabParallelKLDiv(Function):
@@ -110,7 +109,7 @@ def vocab_parallel_kl_div(
     logits: Tensor,
     teacher_logits: Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup,
     vocab_size: int,
     softcap: float | None = None,
     temperature: float = 1.0,
@@ -124,7 +123,7 @@ def vocab_parallel_kl_div(
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified. -inf forbids an id.
         teacher_logits: ``[..., v/t]``; not modified.
-        group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
+        group: the ranks that split the vocabulary.
         vocab_size: true size of the vocabulary.
         softcap: bound of both logits, ``softcap · tanh(x / softcap)``; none if None.
         temperature: divides both (capped) logits.
@@ -137,13 +136,11 @@ def vocab_parallel_kl_div(
     Raises:
         ConfigError: an option that cannot be.
         ShardingError: the two shapes differ, or the shard does not fit the vocabulary.
-        TopologyError: no group given and none initialised.
     """
     if logits.shape != teacher_logits.shape:
         raise ShardingError(
             f"logits {list(logits.shape)} and teacher_logits {list(teacher_logits.shape)} must have the same shape"
         )
-    group = resolve_tensor_model_parallel_group(group)
     options = LossOptions(softcap=softcap, temperature=temperature)
     start, stop = vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group)[group.rank()]
     divergence: Tensor = _VocabParallelKLDiv.apply(logits, teacher_logits, stop - start, options, group)

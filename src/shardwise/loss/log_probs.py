@@ -7,14 +7,13 @@ from torch.distributed import ProcessGroup
 
 from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.loss.vocabulary import IGNORE_INDEX
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 
 def vocab_parallel_log_probs(
     logits: Tensor,
     ids: Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup,
     vocab_size: int,
     softcap: float | None = None,
     temperature: float = 1.0,
@@ -30,7 +29,7 @@ def vocab_parallel_log_probs(
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified unless ``inplace_``.
         ids: ``[...]`` global ids, the same on every rank.
-        group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
+        group: the ranks that split the vocabulary.
         vocab_size: true size of the vocabulary.
         softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
         temperature: divides the (capped) logits.
@@ -45,13 +44,12 @@ def vocab_parallel_log_probs(
     Raises:
         ConfigError: an option that cannot be.
         ShardingError: the shapes of logits and ids do not match, or the shard does not fit the vocabulary.
-        TopologyError: no group given and none initialised.
         VocabularyError: an id is outside the vocabulary and not ``ignore_index``.
     """
     return vocab_parallel_cross_entropy(
         logits,
         ids,
-        group=resolve_tensor_model_parallel_group(group),
+        group=group,
         softcap=softcap,
         temperature=temperature,
         vocab_size=vocab_size,

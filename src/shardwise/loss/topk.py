@@ -17,7 +17,6 @@ from shardwise.collectives.primitives import all_gather
 from shardwise.errors import ConfigError
 from shardwise.kernels.loss_reference import wide
 from shardwise.loss.vocabulary import flat_rows, vocab_ranges
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import Interval
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -67,7 +66,7 @@ def vocab_parallel_topk(
     logits: Tensor,
     k: int,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup,
     vocab_size: int,
     padded_vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +78,7 @@ def vocab_parallel_topk(
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified.
         k: how many; at most the size of the vocabulary.
-        group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
+        group: the ranks that split the vocabulary.
         vocab_size: true size of the vocabulary.
         padded_vocab_size: size that was split, where padding was added; padded columns are left out.
 
@@ -89,9 +88,7 @@ def vocab_parallel_topk(
     Raises:
         ConfigError: ``k`` is under 1 or over the size of the vocabulary.
         ShardingError: the shard does not fit the vocabulary.
-        TopologyError: no group given and none initialised.
     """
-    group = resolve_tensor_model_parallel_group(group)
     ranges = vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group)
     if not 1 <= k <= ranges[-1][1]:
         raise ConfigError(f"k is {k}; it must be at least 1 and at most the {ranges[-1][1]} ids of the vocabulary")
@@ -102,7 +99,7 @@ def vocab_parallel_topk(
 def vocab_parallel_argmax(
     logits: Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup,
     vocab_size: int,
     padded_vocab_size: int | None = None,
 ) -> Tensor:
@@ -112,7 +109,7 @@ def vocab_parallel_argmax(
 
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified.
-        group: the ranks that split the vocabulary; the ambient tensor-parallel group if None.
+        group: the ranks that split the vocabulary.
         vocab_size: true size of the vocabulary.
         padded_vocab_size: size that was split, where padding was added; padded columns are left out.
 
@@ -121,9 +118,7 @@ def vocab_parallel_argmax(
 
     Raises:
         ShardingError: the shard does not fit the vocabulary.
-        TopologyError: no group given and none initialised.
     """
-    group = resolve_tensor_model_parallel_group(group)
     ranges = vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group)
     start, stop = ranges[group.rank()]
     flat = flat_rows(logits)[:, : stop - start]

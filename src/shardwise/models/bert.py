@@ -10,28 +10,27 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives import moves
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.errors import ShardingError
 from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm, parameter_device
 from shardwise.models.embedding import PositionEmbedding
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharding import balanced_sizes
+from shardwise.topology import Groups
 from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.block import TransformerBlock
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.transformer.rotary import RotaryScaling
 
-__all__ = ["BertLMHead", "BertModel", "Pooler"]
+__all__ = ["Bert", "BertLMHead", "Pooler"]
 
 
 def _dense(
-    config: TransformerConfig, out_features: int, tp_group: ProcessGroup | None, *, sequence_shards: bool = False
+    config: ModelConfig, out_features: int, tp_group: ProcessGroup, *, sequence_shards: bool = False
 ) -> ReplicatedLinear:
     assert config.init_method is not None
-    arguments = layer_arguments(config, group=resolve_tensor_model_parallel_group(tp_group), linear=False)
+    arguments = layer_arguments(config, group=tp_group, linear=False)
     return ReplicatedLinear(
         config.hidden_size, out_features, init=config.init_method, sequence_shards=sequence_shards, **arguments
     )
@@ -44,12 +43,11 @@ class BertLMHead(GroupModule):
 
     Args:
         config: width, activation and norm.
-        tp_group: tensor-parallel group; the ambient one if None.
+        tp_group: tensor-parallel group.
     """
 
-    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup | None = None) -> None:
+    def __init__(self, config: ModelConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
-        tp_group = resolve_tensor_model_parallel_group(tp_group)
         self.activation_func = config.activation_func
         self.dense = _dense(config, config.hidden_size, tp_group, sequence_shards=config.sequence_parallel)
         with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
@@ -71,7 +69,7 @@ class Pooler(GroupModule):
         tp_group: tensor-parallel group.
     """
 
-    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
+    def __init__(self, config: ModelConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
@@ -88,22 +86,22 @@ class Pooler(GroupModule):
         return output
 
 
-class BertModel(TransformerModel):
+class Bert(TransformerModel):
     """Embedding, transformer block, and heads for masked tokens and for the next sentence, or one stage of them.
 
     BERT's own layers, and Hugging Face's, are those of ``norm_position="post"``, ``embedding_layernorm=True`` and
-    ``final_layernorm=False``; the reference's are pre-norm.
+    ``final_layernorm=False``; Megatron's are pre-norm.
 
     Args:
         config: sizes of the model.
-        num_tokentypes: number of token types; 0 for none.
-        transformer_layer_spec: what a layer is made of. Its ``SelfAttention`` is not causal here, unless one is given
-            that says what it forbids (``functools.partial(SelfAttention, attn_mask_type=...)``).
         vocab_size: number of token ids, of any size.
         max_sequence_length: longest sequence; the size of a learned position embedding.
+        groups: process groups, one for each kind of parallelism.
+        num_tokentypes: number of token types; 0 for none.
+        layer_spec: what a layer is made of. Its ``SelfAttention`` is not causal here, unless one is given that says
+            what it forbids (``functools.partial(SelfAttention, attn_mask_type=...)``).
         pre_process: the model begins here: there is an embedding.
         post_process: the model ends here: there are heads and an output layer.
-        fp16_lm_cross_entropy: accepted for programs that set it; the loss is in fp32 or wider always.
         parallel_output: return this rank's part of the logits in place of all.
         share_embeddings_and_output_weights: the output layer uses the embedding's weight.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, ``"alibi"`` or ``"none"``.
@@ -111,11 +109,10 @@ class BertModel(TransformerModel):
         rotary_base: base of the rotary wavelengths.
         add_binary_head: there are a pooler and a head for the next sentence.
         rope_scaling: lowers the rotary frequencies, for longer contexts.
-        pg_collection: process groups; the ambient topology's if None.
         vp_stage: which of the stage's chunks this is, with interleaving.
 
     Attributes:
-        embedding: ``LanguageModelEmbedding``; on the first stage.
+        embedding: ``TokenEmbedding``; on the first stage.
         encoder: this stage's layers.
         lm_head: before the output layer; on the last stage, as all that follows.
         output_layer: with a bias; with tied weights it has no weight of its own if this is the first stage too.
@@ -123,7 +120,7 @@ class BertModel(TransformerModel):
 
     Raises:
         ConfigError: a size or an option that cannot be.
-        TopologyError: no groups given and none initialised, or not those that the stages need.
+        TopologyError: not the groups that the stages need.
     """
 
     _block_name = "encoder"
@@ -132,33 +129,33 @@ class BertModel(TransformerModel):
 
     def __init__(
         self,
-        config: TransformerConfig,
-        num_tokentypes: int,
-        transformer_layer_spec: TransformerLayerSpec,
+        config: ModelConfig,
         vocab_size: int,
         max_sequence_length: int,
+        *,
+        groups: Groups,
+        num_tokentypes: int = 0,
+        layer_spec: TransformerLayerSpec | None = None,
         pre_process: bool = True,
         post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: PositionEmbedding = "learned_absolute",
         rotary_percent: float = 1.0,
         rotary_base: float = 10000.0,
         add_binary_head: bool = True,
-        *,
         rope_scaling: RotaryScaling | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        if transformer_layer_spec.attention is SelfAttention:
-            attention = partial(SelfAttention, attn_mask_type=AttnMaskType.padding)
-            transformer_layer_spec = dataclasses.replace(transformer_layer_spec, attention=attention)
+        spec = layer_spec or TransformerLayerSpec()
+        if spec.attention is SelfAttention:
+            spec = dataclasses.replace(spec, attention=partial(SelfAttention, attn_mask_type=AttnMaskType.padding))
         super().__init__(
             config,
-            transformer_layer_spec,
             vocab_size,
             max_sequence_length,
+            groups=groups,
+            layer_spec=spec,
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=parallel_output,
@@ -169,7 +166,6 @@ class BertModel(TransformerModel):
             rope_scaling=rope_scaling,
             num_tokentypes=num_tokentypes,
             output_bias=True,
-            pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
         self.add_binary_head = add_binary_head
@@ -230,20 +226,8 @@ class BertModel(TransformerModel):
         if self.pooler is not None and self.binary_head is not None:
             binary_logits = self.binary_head(self.pooler(hidden, sequence_length=s))
         hidden = self.lm_head(hidden)
-        shared_weight = self.shared_embedding_or_output_weight()
-        if lm_labels is None:
-            gather = not self.parallel_output
-            return self.output_layer(hidden, shared_weight, gather, sequence_length=s)[0], binary_logits
-        loss = self.compute_output_layer_and_language_model_loss(
-            hidden,
-            lm_labels,
-            self.output_layer.weight if shared_weight is None else shared_weight,
-            sequence_parallel_enabled=self.sequence_parallel,
-            column_parallel_linear=self.output_layer,
-            col_linear_kwargs={"weight": shared_weight, "runtime_gather_output": False, "sequence_length": s},
-            bias=self.output_layer.bias,
-        )
-        return loss, binary_logits
+        scores = self._logits(hidden, s) if lm_labels is None else self._loss(hidden, lm_labels, s)
+        return scores, binary_logits
 
 
 def _padding(attention_mask: Tensor | None, b: int, s: int) -> Tensor | None:

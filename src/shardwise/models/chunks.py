@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.config import TransformerConfig
-from shardwise.models.language_module import LanguageModule
+from shardwise.config import ModelConfig
+from shardwise.models.language_model import LanguageModel
 from shardwise.sharding import ParamShard, ShardedOffset
 
 
@@ -22,9 +22,9 @@ class ModelChunks(nn.ModuleList):
         config: of all chunks.
     """
 
-    config: TransformerConfig
+    config: ModelConfig
 
-    def __init__(self, chunks: Sequence[LanguageModule]) -> None:
+    def __init__(self, chunks: Sequence[LanguageModel]) -> None:
         super().__init__(chunks)
         self.config = chunks[0].config
 
@@ -46,6 +46,6 @@ class ModelChunks(nn.ModuleList):
         """
         entries: dict[str, ParamShard] = {}
         for chunk in self:
-            assert isinstance(chunk, LanguageModule)
+            assert isinstance(chunk, LanguageModel)
             entries |= chunk.sharded_state_dict(prefix, sharded_offsets, metadata)
         return entries

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives import moves
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.layers import (
     GroupModule,
@@ -18,15 +18,14 @@ from shardwise.layers import (
     make_norm,
     parameter_device,
 )
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.transformer.layer import ResidualDropout
 
-__all__ = ["LanguageModelEmbedding", "PositionEmbedding"]
+__all__ = ["PositionEmbedding", "TokenEmbedding"]
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
 
 
-class LanguageModelEmbedding(GroupModule):
+class TokenEmbedding(GroupModule):
     """Words, learned positions and token types, their sum normed (``config.embedding_layernorm``) and dropped out.
 
     Args:
@@ -36,32 +35,31 @@ class LanguageModelEmbedding(GroupModule):
         position_embedding_type: there is such a table for ``"learned_absolute"``; other kinds are attention's.
         num_tokentypes: number of token types; 0 for none.
         scatter_to_sequence_parallel: with ``config.sequence_parallel``, return this rank's shard of the sequence.
-        tp_group: tensor-parallel group; the ambient one if None.
+        tp_group: tensor-parallel group.
 
     Attributes:
         word_embeddings: split over the vocabulary.
         position_embeddings, tokentype_embeddings: whole on every rank, or None.
         layernorm: or None.
 
-    Raises:
-        TopologyError: no group given and none initialised.
     """
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         vocab_size: int,
         max_sequence_length: int,
         position_embedding_type: PositionEmbedding = "learned_absolute",
         num_tokentypes: int = 0,
         scatter_to_sequence_parallel: bool = True,
-        tp_group: ProcessGroup | None = None,
+        *,
+        tp_group: ProcessGroup,
     ) -> None:
         super().__init__()
         if num_tokentypes < 0:
             raise ConfigError(f"num_tokentypes is {num_tokentypes}; it must not be negative")
         assert config.init_method is not None
-        self.tp_group = resolve_tensor_model_parallel_group(tp_group)
+        self.tp_group = tp_group
         self.num_tokentypes = num_tokentypes
         self.max_sequence_length = max_sequence_length
         learned = position_embedding_type == "learned_absolute"

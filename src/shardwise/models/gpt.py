@@ -4,49 +4,48 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.models.embedding import PositionEmbedding
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.topology import Groups
 from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.block import TransformerBlock
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask
 from shardwise.transformer.rotary import RotaryScaling
 
-__all__ = ["GPTModel"]
+__all__ = ["GPT"]
 
 
-class GPTModel(TransformerModel):
+class GPT(TransformerModel):
     """Embedding, transformer block and output layer, or one pipeline stage of them.
 
     Args:
         config: sizes of the model.
-        transformer_layer_spec: what a layer is made of.
         vocab_size: number of token ids, of any size.
         max_sequence_length: longest sequence; the size of a learned position embedding.
+        groups: process groups, one for each kind of parallelism.
+        layer_spec: what a layer is made of; ``SelfAttention`` and ``MLP`` if None.
         pre_process: the model begins here: there is an embedding.
         post_process: the model ends here: there is an output layer.
-        fp16_lm_cross_entropy: accepted for programs that set it; the loss is in fp32 or wider always.
         parallel_output: return this rank's part of the logits in place of all.
         share_embeddings_and_output_weights: the output layer uses the embedding's weight.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, ``"alibi"`` or ``"none"``.
         rotary_percent: share of a head that is rotated.
         rotary_base: base of the rotary wavelengths.
         rope_scaling: lowers the rotary frequencies, for longer contexts.
-        pg_collection: process groups; the ambient topology's if None.
         vp_stage: which of the stage's chunks this is, with interleaving.
 
     Attributes:
-        embedding: ``LanguageModelEmbedding``; on the first stage.
+        embedding: ``TokenEmbedding``; on the first stage.
         decoder: this stage's layers.
         output_layer: on the last stage; with tied weights it has none of its own if that is the first stage too.
-        embedding_activation_buffer, grad_output_buffer: with ``config.defer_embedding_wgrad_compute``, what
-            ``drain_embedding_wgrad_compute`` must be given after the last backward before the optimizer's step.
+        output_queue: with ``config.defer_embedding_wgrad_compute``, what ``finish_weight_gradients`` computes after the
+            last backward before the optimizer's step.
 
     Raises:
         ConfigError: a size or an option that cannot be.
-        TopologyError: no groups given and none initialised, or not those that the stages need.
+        TopologyError: not the groups that the stages need.
     """
 
     _block_name = "decoder"
@@ -54,28 +53,28 @@ class GPTModel(TransformerModel):
 
     def __init__(
         self,
-        config: TransformerConfig,
-        transformer_layer_spec: TransformerLayerSpec,
+        config: ModelConfig,
         vocab_size: int,
         max_sequence_length: int,
+        *,
+        groups: Groups,
+        layer_spec: TransformerLayerSpec | None = None,
         pre_process: bool = True,
         post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: PositionEmbedding = "learned_absolute",
         rotary_percent: float = 1.0,
         rotary_base: float = 10000.0,
-        *,
         rope_scaling: RotaryScaling | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(
             config,
-            transformer_layer_spec,
             vocab_size,
             max_sequence_length,
+            groups=groups,
+            layer_spec=layer_spec or TransformerLayerSpec(),
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=parallel_output,
@@ -84,7 +83,6 @@ class GPTModel(TransformerModel):
             rotary_percent=rotary_percent,
             rotary_base=rotary_base,
             rope_scaling=rope_scaling,
-            pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
         self._finish_construction()
@@ -131,16 +129,4 @@ class GPTModel(TransformerModel):
         )
         if not self.post_process:
             return hidden
-        shared_weight = self.shared_embedding_or_output_weight()
-        if labels is None:
-            gather = not self.parallel_output
-            logits: Tensor = self.output_layer(hidden, shared_weight, gather, sequence_length=s)[0]
-            return logits
-        return self.compute_output_layer_and_language_model_loss(
-            hidden,
-            labels,
-            self.output_layer.weight if shared_weight is None else shared_weight,
-            sequence_parallel_enabled=self.sequence_parallel,
-            column_parallel_linear=self.output_layer,
-            col_linear_kwargs={"weight": shared_weight, "runtime_gather_output": False, "sequence_length": s},
-        )
+        return self._logits(hidden, s) if labels is None else self._loss(hidden, labels, s)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.errors import AssertedShardingError, ConfigError, ShardingError
 from shardwise.initialization import draw_seed, part_seeded
-from shardwise.layers import parameter_device
-from shardwise.models.embedding import LanguageModelEmbedding, PositionEmbedding
-from shardwise.models.language_module import LanguageModule
-from shardwise.process_groups_config import ProcessGroupCollection
-from shardwise.tensor_parallel.layers import ColumnParallelLinear
+from shardwise.layers import ColumnLinear, layer_arguments, parameter_device
+from shardwise.layers.weight_gradient import WeightGradientQueue
+from shardwise.models.embedding import PositionEmbedding, TokenEmbedding
+from shardwise.models.language_model import LanguageModel
+from shardwise.topology import Groups
 from shardwise.transformer.alibi import local_alibi_slopes
 from shardwise.transformer.block import TransformerBlock, layers_of_this_stage
 from shardwise.transformer.fixed import FixedTensors, on_default_device
@@ -28,7 +27,7 @@ from shardwise.transformer.rotary import RotaryEmbedding, RotaryScaling
 _POSITIONS = ("learned_absolute", "rope", "none", "alibi")
 
 
-class TransformerModel(FixedTensors, LanguageModule):
+class TransformerModel(FixedTensors, LanguageModel):
     """Embedding (``pre_process``), this stage's layers, and output layer (``post_process``).
 
     Every part starts from values that depend on the default generator's state, which must be the same on every rank,
@@ -37,7 +36,7 @@ class TransformerModel(FixedTensors, LanguageModule):
 
     Args:
         config: sizes of the model.
-        transformer_layer_spec: what a layer is made of.
+        layer_spec: what a layer is made of.
         vocab_size: number of token ids, of any size.
         max_sequence_length: longest sequence; the size of a learned position embedding.
         pre_process: the model begins here.
@@ -48,25 +47,27 @@ class TransformerModel(FixedTensors, LanguageModule):
         rotary_percent, rotary_base, rope_scaling: see ``RotaryEmbedding``.
         num_tokentypes: number of token types; 0 for none.
         output_bias: the output layer has a bias.
-        pg_collection: process groups; the ambient topology's if None.
+        groups: process groups.
         vp_stage: which of the stage's chunks this is, with interleaving.
 
     Raises:
         ConfigError: a size or an option that cannot be.
-        TopologyError: no groups given and none initialised, or not those that the stages need.
+        TopologyError: not the groups that the stages need.
     """
 
     # Name of the attribute that holds the transformer block.
     _block_name: str
     _fixed = ("alibi_slopes",)
+    output_layer: ColumnLinear
 
     def __init__(
         self,
-        config: TransformerConfig,
-        transformer_layer_spec: TransformerLayerSpec,
+        config: ModelConfig,
         vocab_size: int,
         max_sequence_length: int,
         *,
+        groups: Groups,
+        layer_spec: TransformerLayerSpec,
         pre_process: bool,
         post_process: bool,
         parallel_output: bool,
@@ -77,14 +78,15 @@ class TransformerModel(FixedTensors, LanguageModule):
         rope_scaling: RotaryScaling | None,
         num_tokentypes: int = 0,
         output_bias: bool = False,
-        pg_collection: ProcessGroupCollection | None,
         vp_stage: int | None,
     ) -> None:
-        super().__init__(config, pg_collection)
-        # False is the reference's way to say none.
+        super().__init__(config, groups)
+        # False is Megatron's way to say none.
         self.rope_scaling = rope_scaling or None
         self._check(vocab_size, max_sequence_length, position_embedding_type)
-        self.config = config = self._without_needless_sequence_parallelism()
+        if config.sequence_parallel and groups.tp.size() == 1:
+            # There is nothing to split.
+            self.config = config = dataclasses.replace(config, sequence_parallel=False)
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
         self.pre_process = pre_process
@@ -105,7 +107,7 @@ class TransformerModel(FixedTensors, LanguageModule):
         self._seed = draw_seed(torch.device("cpu") if config.use_cpu_initialization else device) if starts else None
         if pre_process:
             with self._seeded("embedding"):
-                self.embedding = LanguageModelEmbedding(
+                self.embedding = TokenEmbedding(
                     config,
                     vocab_size,
                     max_sequence_length,
@@ -122,36 +124,61 @@ class TransformerModel(FixedTensors, LanguageModule):
             with device:
                 self.alibi_slopes = on_default_device(local_alibi_slopes(config, self.tp_group))
             self._attention_is_masked = True
-            self._set_attention_backend()
+            self._check_attention_backend()
         block = TransformerBlock(
             config,
-            transformer_layer_spec,
+            layer_spec,
             self.tp_group,
             layers=layers,
             post_process=post_process,
             seed=self._seed,
         )
         self.add_module(self._block_name, block)
-        defers = config.defer_embedding_wgrad_compute and post_process
-        self.embedding_activation_buffer: list[Tensor] | None = [] if defers else None
-        self.grad_output_buffer: list[Tensor] | None = [] if defers else None
+        self.output_queue: WeightGradientQueue | None = None
+        if config.defer_embedding_wgrad_compute and post_process:
+            self.output_queue = WeightGradientQueue(limit=config.wgrad_deferral_limit, inputs=[])
         if post_process:
             with self._seeded("output_layer"):
                 self.output_layer = self._make_output_layer(vocab_size, output_bias)
 
-    def _make_output_layer(self, vocab_size: int, bias: bool) -> ColumnParallelLinear:
-        assert self.config.init_method is not None
-        return ColumnParallelLinear(
+    def _make_output_layer(self, vocab_size: int, bias: bool) -> ColumnLinear:
+        return ColumnLinear(
             self.config.hidden_size,
             vocab_size,
-            config=self.config,
-            init_method=self.config.init_method,
-            bias=bias,
-            skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
-            embedding_activation_buffer=self.embedding_activation_buffer,
-            grad_output_buffer=self.grad_output_buffer,
-            tp_group=self.tp_group,
+            bias,
+            init=self.config.init_method,
+            own_weight=not (self.pre_process and self.share_embeddings_and_output_weights),
+            weight_gradient_queue=self.output_queue,
+            **layer_arguments(self.config, group=self.tp_group),
         )
+
+    def _logits(self, hidden: Tensor, s: int) -> Tensor:
+        """``[s, b, h]``, or this rank's shard, to ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``)."""
+        logits: Tensor = self.output_layer(hidden, self.shared_embedding_or_output_weight(), sequence_length=s)
+        return logits if self.parallel_output else self.output_layer.gather(logits)
+
+    def _loss(self, hidden: Tensor, labels: Tensor, s: int) -> Tensor:
+        """``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""
+        weight = self.shared_embedding_or_output_weight()
+        if not self.fuses_output_layer_and_loss:
+            logits = self.output_layer(hidden, weight, sequence_length=s)
+            # Only the loss reads these logits, so their memory may become their gradient's.
+            return self.loss_of_logits(labels, logits, inplace_=True)
+        weight = self.output_layer.weight if weight is None else weight
+        assert weight is not None
+        bias = self.output_layer.bias
+        return self.loss_of_hidden(hidden, labels, weight, bias=bias, sequence_parallel=self.sequence_parallel)
+
+    def finish_weight_gradients(self) -> None:
+        """Compute the output layer's weight gradients that wait (``config.defer_embedding_wgrad_compute``).
+
+        After the last backward of a step. Collective over the tensor-parallel group with sequence parallelism.
+        """
+        if self.output_queue is not None:
+            self.output_queue.take(
+                fuse=self.config.gradient_accumulation_fusion,
+                gather_group=self.tp_group if self.sequence_parallel else None,
+            )()
 
     def _check(self, vocab_size: int, max_sequence_length: int, position_embedding_type: str) -> None:
         if vocab_size < self.tp_group.size() or max_sequence_length < 1:
@@ -173,31 +200,15 @@ class TransformerModel(FixedTensors, LanguageModule):
                 f"rope_scaling is given, and position_embedding_type is {position_embedding_type!r}; leave it out, or "
                 "use 'rope'"
             )
-        if self.config.context_parallel_size > 1:
-            raise ConfigError(
-                f"context_parallel_size is {self.config.context_parallel_size}, and attention here needs the whole "
-                "sequence; leave it at 1 and split the sequence between layers with sequence_parallel"
-            )
 
     def _check_stages(self) -> None:
-        num_stages = 1 if self.pp_group is None else self.pp_group.size()
+        num_stages = self.groups.num_stages
         is_whole = self.pre_process and self.post_process
         if num_stages > 1 and self.config.pipeline_model_parallel_size == 1 and not is_whole:
             raise ConfigError(
                 f"pipeline_model_parallel_size is 1, and the model is one of {num_stages} stages (pre_process="
                 f"{self.pre_process}, post_process={self.post_process}); set it to {num_stages}"
             )
-
-    def _without_needless_sequence_parallelism(self) -> TransformerConfig:
-        if not self.config.sequence_parallel or self.tp_group.size() > 1:
-            return self.config
-        warnings.warn(
-            "sequence_parallel is set, but the tensor-parallel group has 1 rank, so there is nothing to split: "
-            "sequence parallelism is off in this model",
-            stacklevel=4,
-        )
-        # Said once, and not again by each of its layers.
-        return dataclasses.replace(self.config, sequence_parallel=False)
 
     @property
     def block(self) -> TransformerBlock:
@@ -211,9 +222,19 @@ class TransformerModel(FixedTensors, LanguageModule):
 
     def _finish_construction(self) -> None:
         """What comes last, when all parts are there."""
-        if self.pre_process or self.post_process:
-            self.setup_embeddings_and_output_layer()
+        self._setup_embeddings()
         self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """As PyTorch's; where parameters are made anew (``to_empty``), they get the attributes that they had."""
+        super()._apply(fn, recurse)
+        for name, marks in getattr(self, "_marks", {}).items():
+            vars(self.get_parameter(name)).update(marks)
+        return self
+
+    def _setup_embeddings(self) -> None:
+        if self.pre_process or self.post_process:
+            self.setup_tied_weight()
 
     def reset_parameters(self) -> None:
         """Give all parameters their initial values, as when the model was made; collective as that is.
@@ -232,11 +253,7 @@ class TransformerModel(FixedTensors, LanguageModule):
                     reset: Any = getattr(child, "reset_parameters", None)
                     if reset is not None:
                         reset()
-        # `to_empty` may have made new parameters, without their marks.
-        for name, marks in self._marks.items():
-            vars(self.get_parameter(name)).update(marks)
-        if self.pre_process or self.post_process:
-            self.setup_embeddings_and_output_layer()
+        self._setup_embeddings()
 
     def _parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
         """Each part of the model that starts from a seed of its own, by what is mixed into the seed."""

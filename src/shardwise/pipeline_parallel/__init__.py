@@ -1,7 +1,6 @@
 """Pipeline parallelism: schedules as tables, and the stage that runs one."""
 
 from shardwise.pipeline_parallel.actions import Action, Kind, Schedule
-from shardwise.pipeline_parallel.forward_backward import get_forward_backward_func
 from shardwise.pipeline_parallel.schedules import SCHEDULE_NAMES, forward_only, make_schedule
 from shardwise.pipeline_parallel.stage import Pipeline
 
@@ -12,6 +11,5 @@ __all__ = [
     "Pipeline",
     "Schedule",
     "forward_only",
-    "get_forward_backward_func",
     "make_schedule",
 ]

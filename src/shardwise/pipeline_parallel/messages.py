@@ -8,9 +8,12 @@ that waits for it: of all that is not done yet, what comes first in this order c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch.distributed import ProcessGroup
 
 from shardwise.pipeline_parallel.actions import Action, Kind, Schedule, Slot
+from shardwise.sharding import balanced_sizes, divide
 
 
 class Message(NamedTuple):
@@ -108,3 +111,34 @@ def _first_exchange(stage: int, messages: list[tuple[float, Message]]) -> Exchan
         tuple(message for message in together if message.source == stage),
         tuple(message for message in together if message.target == stage),
     )
+
+
+def hidden_shape(
+    config: Any,
+    seq_length: int,
+    micro_batch_size: int,
+    *,
+    tp_group: ProcessGroup | None,
+    cp_group: ProcessGroup | None = None,
+) -> tuple[int, int, int]:
+    """``[s, b, h]`` of what this rank's stage gives to the next one's, or of its shard.
+
+    Args:
+        config: with ``hidden_size`` and ``sequence_parallel``.
+        seq_length: of the whole sequence.
+        micro_batch_size: ``b``.
+        tp_group: tensor-parallel; it shares the sequence with sequence parallelism, by the balanced rule.
+        cp_group: context-parallel; it always shares the sequence.
+
+    Raises:
+        IndivisibleError: the context-parallel ranks do not divide the sequence.
+    """
+    length = local_length(seq_length, cp_group)
+    if config.sequence_parallel and tp_group is not None:
+        length = balanced_sizes(length, tp_group.size())[tp_group.rank()]
+    return length, micro_batch_size, config.hidden_size
+
+
+def local_length(seq_length: int, cp_group: ProcessGroup | None) -> int:
+    """Of the sequence's part that the ranks of a tensor-parallel group have together."""
+    return seq_length if cp_group is None else divide(seq_length, cp_group.size())

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.config import ModelParallelConfig
 from shardwise.errors import ConfigError, WeightError
 from shardwise.initialization import InitMethod
 from shardwise.layers.column import ColumnLinear
 from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.weight_gradient import WeightGradientQueue
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.sharding import Interval
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from shardwise.config import ModelParallelConfig
 from shardwise.initialization import InitMethod
 from shardwise.layers.embedding import VocabEmbedding
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.tensor_parallel.module import MegatronLayer
 
 

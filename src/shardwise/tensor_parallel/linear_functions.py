@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.config import ModelParallelConfig
 from shardwise.errors import AssertedConfigError
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue, compute_weight_gradients_
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 

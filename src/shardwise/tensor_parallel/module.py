@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.config import ModelParallelConfig
 from shardwise.initialization import initialize_shard_
 from shardwise.layers.arguments import layer_arguments
 from shardwise.layers.module import ShardedModule
 from shardwise.layers.parallel_linear import ParallelLinear
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel.attributes import mark_parameter
 

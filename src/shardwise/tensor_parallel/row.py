@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.config import ModelParallelConfig
 from shardwise.errors import AssertedConfigError, ContradictionError
 from shardwise.initialization import InitMethod
 from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.row import RowLinear
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
 
 

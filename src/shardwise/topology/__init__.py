@@ -12,10 +12,12 @@ from shardwise.topology.sizes import (
     default_embedding_ranks,
     default_position_embedding_ranks,
 )
+from shardwise.topology.view import Groups
 
 __all__ = [
     "DEFAULT_ORDER",
     "EmbeddingRanks",
+    "Groups",
     "ParallelSizes",
     "RankGenerator",
     "Topology",

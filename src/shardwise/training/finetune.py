@@ -22,10 +22,9 @@ from shardwise.huggingface.saving import COPIED_FILES
 from shardwise.lora import LoraConfig, add_lora_, merge_lora_, remove_lora_, save_adapter
 from shardwise.lora.adapter_files import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.models.chunks import ModelChunks
-from shardwise.models.gpt import GPTModel
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.models.gpt import GPT
 from shardwise.tokenizer import PaddedTokenizer
-from shardwise.topology import Topology
+from shardwise.topology import Groups, Topology
 from shardwise.training.build import DTYPES
 from shardwise.training.finetune_settings import FinetuneSettings
 from shardwise.training.finishing import finish
@@ -184,12 +183,11 @@ def build_trainer(settings: FinetuneSettings, base: Base, topology: Topology, de
         options["virtual_pipeline_model_parallel_size"] = parallel.virtual_stages
     loaded = load_pretrained(
         base.folder.path,
-        pg_collection=ProcessGroupCollection.from_topology(topology),
+        groups=Groups.of(topology),
         dtype=DTYPES[settings.training.dtype],
         device=device,
         sequence_parallel=parallel.sequence_parallel and is_split,
-        cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="linear" if settings.training.loss == "linear_fused" else "native",
+        fuse_output_layer_and_loss=settings.training.loss == "linear_fused",
         use_cpu_initialization=True,
         delay_wgrad_compute=stages > 1 and parallel.pipeline_schedule == "zero-bubble",
         **options,
@@ -197,7 +195,7 @@ def build_trainer(settings: FinetuneSettings, base: Base, topology: Topology, de
     model: Any = ModelChunks(loaded) if isinstance(loaded, list) else loaded
     lora = settings.lora
     if lora.lora_rank is not None:
-        assert isinstance(model, GPTModel)
+        assert isinstance(model, GPT)
         torch.default_generator.manual_seed(settings.training.seed)
         config = LoraConfig(
             r=lora.lora_rank,
@@ -223,7 +221,7 @@ def export(session: Session, base: Base) -> None:
     control = session.ranks.control
     out, architecture = session.out, base.folder.architecture
     if settings.lora.lora_rank is not None:
-        assert isinstance(model, GPTModel)
+        assert isinstance(model, GPT)
         if not settings.lora.lora_merge:
             # Beside a model of an earlier run they would be taken for that one's.
             agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=control)

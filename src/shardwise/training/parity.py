@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from shardwise.collectives.primitives import all_reduce
 from shardwise.errors import ParityError
-from shardwise.sharded_state import sharded_state_dict
-from shardwise.tensor_parallel.gather import gather_parameter
+from shardwise.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.topology import Topology
 from shardwise.training.session import Session
 from shardwise.training.trainer import Trainer

@@ -16,9 +16,8 @@ from shardwise.collectives.primitives import carrier
 from shardwise.data import DataLoader, EvaluationWindows, TokenDataset
 from shardwise.layers import named_param_layouts
 from shardwise.models.chunks import ModelChunks
-from shardwise.models.gpt import GPTModel
-from shardwise.process_groups_config import ProcessGroupCollection
-from shardwise.topology import Topology
+from shardwise.models.gpt import GPT
+from shardwise.topology import Groups, Topology
 from shardwise.training.build import build_chunks, build_model
 from shardwise.training.ranks import Ranks
 from shardwise.training.settings import RunSettings, Settings
@@ -93,15 +92,13 @@ def share_texts(prepare: Callable[[], Texts], ranks: Ranks) -> Texts:
 def make_trainer(settings: Settings, texts: Texts, topology: Topology, device: torch.device) -> Trainer:
     """Model and optimizer from the run's seed: the same weights at every layout."""
     torch.default_generator.manual_seed(settings.training.seed)
-    groups = ProcessGroupCollection.from_topology(topology)
+    groups = Groups.of(topology)
     chunked = topology.size("pp") > 1 and settings.parallel.virtual_stages > 1
     build = build_chunks if chunked else build_model
-    return trainer_of(
-        settings, build(settings, texts.tokenizer.vocab_size, pg_collection=groups, device=device), topology
-    )
+    return trainer_of(settings, build(settings, texts.tokenizer.vocab_size, groups=groups, device=device), topology)
 
 
-def trainer_of(settings: RunSettings, model: GPTModel | ModelChunks, topology: Topology) -> Trainer:
+def trainer_of(settings: RunSettings, model: GPT | ModelChunks, topology: Topology) -> Trainer:
     """A trainer of a built model on the groups of ``topology``."""
     return Trainer(
         settings,

@@ -17,11 +17,11 @@ from shardwise.collectives.primitives import all_reduce
 from shardwise.data import Batch, DataLoader, EvaluationWindows, evaluation_batches
 from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
-from shardwise.models.gpt import GPTModel
+from shardwise.models.gpt import GPT
 from shardwise.optimizer.adamw import learning_rate_at, make_adamw, set_learning_rate_
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
 from shardwise.pipeline_parallel import Pipeline, Schedule, forward_only, make_schedule
-from shardwise.pipeline_parallel.forward_backward import hidden_shape
+from shardwise.pipeline_parallel.messages import hidden_shape
 from shardwise.random import seed_streams
 from shardwise.training.settings import RunSettings
 
@@ -62,7 +62,7 @@ class Trainer:
     def __init__(
         self,
         settings: RunSettings,
-        model: GPTModel | ModelChunks,
+        model: GPT | ModelChunks,
         *,
         tp_group: ProcessGroup,
         dp_group: ProcessGroup,
@@ -77,7 +77,7 @@ class Trainer:
         self.dp_group = dp_group
         self.pp_group = None if pp_group is None or pp_group.size() == 1 else pp_group
         self.embd_group = embd_group
-        self._chunks = cast(list[GPTModel], list(model)) if isinstance(model, ModelChunks) else [model]
+        self._chunks = cast(list[GPT], list(model)) if isinstance(model, ModelChunks) else [model]
         self._pipeline: Pipeline[Tensor] | None = None
         if self.pp_group is not None:
             self._pipeline = Pipeline(self._chunks, group=self.pp_group)
@@ -150,7 +150,7 @@ class Trainer:
         self.optimizer.step()
         return StepResult(mean_loss, norm, learning_rate)
 
-    def _losses(self, model: GPTModel | ModelChunks, tokens: Tensor, labels: Tensor) -> Tensor:
+    def _losses(self, model: GPT | ModelChunks, tokens: Tensor, labels: Tensor) -> Tensor:
         losses: Tensor = model(tokens.to(self.device), labels=labels.to(self.device))
         return losses
 

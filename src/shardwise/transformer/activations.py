@@ -34,4 +34,4 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-"""For ``TransformerConfig.activation_func``; ``silu`` with ``gated_linear_unit`` is SwiGLU, ``gelu`` GeGLU."""
+"""For ``ModelConfig.activation_func``; ``silu`` with ``gated_linear_unit`` is SwiGLU, ``gelu`` GeGLU."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.transformer.heads import split_heads
 
 
@@ -27,7 +27,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float64, device="cpu")
 
 
-def local_alibi_slopes(config: TransformerConfig, tp_group: ProcessGroup) -> Tensor:
+def local_alibi_slopes(config: ModelConfig, tp_group: ProcessGroup) -> Tensor:
     """The slopes of this rank's query heads, for ``AttentionMask``: ``[heads/t]`` in fp64, on the CPU."""
     num_heads, num_groups, _ = config.heads
     start, stop = split_heads(num_heads, num_groups, tp_group.size()).queries[tp_group.rank()]

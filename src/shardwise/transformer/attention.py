@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention import sdpa_kernel
 
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
 from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments, make_norm, parameter_device
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.random import streams
 from shardwise.transformer.backend import attention_kernels, why_repeat_keys
 from shardwise.transformer.heads import split_heads
@@ -42,7 +41,7 @@ class SelfAttention(GroupModule):
     Args:
         config: sizes and kind of the attention.
         layer_number: this layer's place in the model, from 1; names its cache.
-        tp_group: tensor-parallel group; the ambient one if None.
+        tp_group: tensor-parallel group.
         attn_mask_type: what it forbids by itself.
 
     Attributes:
@@ -57,14 +56,14 @@ class SelfAttention(GroupModule):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         layer_number: int,
-        tp_group: ProcessGroup | None = None,
+        tp_group: ProcessGroup,
         *,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
     ) -> None:
         super().__init__()
-        group = resolve_tensor_model_parallel_group(tp_group)
+        group = tp_group
         num_heads, num_groups, head_dim = config.heads
         split = split_heads(num_heads, num_groups, group.size())
         self.layer_number = layer_number

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 
 _KERNELS = {
@@ -19,12 +19,12 @@ _KERNELS = {
 _WIDEST_OF_FLASH = 256
 
 
-def attention_kernels(config: TransformerConfig) -> list[SDPBackend] | None:
+def attention_kernels(config: ModelConfig) -> list[SDPBackend] | None:
     """The kernels that ``config.attention_backend`` leaves PyTorch to choose from; None if all, or if none is used."""
     return _KERNELS.get(config.attention_backend)
 
 
-def check_attention_backend(config: TransformerConfig, device: torch.device, *, masked: bool = False) -> None:
+def check_attention_backend(config: ModelConfig, device: torch.device, *, masked: bool = False) -> None:
     """Raise unless ``config.attention_backend`` works for such attention on such a device, by trying it.
 
     Args:

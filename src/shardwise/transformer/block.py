@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError, TopologyError
 from shardwise.initialization import part_seeded
 from shardwise.layers import GroupModule, parameter_device
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamShard, ShardedOffset
 from shardwise.transformer.attention import KeyValueCache
@@ -21,7 +20,7 @@ from shardwise.transformer.masks import AttentionMask
 
 
 def layers_of_this_stage(
-    config: TransformerConfig, pp_group: ProcessGroup | None = None, vp_stage: int | None = None
+    config: ModelConfig, pp_group: ProcessGroup | None = None, vp_stage: int | None = None
 ) -> range:
     """The layers of the model, counted from 0, that this rank's stage, or its chunk ``vp_stage``, holds.
 
@@ -38,8 +37,8 @@ def layers_of_this_stage(
     if len(stages) > 1 and (pp_group is None or pp_group.size() != len(stages)):
         found = "no pipeline-parallel group" if pp_group is None else f"a group of {pp_group.size()} ranks"
         raise TopologyError(
-            f"pipeline_model_parallel_size is {len(stages)}, and there is {found}; give pg_collection a group 'pp' of "
-            "that size"
+            f"pipeline_model_parallel_size is {len(stages)}, and there is {found}; give the model's groups a group "
+            "'pp' of that size"
         )
     chunks = stages[0 if pp_group is None or len(stages) == 1 else pp_group.rank()]
     if vp_stage is None and len(chunks) > 1:
@@ -56,7 +55,7 @@ class TransformerBlock(GroupModule):
     Args:
         config: sizes of the model.
         spec: what a layer is made of.
-        tp_group: tensor-parallel group; the ambient one if None.
+        tp_group: tensor-parallel group.
         layers: which of the model's layers, counted from 0; all if None.
         post_process: whether the model ends here, so that the final norm (``config.final_layernorm``) is here too.
         seed: from which each layer's own is derived, so that a layer starts alike on every stage; the default
@@ -69,16 +68,16 @@ class TransformerBlock(GroupModule):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         spec: TransformerLayerSpec,
-        tp_group: ProcessGroup | None = None,
+        tp_group: ProcessGroup,
         *,
         layers: range | None = None,
         post_process: bool = True,
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.tp_group = resolve_tensor_model_parallel_group(tp_group)
+        self.tp_group = tp_group
         self.layers = nn.ModuleList()
         for index in range(config.num_layers) if layers is None else layers:
             with part_seeded(seed, *_part(index + 1)):

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
 from shardwise.layers import GroupModule, make_norm, parameter_device
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import balanced_sizes
 from shardwise.transformer.attention import KeyValueCache, SelfAttention
 from shardwise.transformer.masks import AttentionMask
@@ -55,9 +54,9 @@ class TransformerLayerSpec:
         mlp: from config and group, the MLP; called as ``MLP`` is.
     """
 
-    norm: Callable[[TransformerConfig], nn.Module] = make_norm
-    attention: Callable[[TransformerConfig, int, ProcessGroup | None], nn.Module] = SelfAttention
-    mlp: Callable[[TransformerConfig, ProcessGroup | None], nn.Module] = MLP
+    norm: Callable[[ModelConfig], nn.Module] = make_norm
+    attention: Callable[[ModelConfig, int, ProcessGroup], nn.Module] = SelfAttention
+    mlp: Callable[[ModelConfig, ProcessGroup], nn.Module] = MLP
 
 
 class TransformerLayer(GroupModule):
@@ -71,7 +70,7 @@ class TransformerLayer(GroupModule):
         config: sizes of the model.
         spec: what the layer is made of.
         layer_number: this layer's place in the model, from 1.
-        tp_group: tensor-parallel group; the ambient one if None.
+        tp_group: tensor-parallel group.
 
     Attributes:
         layer_number: as given.
@@ -81,13 +80,12 @@ class TransformerLayer(GroupModule):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         spec: TransformerLayerSpec,
         layer_number: int,
-        tp_group: ProcessGroup | None = None,
+        tp_group: ProcessGroup,
     ) -> None:
         super().__init__()
-        tp_group = resolve_tensor_model_parallel_group(tp_group)
         is_pre = config.norm_position == "pre"
         self.layer_number = layer_number
         self.residual_is_normed = config.apply_residual_connection_post_layernorm

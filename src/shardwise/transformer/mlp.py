@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.kernels.elementwise_cpu import swiglu
 from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 
 class MLP(GroupModule):
@@ -19,10 +18,10 @@ class MLP(GroupModule):
 
     Args:
         config: sizes, activation and biases.
-        tp_group: tensor-parallel group; the ambient one if None.
+        tp_group: tensor-parallel group.
     """
 
-    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup | None = None) -> None:
+    def __init__(self, config: ModelConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
         assert config.ffn_hidden_size is not None
         assert config.init_method is not None
@@ -30,7 +29,7 @@ class MLP(GroupModule):
         self.activation_func = config.activation_func
         self.gated = config.gated_linear_unit
         sections = 2 if self.gated else 1
-        arguments = layer_arguments(config, group=resolve_tensor_model_parallel_group(tp_group))
+        arguments = layer_arguments(config, group=tp_group)
         self.linear_fc1 = ColumnLinear(
             config.hidden_size,
             sections * config.ffn_hidden_size,

@@ -121,7 +121,7 @@ def _write_mistral(model: ModelDescription) -> dict[str, Any]:
 
 
 def _window(tokens: int | None) -> tuple[int, int] | None:
-    """As ``TransformerConfig`` has it: positions before and after a token that it sees."""
+    """As ``ModelConfig`` has it: positions before and after a token that it sees."""
     return None if tokens is None else (tokens - 1, 0)
 
 

@@ -7,68 +7,74 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.collectives.primitives import all_reduce
-from shardwise.config import TransformerConfig
+from shardwise.config import ModelConfig
 from shardwise.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
 from shardwise.layers import GroupModule, parameter_device
+from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
-from shardwise.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.sharded_state import state_of_parts
 from shardwise.sharding import ParamShard, ShardedOffset
-from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from shardwise.topology import Groups
 from shardwise.transformer.backend import check_attention_backend
 
-__all__ = ["LanguageModule"]
+__all__ = ["LanguageModel"]
 
 
-class LanguageModule(GroupModule):
+class LanguageModel(GroupModule):
     """Base of GPT, BERT and their kin.
 
     A model on it sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has
-    ``output_layer``), ``share_embeddings_and_output_weights`` and, with interleaving, ``vp_stage``, and calls
-    ``setup_embeddings_and_output_layer`` at the end of its construction. With tied weights the output layer has a
-    weight of its own only on a stage without the embedding.
+    ``output_layer``), ``share_embeddings_and_output_weights``, ``vocab_size`` and, with interleaving, ``vp_stage``, and
+    calls ``setup_tied_weight`` at the end of its construction. With tied weights the output layer has a weight of its
+    own only on a stage without the embedding.
 
     Args:
         config: sizes of the model.
-        pg_collection: its process groups; the ambient topology's if None. Only ``tp`` is needed by a model of one
-            stage; one of several stages needs ``pp`` and, with tied weights, ``embd``.
+        groups: its process groups. A model of several stages needs ``pp`` and, with tied weights, ``embd``.
 
     Attributes:
-        tp_group: tensor parallel.
-        vocab_size: number of ids, which the loss needs unless every rank has as many logits per token.
-        pp_group: pipeline parallel, or None.
-        embd_group: the stages that hold a tied weight, or None.
         vp_stage: which of the stage's chunks this is; None without interleaving.
 
     Raises:
-        TopologyError: no groups given and none initialised.
         ConfigError: ``config.attention_backend`` does not work here.
     """
 
+    config: ModelConfig
     pre_process: bool
     post_process: bool
-    # Of a model that sets nothing.
+    # What holds of a model that does not set them.
     share_embeddings_and_output_weights: bool = False
     vocab_size: int | None = None
     vp_stage: int | None = None
     # Whether attention has a mask or bias beside the causal one always, which some backends do not take.
     _attention_is_masked = False
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+    def __init__(self, config: ModelConfig, groups: Groups) -> None:
         super().__init__()
         self.config = config
-        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        self.tp_group = resolve_tensor_model_parallel_group(getattr(self.pg_collection, "tp", None))
-        self.pp_group: ProcessGroup | None = getattr(self.pg_collection, "pp", None)
-        self.embd_group: ProcessGroup | None = getattr(self.pg_collection, "embd", None)
-        self._set_attention_backend()
+        self.groups = groups
+        self._check_attention_backend()
 
-    def _set_attention_backend(self) -> None:
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """The ranks that split each layer."""
+        return self.groups.tp
+
+    @property
+    def pp_group(self) -> ProcessGroup | None:
+        """The pipeline's stages."""
+        return self.groups.pp
+
+    @property
+    def embd_group(self) -> ProcessGroup | None:
+        """The stages that hold a tied weight."""
+        return self.groups.embd
+
+    def _check_attention_backend(self) -> None:
         """Refuse a ``config.attention_backend`` that does not work on the device where parameters are made.
 
         Each attention chooses its kernel by the config itself, so nothing is set for the whole process.
@@ -79,70 +85,58 @@ class LanguageModule(GroupModule):
         device = parameter_device(self.tp_group, on_cpu=self.config.use_cpu_initialization)
         check_attention_backend(self.config, device, masked=self._attention_is_masked)
 
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+    def loss_of_logits(self, labels: Tensor, logits: Tensor, *, inplace_: bool = False) -> Tensor:
         """Cross entropy of each token.
 
         Args:
             labels: ``[b, s]`` global ids; -100 costs nothing.
-            logits: ``[s, b, v/t]``; not modified.
+            logits: ``[s, b, v/t]``; not modified, unless ``inplace_``.
+            inplace_: the logits' memory may become their gradient's.
 
         Returns:
             ``[b, s]``, fp32 (fp64 for fp64 logits), the same on every rank.
 
         Raises:
             VocabularyError: a label outside the vocabulary.
-            ShardingError: without ``vocab_size``, ranks with different numbers of logits per token.
         """
-        return self._loss(labels, logits, inplace_=False)
+        assert self.vocab_size is not None
+        loss = vocab_parallel_cross_entropy(
+            logits,
+            labels.t().contiguous(),
+            group=self.tp_group,
+            vocab_size=self.vocab_size,
+            inplace_=inplace_,
+        )
+        return loss.t().contiguous()
 
-    def compute_output_layer_and_language_model_loss(
+    def loss_of_hidden(
         self,
         hidden: Tensor,
         labels: Tensor,
-        weight: Tensor | None = None,
-        sequence_parallel_enabled: bool = False,
-        column_parallel_linear: nn.Module | None = None,
-        col_linear_kwargs: dict[str, Any] | None = None,
-        reduction: str = "none",
-        ignore_index: int = -100,
+        weight: Tensor,
         *,
         bias: Tensor | None = None,
+        sequence_parallel: bool = False,
+        ignore_index: int = -100,
+        reduction: str = "none",
     ) -> Tensor:
-        """Output layer and cross entropy of each token.
-
-        In one, without the logits of all ranks, unless the config asks for separate ones (not
-        ``cross_entropy_loss_fusion`` with ``cross_entropy_fusion_impl="linear"``) and ``column_parallel_linear`` is
-        there to make them.
+        """Output layer and cross entropy of each token in one, without the logits of all ranks.
 
         Args:
             hidden: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism; not modified.
             labels: ``[b, s]`` global ids.
             weight: ``[v/t, h]``, the output layer's, or the embedding's that is tied to it.
-            sequence_parallel_enabled: ``hidden`` is a shard of the sequence.
-            column_parallel_linear: the output layer.
-            col_linear_kwargs: given to it beside ``hidden``.
-            reduction: ``"none"``, ``"mean"`` or ``"sum"``; other than "none" only in one.
-            ignore_index: the label that costs nothing; other than -100 only in one.
-            bias: ``[v/t]`` or None, of the output layer in one.
+            bias: ``[v/t]`` or None, the output layer's.
+            sequence_parallel: ``hidden`` is a shard of the sequence.
+            ignore_index: the label that costs nothing.
+            reduction: ``"none"``, ``"mean"`` or ``"sum"``.
 
         Returns:
             ``[b, s]``, or a scalar if reduced; fp32 (fp64 for fp64 hidden states), the same on every rank.
 
         Raises:
             VocabularyError: a label outside the vocabulary.
-            ConfigError: there is no weight, no ``vocab_size``, or an option that separate layers do not have.
         """
-        if column_parallel_linear is not None and not self.fuses_output_layer_and_loss:
-            if reduction != "none" or ignore_index != -100:
-                raise ConfigError(
-                    f"reduction={reduction!r} and ignore_index={ignore_index} need output layer and loss in one; set "
-                    "cross_entropy_loss_fusion and cross_entropy_fusion_impl='linear', or leave them out"
-                )
-            logits, _ = column_parallel_linear(hidden, **(col_linear_kwargs or {}))
-            # Only the loss reads these logits, so their memory may become their gradient's.
-            return self._loss(labels, logits, inplace_=True)
-        if weight is None:
-            raise AssertedConfigError("output layer and loss in one need the output layer's weight; pass it")
         if self.vocab_size is None:
             raise AssertedConfigError(
                 "output layer and loss in one need the size of the vocabulary, and this "
@@ -157,31 +151,16 @@ class LanguageModule(GroupModule):
             vocab_size=self.vocab_size,
             ignore_index=ignore_index,
             reduction=reduction,
-            sequence_parallel=sequence_parallel_enabled,
+            sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
         )
         return loss.t().contiguous() if reduction == "none" else loss
 
     @property
     def fuses_output_layer_and_loss(self) -> bool:
-        """Whether the config asks for output layer and loss in one."""
-        config = self.config
+        """Whether output layer and loss are computed in one."""
         # A deferred weight gradient is the output layer's own affair.
-        return (
-            config.cross_entropy_loss_fusion
-            and config.cross_entropy_fusion_impl == "linear"
-            and not config.defer_embedding_wgrad_compute
-        )
-
-    def _loss(self, labels: Tensor, logits: Tensor, *, inplace_: bool) -> Tensor:
-        loss = vocab_parallel_cross_entropy(
-            logits,
-            labels.t().contiguous(),
-            tp_group=self.tp_group,
-            vocab_size=self.vocab_size,
-            inplace_=inplace_,
-        )
-        return loss.t().contiguous()
+        return self.config.fuse_output_layer_and_loss and not self.config.defer_embedding_wgrad_compute
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight that this stage holds: the word embedding's on the first, the output layer's on the last.
@@ -197,31 +176,25 @@ class LanguageModule(GroupModule):
             return weight
         return model.output_layer.weight if self.post_process else None
 
-    def setup_embeddings_and_output_layer(self) -> None:
-        """Mark the weights of embedding and output layer, and make tied ones equal on the stages that hold them.
+    def setup_tied_weight(self) -> None:
+        """Make the copies of a weight that is tied over several stages equal, and mark them; else nothing.
 
-        Both have ``is_embedding_or_output_parameter``. With tied weights over several stages both have
-        ``shared_embedding``; the last stage's copy has ``shared`` too, so that it is counted once in norms and written
-        once to checkpoints. Collective then: the copy is zero at first, and one all-reduce over the embedding group
-        makes it the first stage's weight. A meta tensor is marked only.
+        Both have ``shared_embedding``; the last stage's copy has ``shared`` too, so that it is counted once in norms
+        and written once to checkpoints. Collective then: the copy is zero at first, and one all-reduce over the
+        embedding group makes it the first stage's weight. A meta tensor is marked only.
 
         Raises:
             TopologyError: tied weights over several stages, and no embedding group.
             ConfigError: an embedding group of other ranks than the first and the last stage.
         """
-        model: Any = self
-        if self.pre_process:
-            model.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
-        if self.post_process and model.output_layer.weight is not None:
-            model.output_layer.weight.is_embedding_or_output_parameter = True
         weight: Any = self.shared_embedding_or_output_weight()
-        num_stages = self.config.pipeline_model_parallel_size if self.pp_group is None else self.pp_group.size()
+        num_stages = self.config.pipeline_model_parallel_size if self.pp_group is None else self.groups.num_stages
         if weight is None or num_stages == 1 or (self.pre_process and self.post_process):
             return
         if self.embd_group is None:
             raise TopologyError(
                 "embedding and output layer are tied over several pipeline stages, and there is no embedding group; "
-                "give pg_collection a group 'embd' of the first and the last stage"
+                "give the model's groups a group 'embd' of the first and the last stage"
             )
         self._check_embedding_group(self.embd_group)
         weight.shared_embedding = True
@@ -285,47 +258,33 @@ class LanguageModule(GroupModule):
             if name in entries:
                 entries[name] = _of_vocabulary(entries[name], entries[name].key)
         if self.share_embeddings_and_output_weights:
-            self.tie_embeddings_and_output_weights_state_dict(
-                entries, output_weight, f"{prefix}embedding.word_embeddings.weight", metadata
-            )
+            self._tie_state(entries, output_weight, f"{prefix}embedding.word_embeddings.weight")
         return entries
 
-    def tie_embeddings_and_output_weights_state_dict(
-        self,
-        sharded_state_dict: dict[str, ParamShard],
-        output_layer_weight_key: str,
-        first_stage_word_emb_key: str,
-        metadata: dict[str, Any] | None = None,
-    ) -> None:
+    def _tie_state(self, entries: dict[str, ParamShard], output_key: str, embedding_key: str) -> None:
         """Let the output layer's tied weight go by the embedding's name, in place.
 
         The last stage's copy becomes an entry of that name: a replica of the first stage's, written once by whichever
         of them and read by both. Where embedding and output layer are on one stage, the embedding's entry is both.
 
-        Args:
-            sharded_state_dict: entries of this stage; modified.
-            output_layer_weight_key: name of the output layer's weight; the entry, if there is one, is taken out.
-            first_stage_word_emb_key: name of the embedding's weight.
-            metadata: accepted for programs that pass it; nothing depends on it.
-
         Raises:
-            ShardingError: a stage without output layer has an entry for its weight.
+            ShardingError: a stage without output layer has an entry for its weight, or the last stage none.
         """
         if not self.post_process:
-            if output_layer_weight_key in sharded_state_dict:
+            if output_key in entries:
                 raise AssertedShardingError(
-                    f"{output_layer_weight_key!r} is in the state of a stage without output layer (post_process=False)"
+                    f"{output_key!r} is in the state of a stage without output layer (post_process=False)"
                 )
             return
-        copy = sharded_state_dict.pop(output_layer_weight_key, None)
+        copy = entries.pop(output_key, None)
         if self.pre_process:
             return
         if copy is None:
             raise ShardingError(
-                f"{output_layer_weight_key!r} is not in the state of the last stage; a tied weight over several stages "
-                "has a copy there"
+                f"{output_key!r} is not in the state of the last stage; a tied weight over several stages has a copy "
+                "there"
             )
-        sharded_state_dict[first_stage_word_emb_key] = _of_vocabulary(copy, first_stage_word_emb_key)
+        entries[embedding_key] = _of_vocabulary(copy, embedding_key)
 
 
 def _of_vocabulary(shard: ParamShard, key: str) -> ParamShard:

@@ -34,13 +34,13 @@ _PACKAGES = (
 )
 
 _ALIASES = {
-    "megatron.core.model_parallel_config": "shardwise.config",
-    "megatron.core.models.bert.bert_model": "shardwise.models.bert",
-    "megatron.core.models.common.embeddings.language_model_embedding": "shardwise.models.embedding",
-    "megatron.core.models.common.language_module.language_module": "shardwise.models.language_module",
-    "megatron.core.models.gpt.gpt_model": "shardwise.models.gpt",
+    "megatron.core.model_parallel_config": "shardwise.megatron.config",
+    "megatron.core.models.bert.bert_model": "shardwise.megatron.models.bert",
+    "megatron.core.models.common.embeddings.language_model_embedding": "shardwise.megatron.models.embedding",
+    "megatron.core.models.common.language_module.language_module": "shardwise.megatron.models.language_module",
+    "megatron.core.models.gpt.gpt_model": "shardwise.megatron.models.gpt",
     "megatron.core.parallel_state": "shardwise.parallel_state",
-    "megatron.core.process_groups_config": "shardwise.process_groups_config",
+    "megatron.core.process_groups_config": "shardwise.megatron.process_groups_config",
     "megatron.core.tensor_parallel": "shardwise.tensor_parallel",
     "megatron.core.tensor_parallel.cross_entropy": "shardwise.tensor_parallel.cross_entropy",
     "megatron.core.tensor_parallel.data": "shardwise.tensor_parallel.data",
@@ -48,26 +48,26 @@ _ALIASES = {
     "megatron.core.tensor_parallel.mappings": "shardwise.tensor_parallel.mappings",
     "megatron.core.tensor_parallel.random": "shardwise.tensor_parallel.random",
     "megatron.core.tensor_parallel.utils": "shardwise.tensor_parallel.utils",
-    "megatron.core.transformer.transformer_config": "shardwise.config",
-    "megatron.core.utils": "shardwise.utils",
+    "megatron.core.transformer.transformer_config": "shardwise.megatron.config",
+    "megatron.core.utils": "shardwise.megatron.utils",
 }
 
 _SCHEDULES: dict[str, tuple[str, str | None]] = {
-    "get_forward_backward_func": ("shardwise.pipeline_parallel", "get_forward_backward_func"),
+    "get_forward_backward_func": ("shardwise.megatron.schedules", "get_forward_backward_func"),
 }
 
 # Names that a package itself has, besides its modules: package -> name -> where it is.
 _NAMES: dict[str, dict[str, tuple[str, str | None]]] = {
     "megatron.core": {
-        "ModelParallelConfig": ("shardwise.config", "ModelParallelConfig"),
+        "ModelParallelConfig": ("shardwise.megatron.config", "ModelParallelConfig"),
         # The reference's own second name.
         "mpu": ("shardwise.parallel_state", None),
     },
-    "megatron.core.models.bert": {"BertModel": ("shardwise.models.bert", "BertModel")},
-    "megatron.core.models.gpt": {"GPTModel": ("shardwise.models.gpt", "GPTModel")},
+    "megatron.core.models.bert": {"BertModel": ("shardwise.megatron.models.bert", "BertModel")},
+    "megatron.core.models.gpt": {"GPTModel": ("shardwise.megatron.models.gpt", "GPTModel")},
     "megatron.core.pipeline_parallel": _SCHEDULES,
     "megatron.core.pipeline_parallel.schedules": _SCHEDULES,
-    "megatron.core.transformer": {"TransformerConfig": ("shardwise.config", "TransformerConfig")},
+    "megatron.core.transformer": {"TransformerConfig": ("shardwise.megatron.config", "TransformerConfig")},
 }
 
 _MARK = "__shardwise__"

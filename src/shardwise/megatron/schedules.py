@@ -1,4 +1,4 @@
-"""``get_forward_backward_func``: a training step over all micro-batches, with the reference's arguments."""
+"""``get_forward_backward_func``: a training step over all micro-batches, with Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
 from shardwise.collectives.backend import default_device
-from shardwise.config import ModelParallelConfig
+from shardwise.config import LayerConfig
 from shardwise.errors import ConfigError, DataError
+from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.pipeline_parallel.messages import hidden_shape, local_length
 from shardwise.pipeline_parallel.schedules import forward_only as forward_only_schedule
 from shardwise.pipeline_parallel.schedules import make_schedule
 from shardwise.pipeline_parallel.stage import Pipeline, deferred_buffers, wrapped
-from shardwise.process_groups_config import ProcessGroupCollection
-from shardwise.sharding import balanced_sizes, divide
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
 
 ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
@@ -109,11 +110,17 @@ def forward_backward_func(
     if groups.pp is None:
         raise ConfigError("pg_collection has no group pp, over whose ranks the stages are spread")
     config = _config_of(chunks[0])
+    # A model of the engine has a config without these.
+    hooks = (
+        config
+        if isinstance(config, ModelParallelConfig)
+        else ModelParallelConfig(pipeline_model_parallel_size=config.pipeline_model_parallel_size)
+    )
     num_stages = groups.pp.size()
     if forward_only or collect_non_loss_data:
         table = forward_only_schedule(num_stages, num_microbatches, len(chunks))
     else:
-        group_size = config.microbatch_group_size_per_vp_stage if num_stages > 1 else None
+        group_size = hooks.microbatch_group_size_per_vp_stage if num_stages > 1 else None
         table = make_schedule(schedule, num_stages, num_microbatches, len(chunks), group_size=group_size)
     loss_funcs: dict[int, Callable[..., Any]] = {}
 
@@ -135,14 +142,14 @@ def forward_backward_func(
         for count in num_tokens:
             scalar = scalar / torch.clamp(torch.as_tensor(count, device=scalar.device), min=1)
         scalar = scalar / num_microbatches
-        return scalar if config.grad_scale_func is None else config.grad_scale_func(scalar), data
+        return scalar if hooks.grad_scale_func is None else hooks.grad_scale_func(scalar), data
 
     # A stage may have no parameters at all.
     first = next((param for chunk in chunks for param in chunk.parameters()), None)
     pipeline: Pipeline[Any] = Pipeline(chunks, group=groups.pp)
     several_parts = num_stages * len(chunks) > 1
     with _checked_tokens(
-        chunks if several_parts else [], micro_batch_size, _length(seq_length, getattr(groups, "cp", None))
+        chunks if several_parts else [], micro_batch_size, local_length(seq_length, getattr(groups, "cp", None))
     ):
         results = pipeline.run(
             table,
@@ -159,13 +166,13 @@ def forward_backward_func(
             input_dtype=config.params_dtype,
             device=default_device(groups.pp) if first is None else first.device,
             forward_only=forward_only or collect_non_loss_data,
-            no_sync=config.no_sync_func or contextlib.nullcontext,
+            no_sync=hooks.no_sync_func or contextlib.nullcontext,
         )
     if not (forward_only or collect_non_loss_data):
         for chunk in chunks:
             _drain(chunk, config, getattr(groups, "tp", None))
-    if config.finalize_model_grads_func is not None and not (forward_only or collect_non_loss_data):
-        config.finalize_model_grads_func(chunks, None, pg_collection=groups)
+    if hooks.finalize_model_grads_func is not None and not (forward_only or collect_non_loss_data):
+        hooks.finalize_model_grads_func(chunks, None, pg_collection=groups)
     return results
 
 
@@ -177,37 +184,6 @@ def _drain(chunk: nn.Module, config: Any, tp_group: ProcessGroup | None) -> None
         shared = model.shared_embedding_or_output_weight()
         weight = model.output_layer.weight if shared is None else shared
         drain_embedding_wgrad_compute(config, *buffers, weight, tp_group)
-
-
-def hidden_shape(
-    config: Any,
-    seq_length: int,
-    micro_batch_size: int,
-    *,
-    tp_group: ProcessGroup | None,
-    cp_group: ProcessGroup | None = None,
-) -> tuple[int, int, int]:
-    """``[s, b, h]`` of what this rank's stage gives to the next one's, or of its shard.
-
-    Args:
-        config: with ``hidden_size`` and ``sequence_parallel``.
-        seq_length: of the whole sequence.
-        micro_batch_size: ``b``.
-        tp_group: tensor-parallel; it shares the sequence with sequence parallelism, by the balanced rule.
-        cp_group: context-parallel; it always shares the sequence.
-
-    Raises:
-        IndivisibleError: the context-parallel ranks do not divide the sequence.
-    """
-    length = _length(seq_length, cp_group)
-    if config.sequence_parallel and tp_group is not None:
-        length = balanced_sizes(length, tp_group.size())[tp_group.rank()]
-    return length, micro_batch_size, config.hidden_size
-
-
-def _length(seq_length: int, cp_group: ProcessGroup | None) -> int:
-    """Of the sequence's part that the ranks of a tensor-parallel group have together."""
-    return seq_length if cp_group is None else divide(seq_length, cp_group.size())
 
 
 @contextlib.contextmanager
@@ -254,9 +230,9 @@ def _one_per_chunk(data_iterator: Any, chunks: Sequence[nn.Module]) -> list[Any]
     return [data_iterator] * len(chunks)
 
 
-def _config_of(chunk: nn.Module) -> ModelParallelConfig:
+def _config_of(chunk: nn.Module) -> LayerConfig:
     model = wrapped(chunk, "config")
     if model is None:
         raise ConfigError(f"a model of type {type(chunk).__name__} has no config, which says how its stages talk")
-    config: ModelParallelConfig = model.config
+    config: LayerConfig = model.config
     return config

@@ -1,0 +1,177 @@
+"""Megatron's configs: the engine's settings under its names, and the settings that change nothing here.
+
+The latter stand in ``inert_settings.json``, each with the reason why it is accepted or refused::
+
+    >>> from shardwise.megatron.config import TransformerConfig
+    >>> TransformerConfig.__dataclass_fields__["persist_layer_norm"].metadata["unused"]
+    "PyTorch's own norm kernel is used"
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.config import LayerConfig, ModelConfig
+from shardwise.errors import ConfigError
+
+__all__ = ["ModelParallelConfig", "TransformerConfig"]
+
+_FOLDER = os.path.dirname(__file__)
+_INERT = json.loads((Path(_FOLDER) / "inert_settings.json").read_text(encoding="utf-8"))
+
+
+def _inert_settings_of(name: str) -> Any:
+    """A dataclass of the settings of Megatron's class ``name`` that change nothing here."""
+    return make_dataclass(
+        f"{name}Inert",
+        [
+            (setting, "Any", field(default=default, metadata={group["kind"]: group["why"]}, kw_only=True))
+            for group in _INERT[name]
+            for setting, default in group["fields"].items()
+        ],
+    )
+
+
+if TYPE_CHECKING:
+
+    class _ModelParallelInert: ...
+
+    class _TransformerInert: ...
+
+else:
+    _ModelParallelInert = _inert_settings_of("ModelParallelConfig")
+    _TransformerInert = _inert_settings_of("TransformerConfig")
+
+
+@dataclass
+class _FirstArgument:
+    tensor_model_parallel_size: int = 1
+
+
+@dataclass
+class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
+    """How a model is split, and in which dtype. Field names and defaults are Megatron's.
+
+    Attributes:
+        tensor_model_parallel_size: ranks that split each layer.
+        context_parallel_size: ranks that split the sequence in attention.
+        hierarchical_context_parallel_sizes: sizes of the levels of the context-parallel group, innermost first; their
+            product is ``context_parallel_size``.
+        expert_model_parallel_size: ranks that share out the experts.
+        expert_tensor_parallel_size: ranks that split each expert; ``tensor_model_parallel_size`` if None.
+        fp16, bf16: the dtype that the program trains in; at most one. Layers go by ``params_dtype``.
+        autocast_dtype: ``params_dtype`` if None.
+        finalize_model_grads_func, grad_scale_func, no_sync_func: called by ``get_forward_backward_func``'s function, at
+            its end, on each loss, and around backward steps.
+        cross_entropy_loss_fusion, cross_entropy_fusion_impl: with True and ``"linear"`` a model computes output
+            layer and loss in one, without the logits of all ranks. The loss by itself has one implementation, fused.
+        microbatch_group_size_per_vp_stage: ``pipeline_model_parallel_size`` if None.
+
+    Those of ``LayerConfig`` too. Other fields are accepted for programs that set them: one that changes nothing here
+    warns once per process when set to something else than its default, and one that would change numbers raises.
+
+    Raises:
+        ConfigError: a value out of range, two that contradict each other, or an option that is not offered.
+    """
+
+    context_parallel_size: int = 1
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    fp16: bool = False
+    bf16: bool = False
+    autocast_dtype: torch.dtype | None = None
+    finalize_model_grads_func: Callable[..., Any] | None = None
+    grad_scale_func: Callable[..., Any] | None = None
+    no_sync_func: Callable[..., Any] | None = None
+    cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: str = "native"
+    microbatch_group_size_per_vp_stage: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_inert(self)
+        super().__post_init__()
+        levels = self.hierarchical_context_parallel_sizes
+        if levels is not None and math.prod(levels) != self.context_parallel_size:
+            raise ConfigError(
+                f"hierarchical_context_parallel_sizes {list(levels)} multiply to {math.prod(levels)}; they must "
+                f"multiply to context_parallel_size {self.context_parallel_size}"
+            )
+        if self.fp16 and self.bf16:
+            raise ConfigError("fp16 and bf16 are both set; choose one")
+        for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            if getattr(self, name) and self.params_dtype != dtype:
+                _say_once(name, "layers go by params_dtype; give it that dtype too")
+        if self.cross_entropy_fusion_impl not in ("native", "te", "linear"):
+            raise ConfigError(
+                f"cross_entropy_fusion_impl is {self.cross_entropy_fusion_impl!r}; it must be 'native', "
+                "'te' or 'linear'"
+            )
+        if self.expert_tensor_parallel_size is None:
+            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
+        if self.autocast_dtype is None:
+            self.autocast_dtype = self.params_dtype
+        if self.microbatch_group_size_per_vp_stage is None:
+            self.microbatch_group_size_per_vp_stage = self.pipeline_model_parallel_size
+
+
+@dataclass
+class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
+    """One transformer and how it is split: the fields of ``ModelConfig`` and of ``ModelParallelConfig``.
+
+    Other fields are accepted for programs that set them, as there.
+
+    Raises:
+        ConfigError: a value out of range, two that contradict each other, or an option that is not offered.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+
+@functools.cache
+def _say_once(name: str, why: str) -> None:
+    """Warn, the first time in this process, that setting ``name`` changes nothing, and why."""
+    warnings.warn(f"{name} changes nothing here: {why}", stacklevel=_depth_of_the_caller())
+
+
+def _depth_of_the_caller() -> int:
+    """The ``stacklevel``, seen from the function that calls this one, of the line that makes the config."""
+    depth, frame = 1, sys._getframe(1)
+    # The __init__ of a dataclass is code without a file.
+    while frame.f_back and (
+        frame.f_code.co_filename == "<string>" or os.path.dirname(frame.f_code.co_filename) == _FOLDER
+    ):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+def _is_set(config: Any, spec: Field[Any]) -> bool:
+    value = getattr(config, spec.name)
+    return value is not spec.default and bool(value != spec.default)
+
+
+def _check_inert(config: Any) -> None:
+    """Raise ConfigError for a refused field that differs from its default; else warn of the unused ones."""
+    chosen = [spec for spec in fields(config) if spec.metadata and _is_set(config, spec)]
+    for spec in chosen:
+        if "refused" in spec.metadata:
+            raise ConfigError(
+                f"{spec.name} is {getattr(config, spec.name)!r}, which is not offered here: "
+                f"{spec.metadata['refused']}; leave it at {spec.default!r}"
+            )
+    for spec in chosen:
+        if "unused" in spec.metadata:
+            _say_once(spec.name, spec.metadata["unused"])

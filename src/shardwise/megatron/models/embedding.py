@@ -1,0 +1,36 @@
+"""Megatron's embedding of a language model."""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+
+from shardwise.megatron.config import TransformerConfig
+from shardwise.models import embedding
+from shardwise.models.embedding import PositionEmbedding
+from shardwise.parallel_state import resolve_tensor_model_parallel_group
+
+__all__ = ["LanguageModelEmbedding"]
+
+
+class LanguageModelEmbedding(embedding.TokenEmbedding):
+    """``TokenEmbedding`` on the ambient tensor-parallel group if none is given; the arguments are the same."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        position_embedding_type: PositionEmbedding = "learned_absolute",
+        num_tokentypes: int = 0,
+        scatter_to_sequence_parallel: bool = True,
+        tp_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            vocab_size,
+            max_sequence_length,
+            position_embedding_type,
+            num_tokentypes,
+            scatter_to_sequence_parallel,
+            tp_group=resolve_tensor_model_parallel_group(tp_group),
+        )

@@ -1,0 +1,73 @@
+"""Megatron's GPT."""
+
+from __future__ import annotations
+
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.transformer import MegatronTransformer
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.models.embedding import PositionEmbedding
+from shardwise.models.gpt import GPT
+from shardwise.transformer.layer import TransformerLayerSpec
+from shardwise.transformer.rotary import RotaryScaling
+
+__all__ = ["GPTModel"]
+
+
+class GPTModel(MegatronTransformer, GPT):
+    """``GPT`` as Megatron has it.
+
+    Args:
+        config: sizes of the model.
+        transformer_layer_spec: what a layer is made of.
+        vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
+            share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, rope_scaling,
+            vp_stage: as ``GPT``.
+        fp16_lm_cross_entropy: accepted for programs that set it; the loss is in fp32 or wider always.
+        pg_collection: process groups; the ambient topology's if None.
+
+    Attributes:
+        embedding, decoder, output_layer: as ``GPT``; the output layer returns its logits and None.
+
+    Raises:
+        ConfigError: a size or an option out of range.
+        TopologyError: no groups given and none initialised, or not those that the stages need.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: TransformerLayerSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: PositionEmbedding = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000.0,
+        *,
+        rope_scaling: RotaryScaling | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        groups = self._enter(pg_collection)
+        self._check_config(config, groups)
+        GPT.__init__(
+            self,
+            config,
+            vocab_size,
+            max_sequence_length,
+            groups=groups,
+            layer_spec=transformer_layer_spec,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=parallel_output,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            position_embedding_type=position_embedding_type,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            rope_scaling=rope_scaling,
+            vp_stage=vp_stage,
+        )

@@ -1,0 +1,96 @@
+"""What Megatron's GPT and BERT have beside the engine's."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+from shardwise.layers import ShardedModule
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.language_module import LanguageModule
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.tensor_parallel import ColumnParallelLinear
+from shardwise.tensor_parallel.attributes import mark_parameter
+from shardwise.topology import Groups
+
+
+class MegatronTransformer(LanguageModule):
+    """What Megatron's GPT and BERT have beside the engine's: marks on parameters, an output layer that returns a pair.
+
+    Attributes:
+        embedding_activation_buffer, grad_output_buffer: with ``config.defer_embedding_wgrad_compute``, what
+            ``drain_embedding_wgrad_compute`` must be given after the last backward before the optimizer's step.
+    """
+
+    def _enter(self, pg_collection: ProcessGroupCollection | None) -> Groups:
+        groups = super()._enter(pg_collection)
+        self.embedding_activation_buffer: list[Tensor] | None = None
+        self.grad_output_buffer: list[Tensor] | None = None
+        return groups
+
+    @staticmethod
+    def _check_config(config: TransformerConfig, groups: Groups) -> None:
+        """Say of a config what the engine's does not have; for the constructor of a model."""
+        if config.context_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size is {config.context_parallel_size}, and attention here needs the whole "
+                "sequence; leave it at 1 and split the sequence between layers with sequence_parallel"
+            )
+        if config.sequence_parallel and groups.tp.size() == 1:
+            warnings.warn(
+                "sequence_parallel is set, but the tensor-parallel group has 1 rank, so there is nothing to split: "
+                "sequence parallelism is off in this model",
+                stacklevel=3,
+            )
+
+    def _make_output_layer(self, vocab_size: int, bias: bool) -> ColumnParallelLinear:
+        model: Any = self
+        queue = model.output_queue
+        if queue is not None:
+            self.embedding_activation_buffer, self.grad_output_buffer = queue.inputs, queue.grad_outputs
+        assert self.config.init_method is not None
+        return ColumnParallelLinear(
+            self.config.hidden_size,
+            vocab_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=bias,
+            skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+            embedding_activation_buffer=self.embedding_activation_buffer,
+            grad_output_buffer=self.grad_output_buffer,
+            tp_group=self.tp_group,
+        )
+
+    def _logits(self, hidden: Tensor, s: int) -> Tensor:
+        model: Any = self
+        weight = self.shared_embedding_or_output_weight()
+        logits: Tensor = model.output_layer(hidden, weight, not model.parallel_output, sequence_length=s)[0]
+        return logits
+
+    def _loss(self, hidden: Tensor, labels: Tensor, s: int) -> Tensor:
+        model: Any = self
+        shared_weight = self.shared_embedding_or_output_weight()
+        return self.compute_output_layer_and_language_model_loss(
+            hidden,
+            labels,
+            model.output_layer.weight if shared_weight is None else shared_weight,
+            sequence_parallel_enabled=model.sequence_parallel,
+            column_parallel_linear=model.output_layer,
+            col_linear_kwargs={"weight": shared_weight, "runtime_gather_output": False, "sequence_length": s},
+            bias=model.output_layer.bias,
+        )
+
+    def _setup_embeddings(self) -> None:
+        """At the end of construction, and again after ``reset_parameters``."""
+        for module in self.modules():
+            if isinstance(module, ShardedModule):
+                for name, layout in module.param_layouts.items():
+                    param: Any = getattr(module, name)
+                    if param is not None:
+                        mark_parameter(param, layout)
+                        param.allreduce = True
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
