@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 
 from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.config import TransformerConfig
 from shardwise.layers import ColumnLinear
-from shardwise.models.gpt import GPTModel
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.parallel_state import initialize_model_parallel
-from shardwise.pipeline_parallel import get_forward_backward_func
-from shardwise.process_groups_config import ProcessGroupCollection
 from shardwise.transformer.layer import TransformerLayerSpec
 
 

@@ -8,12 +8,12 @@ from harness.parity import assert_bit_equal
 from torch import nn
 
 from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.config import TransformerConfig
 from shardwise.lora.config import LoraConfig
 from shardwise.lora.layers import LoraLinear
-from shardwise.models.bert import BertModel
-from shardwise.models.gpt import GPTModel
-from shardwise.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.bert import BertModel
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.rotary import RotaryEmbedding
 
