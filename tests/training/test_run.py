@@ -124,6 +124,23 @@ def test_what_does_not_belong_is_refused_on_every_rank(group, tmp_path, monkeypa
     assert restarted.first_loss is not None
 
 
+def test_a_refused_run_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
+    from shardwise.training.run import run
+
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    run(tiny_settings(tmp_path, steps=1))
+    out = tmp_path / "run"
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    with pytest.raises(ConfigError, match=r"has a checkpoint already \(step-00000001\)"):
+        run(tiny_settings(tmp_path, steps=2, model={"vocab_size": 270}))
+    with pytest.raises(CheckpointError, match="num_layers was 2 and is 1"):
+        run(tiny_settings(tmp_path, steps=2, resume="auto", model={"num_layers": 1}))
+    # Before the text is read, which takes a while.
+    with pytest.raises(ConfigError, match="has a checkpoint already"):
+        run(dataclasses.replace(tiny_settings(tmp_path), data=(str(tmp_path / "missing"),)))
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

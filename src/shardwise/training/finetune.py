@@ -31,6 +31,7 @@ from shardwise.training.finishing import finish
 from shardwise.training.out_folder import hold_folder
 from shardwise.training.ranks import Ranks, open_ranks
 from shardwise.training.run import banner, summary, train
+from shardwise.training.saving import find_newest
 from shardwise.training.session import Session, assemble_session, share_texts, trainer_of
 from shardwise.training.texts import Texts, encode_texts, read_data
 from shardwise.training.trainer import Trainer
@@ -157,6 +158,7 @@ def open_finetuning(settings: FinetuneSettings, ranks: Ranks) -> tuple[Session, 
         ShardwiseError: see ``Base`` and ``assemble_session``; the same on every rank.
     """
     settings.check_world(ranks.world_size)
+    agree(lambda: find_newest(settings), group=ranks.control)
     base = agree(lambda: Base.open(Path(settings.base)), group=ranks.control)
     resolved = agree(lambda: base.resolve(settings), group=ranks.control)
 

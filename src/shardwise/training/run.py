@@ -15,7 +15,9 @@ import torch.distributed as dist
 from shardwise.collectives.accounting import CollectiveCounter
 from shardwise.collectives.agreement import agree
 from shardwise.collectives.primitives import all_reduce, validated_calls
-from shardwise.errors import ConfigError, DivergenceError
+from shardwise.errors import DivergenceError
+from shardwise.files import write_atomically
+from shardwise.folder_lock import cannot_write
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.training.finishing import finish
 from shardwise.training.metrics import MetricsWriter
@@ -23,7 +25,7 @@ from shardwise.training.out_folder import hold_folder
 from shardwise.training.outcome import Outcome
 from shardwise.training.progress import Progress
 from shardwise.training.ranks import open_ranks
-from shardwise.training.saving import save_run, start_or_resume
+from shardwise.training.saving import find_newest, save_run, start_or_resume
 from shardwise.training.session import Session, gather_texts, open_session
 from shardwise.training.settings import Settings
 from shardwise.training.stopping import Interrupted, Postponed, signals_postponed
@@ -33,6 +35,7 @@ def run(settings: Settings) -> None:
     """Train as ``settings`` say; every rank calls, and ends with the same error if one cannot go on."""
     with open_ranks(settings.device, timeout=settings.timeout) as ranks, hold_folder(Path(settings.out), ranks):
         settings.check_world(ranks.world_size)
+        agree(lambda: find_newest(settings), group=ranks.control)
         texts = gather_texts(settings, ranks)
         session = open_session(settings, ranks, texts)
         if ranks.is_first:
@@ -72,8 +75,8 @@ def train(session: Session) -> Outcome:
     """
     if session.ranks.device.type == "cpu":
         keep_freed_memory()
-    agree(lambda: _make_folder(session), group=session.ranks.control)
     first_step, checkpoint = start_or_resume(session)
+    agree(lambda: _leave_settings(session), group=session.ranks.control)
     if checkpoint is not None and session.ranks.is_first:
         print(f"resumed at step {first_step}", flush=True)
     with signals_postponed() as signals:
@@ -231,18 +234,16 @@ def _is_due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _make_folder(session: Session) -> None:
-    """Make the run's folder and put settings and tokenizer there, so that lack of permission is heard of at once."""
+def _leave_settings(session: Session) -> None:
+    """Put settings and tokenizer into the run's folder, now that what is there is known to be this run's."""
     try:
         session.out.mkdir(parents=True, exist_ok=True)
-        if session.ranks.is_first:
-            session.texts.tokenizer.save(session.out)
-            text = json.dumps(session.settings.to_json(), indent=2)
-            (session.out / "settings.json").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"cannot write to {session.out}: {error.strerror or error}; choose another --out or free it"
-        ) from error
+        raise cannot_write(session.out, error.strerror or str(error), "--out") from error
+    if session.ranks.is_first:
+        session.texts.tokenizer.save(session.out)
+        text = json.dumps(session.settings.to_json(), indent=2) + "\n"
+        write_atomically(session.out / "settings.json", lambda file: file.write(text.encode()))
 
 
 def summary(session: Session, outcome: Outcome) -> str:

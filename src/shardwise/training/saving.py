@@ -20,6 +20,7 @@ from shardwise.lora import lora_layers
 from shardwise.optimizer.adamw import optimizer_state, set_step_
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.training.session import Session
+from shardwise.training.settings import RunSettings
 
 # What must not change between the parts of one run: the model, and which samples come when.
 _FIXED_TRAINING = ("global_batch_size", "seed", "dtype")
@@ -100,7 +101,7 @@ def start_or_resume(session: Session) -> tuple[int, Path | None]:
         CheckpointError: the newest checkpoint is damaged, of another model, text or order of samples, or its values are
             not finite.
     """
-    newest = agree(lambda: _newest(session), group=session.ranks.control)
+    newest = agree(lambda: find_newest(session.settings), group=session.ranks.control)
     if session.settings.resume == "restart":
         barrier("the restart", group=session.ranks.control)
         if session.ranks.is_first:
@@ -126,11 +127,19 @@ def start_or_resume(session: Session) -> tuple[int, Path | None]:
     return step, newest
 
 
-def _newest(session: Session) -> Path | None:
-    newest = None if session.settings.resume == "restart" else checkpoint.latest(session.checkpoints)
-    if newest is not None and session.settings.resume == "never":
+def find_newest(settings: RunSettings) -> Path | None:
+    """The checkpoint that the run is to go on from, if any. Called before the text is read too, which takes a while.
+
+    Raises:
+        ConfigError: the folder has checkpoints and ``resume`` is "never".
+        CheckpointError: the newest checkpoint is damaged.
+    """
+    if settings.resume == "restart":
+        return None
+    newest = checkpoint.latest(Path(settings.out) / "checkpoints")
+    if newest is not None and settings.resume == "never":
         raise ConfigError(
-            f"{session.out} has a checkpoint already ({newest.name}); continue it with --resume auto, start over with "
+            f"{settings.out} has a checkpoint already ({newest.name}); continue it with --resume auto, start over with "
             "--resume restart, or choose another --out"
         )
     return newest
