@@ -9,10 +9,10 @@ import torch.distributed as dist
 from harness.on_pretended_gpu import fake_tensors, join
 
 import shardwise
-from shardwise.collectives import eager
-from shardwise.collectives.backend import backend_of, backends_of, default_device, device_of, is_gloo, sends_by_tag
-from shardwise.collectives.point_to_point import Letter, exchange
-from shardwise.collectives.primitives import carrier
+from shardwise.communication.backend import backend_of, backends_of, default_device, device_of, is_gloo, sends_by_tag
+from shardwise.communication.collectives import carrier
+from shardwise.communication.point_to_point import Letter, exchange
+from shardwise.communication.transports import torch_distributed
 from shardwise.errors import ConfigError, TopologyError
 from shardwise.parallel_state import (
     destroy_model_parallel,
@@ -39,7 +39,7 @@ def test_a_backend_that_pytorch_chose_has_its_name(undecided):
     assert backends_of(undecided) == {"cpu": "gloo"}
     assert carrier(undecided, CPU) == "gloo"
     assert carrier(undecided, CUDA) == "no backend for cuda"
-    assert eager._limit_of_waiting(undecided, CPU) == dist.distributed_c10d.default_pg_timeout
+    assert torch_distributed._limit_of_waiting(undecided, CPU) == dist.distributed_c10d.default_pg_timeout
     assert device_of(undecided) == default_device(undecided) == CPU
     initialize_model_parallel(pipeline_model_parallel_comm_backend="gloo")
     try:
@@ -52,10 +52,10 @@ def test_a_backend_that_pytorch_chose_has_its_name(undecided):
 def test_a_backend_given_by_device_communicates_as_well(group, monkeypatch):
     by_device = dist.new_group(backend="cpu:gloo")
     assert carrier(by_device, CPU) == "shared memory"
-    assert eager._limit_of_waiting(by_device, CPU) is not None
+    assert torch_distributed._limit_of_waiting(by_device, CPU) is not None
     # gloo's own reduce-scatter costs as much as its all-reduce.
-    monkeypatch.delattr(eager, "_reduce_scatter_into")
-    own = eager.reduce_scatter(torch.arange(3.0), by_device, 0, [2, 1]).wait()
+    monkeypatch.delattr(torch_distributed, "_reduce_scatter_into")
+    own = torch_distributed.reduce_scatter(torch.arange(3.0), by_device, 0, [2, 1]).wait()
     assert own.tolist() == [[0.0, 2.0], [4.0]][group.rank()]
 
 
@@ -109,8 +109,8 @@ def of_the_gpu_alone():
         get_data_parallel_group_gloo()
     assert reference_globals.look_up("_DATA_PARALLEL_GROUP_GLOO") is None
     with fake_tensors():
-        packed = eager.reduce_scatter(torch.ones(6, 2, device="cuda"), group, 0, [2, 2, 1, 1]).wait()
-    return str(device_of(group)), eager._limit_of_waiting(group, CUDA), tuple(packed.shape)
+        packed = torch_distributed.reduce_scatter(torch.ones(6, 2, device="cuda"), group, 0, [2, 2, 1, 1]).wait()
+    return str(device_of(group)), torch_distributed._limit_of_waiting(group, CUDA), tuple(packed.shape)
 
 
 def test_a_group_of_the_gpu_alone(pretended_gpu):
@@ -146,7 +146,7 @@ def test_one_file_knows_backends_by_name():
     names = {"gloo", "nccl", "mpi", "ucc", "xccl", "fake", "undefined"}
     found = []
     for path in SOURCES.rglob("*.py"):
-        if path == SOURCES / "collectives" / "backend.py":
+        if path == SOURCES / "communication" / "backend.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             asks = isinstance(node, ast.Attribute | ast.Name) and "get_backend" in ast.unparse(node).split(".")[-1]

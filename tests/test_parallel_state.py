@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise import parallel_state as ps
-from shardwise.collectives import primitives
-from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.collectives.shared_memory import why_not_here
+from shardwise.communication import collectives
+from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.transports.shared_memory import why_not_here
 from shardwise.errors import ConfigError, NotInitializedError, TopologyError
 from shardwise.parallel_state import reference_globals
 from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
@@ -341,7 +341,7 @@ def test_destroying_unmaps_shared_memory(group):
         ps.initialize_model_parallel(2)
         # A program may hold on to a group that is no more.
         held.append(ps.get_tensor_model_parallel_group())
-        primitives.all_reduce(torch.ones(1), group=held[-1])
+        collectives.all_reduce(torch.ones(1), group=held[-1])
         opened = num_mapped() - before
         ps.destroy_model_parallel()
         assert num_mapped() == before

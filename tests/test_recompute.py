@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from harness.live_bytes import LiveBytes
 from harness.parity import assert_bit_equal
 
-from shardwise.collectives import primitives
+from shardwise.communication import collectives
 from shardwise.random import DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, seed_streams, streams
 from shardwise.recompute import is_checkpointing, is_recomputing, recomputed
 
@@ -212,7 +212,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        return primitives.all_reduce(x, group=group)
+        return collectives.all_reduce(x, group=group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -223,14 +223,14 @@ class _Sum(torch.autograd.Function):
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_recomputation_ends_before_the_last_collective(group, monkeypatch, early_stop):
     calls = 0
-    reduce = primitives.all_reduce
+    reduce = collectives.all_reduce
 
     def counted(*args, **kwargs):
         nonlocal calls
         calls += 1
         return reduce(*args, **kwargs)
 
-    monkeypatch.setattr(primitives, "all_reduce", counted)
+    monkeypatch.setattr(collectives, "all_reduce", counted)
     x, weight = inputs()
     expected = torch.autograd.grad((x.exp() @ weight).sum(), [x, weight])
     output = recomputed(lambda x, w: _Sum.apply(_Save.apply(x.exp(), w), group), x, weight, early_stop=early_stop)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from losses.problem import Candidate, Problem
 from losses.reference import ReferenceCrossEntropy
-from shardwise.collectives import moves
+from shardwise.communication import moves
 from shardwise.loss import vocab_parallel_cross_entropy
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import broadcast_
+from shardwise.communication.collectives import broadcast_
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
 
 

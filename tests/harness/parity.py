@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.primitives import all_gather
+from shardwise.communication.collectives import all_gather
 from shardwise.sharding import ParamLayout
 
 _MOST_DIMS = 7

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.layers import ColumnLinear
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel

@@ -14,7 +14,7 @@ def test_a_stopped_rank_is_named_and_every_rank_ends(tmp_path):
 PREPARING = """
 import os, signal, sys, time
 from shardwise.cli.reporting import run_command
-from shardwise.collectives.agreement import agree
+from shardwise.communication.agreement import agree
 from shardwise.training.ranks import open_ranks
 
 def prepare(rank):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_close_to
 
-from shardwise.collectives.agreement import tell_all
+from shardwise.communication.agreement import tell_all
 from shardwise.errors import ShardingError
 from shardwise.loss import vocab_parallel_cross_entropy as of_the_engine
 from shardwise.megatron.config import TransformerConfig

@@ -7,7 +7,7 @@ import torch
 from harness.parity import assert_unmodified
 from inference.dense_sampling import choose, kept_probabilities
 
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError, DivergenceError, ShardingError
 from shardwise.inference import GREEDY, Sampling, sample_next_token, vocab_parallel_argmax
 from shardwise.sharding import balanced_range

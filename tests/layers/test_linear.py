@@ -8,7 +8,7 @@ from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 from harness.watchdog import wait_until
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ShardingError
 from shardwise.layers import linear
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
@@ -156,7 +156,7 @@ def test_a_shard_that_does_not_fit_the_sequence_is_told(group):
 
 
 FLOATS = {COLUMN: 12 * 2 * 6, COLUMN_SEQUENCE: 6 * 2 * 6, ROW: 12 * 2 * 9, ROW_SEQUENCE: 12 * 2 * 9}
-# gloo's reduce-scatter is an all-to-all here; see primitives.py.
+# gloo's reduce-scatter is an all-to-all here; see collectives.py.
 TABLE = {
     # Forward, backward, backward with a frozen weight, backward without a gradient of the input.
     COLUMN: ([], ["all_reduce"], ["all_reduce"], []),

@@ -7,8 +7,8 @@ from dense_formulas import assert_gradient_shard, shard_of, transformed
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 
 from shardwise import parallel_state
-from shardwise.collectives import moves
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication import moves
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError, NotInitializedError, ShardingError, VocabularyError
 from shardwise.kernels import loss_reference
 from shardwise.loss import (

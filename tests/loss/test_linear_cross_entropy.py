@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_unmodified
 
-from shardwise.collectives import moves
+from shardwise.communication import moves
 from shardwise.errors import ConfigError, DivergenceError, ShardingError, VocabularyError
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from shardwise.recompute import recomputed

@@ -11,8 +11,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.collectives.primitives import all_reduce_async
+from shardwise.communication.accounting import CollectiveCounter
+from shardwise.communication.collectives import all_reduce_async
 from shardwise.kernels import loss_reference
 from shardwise.loss import linear_chunked, linear_head
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy

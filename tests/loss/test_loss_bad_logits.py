@@ -4,7 +4,7 @@ import pytest
 import torch
 from dense_formulas import shard_of
 
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import DivergenceError
 from shardwise.loss import vocab_parallel_cross_entropy
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_all
 
 from shardwise import parallel_state
-from shardwise.collectives import moves
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication import moves
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError, ShardingError, VocabularyError
 from shardwise.kernels import loss_reference
 from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy

@@ -7,8 +7,8 @@ import torch
 from dense_formulas import assert_gradient_shard, dense_loss, shard_of, transformed
 from harness.parity import assert_close_to, assert_unmodified
 
-from shardwise.collectives import moves
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication import moves
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError
 from shardwise.kernels import loss_cpu
 from shardwise.loss import vocab_parallel_cross_entropy

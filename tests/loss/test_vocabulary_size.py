@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import loss as engine
-from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.collectives.primitives import all_reduce
+from shardwise.communication.accounting import CollectiveCounter
+from shardwise.communication.collectives import all_reduce
 from shardwise.errors import ConfigError, ShardingError, VocabularyError
 from shardwise.sharding import balanced_sizes
 from shardwise.tensor_parallel import vocab_parallel_cross_entropy

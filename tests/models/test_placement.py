@@ -7,7 +7,7 @@ from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 from harness.parity import assert_bit_equal
 from torch import nn
 
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.lora.config import LoraConfig
 from shardwise.lora.layers import LoraLinear
 from shardwise.megatron.config import TransformerConfig

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_shards
 from torch import nn
 
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError
 from shardwise.initialization import Normal
 from shardwise.megatron.config import ModelParallelConfig

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 
 from shardwise import parallel_state
-from shardwise.collectives import primitives
+from shardwise.communication import collectives
 from shardwise.errors import DataError, DesyncError, TopologyError
 from shardwise.tensor_parallel.data import broadcast_data
 
@@ -70,13 +70,13 @@ def test_everything_goes_over_the_given_group(group):
 @pytest.mark.ranks(2)
 def test_one_payload(group, monkeypatch):
     numbers = []
-    broadcast = primitives.broadcast_
+    broadcast = collectives.broadcast_
 
     def watched(tensor, **kwargs):
         numbers.append(tensor.numel())
         return broadcast(tensor, **kwargs)
 
-    monkeypatch.setattr(primitives, "broadcast_", watched)
+    monkeypatch.setattr(collectives, "broadcast_", watched)
     data = {"a": torch.ones(5), "b": torch.ones(2, 3), "c": torch.ones(0)} if group.rank() == 0 else None
     broadcast_data(["a", "b", "c"], data, torch.float32, group)
     assert len(numbers) == 2

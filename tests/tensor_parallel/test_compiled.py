@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.initialization import init_method_normal
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.sharding import balanced_sizes

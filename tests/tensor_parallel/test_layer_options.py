@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import parallel_state
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError, ShardingError, TopologyError
 from shardwise.initialization import Normal
 from shardwise.megatron.config import ModelParallelConfig

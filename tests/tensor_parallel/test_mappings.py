@@ -1,4 +1,4 @@
-"""The moves under the names that programs call; what they compute is tested in ``collectives/test_regions.py``."""
+"""The moves under the names that programs call; what they compute is tested in ``communication/test_regions.py``."""
 
 import inspect
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal
 from torch import nn
 
-from shardwise.collectives.context import context_of
+from shardwise.communication.context import context_of
 from shardwise.initialization import init_method_normal
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.recompute import recomputed

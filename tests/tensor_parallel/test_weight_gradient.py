@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError, ShardingError, TopologyError
 from shardwise.initialization import Normal
 from shardwise.kernels import main_grad

@@ -24,7 +24,7 @@ from accounting_page import (
     table,
 )
 
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.random import seed_streams, streams
 from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.mlp import MLP

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to
 
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.megatron.config import TransformerConfig
 from shardwise.recompute import recomputed
 from shardwise.sharding import balanced_range

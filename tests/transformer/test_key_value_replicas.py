@@ -8,7 +8,7 @@ from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 from layer_cases import LLAMA, Case, alone, config_of, layer_of
 
 from shardwise.checkpoint import load, save
-from shardwise.collectives.accounting import CollectiveCounter
+from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError
 from shardwise.optimizer.adamw import make_adamw
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_, global_grad_norm

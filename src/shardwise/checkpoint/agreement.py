@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwise.collectives import agreement
+from shardwise.communication import agreement
 from shardwise.errors import CheckpointError, ShardwiseError
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ def describe(error: BaseException) -> str:
 
 
 def decide(local: Callable[[], T], judge: Callable[[list[T]], R], *, group: ProcessGroup) -> R:
-    """``collectives.agreement.decide``, with whatever error there is as the same CheckpointError on every rank."""
+    """``communication.agreement.decide``, with whatever error there is as the same CheckpointError on every rank."""
 
     def checked_local() -> T:
         with checkpoint_errors():

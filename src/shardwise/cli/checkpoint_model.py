@@ -105,7 +105,7 @@ class OpenCheckpoint:
         from shardwise import checkpoint
         from shardwise.checkpoint.checkpoint import check_state_fits
         from shardwise.checkpoint.manifest import Manifest
-        from shardwise.collectives.agreement import agree
+        from shardwise.communication.agreement import agree
         from shardwise.huggingface import load_pretrained
         from shardwise.models.chunks import ModelChunks
         from shardwise.sharded_state import sharded_state_dict

@@ -109,7 +109,7 @@ def versions() -> dict[str, str]:
 
 def fast_paths(devices: Iterable[torch.device]) -> list[FastPath]:
     """What ``shardwise train`` uses to be fast on ``devices``, each tried out."""
-    from shardwise.collectives.shared_memory import why_not_here
+    from shardwise.communication.transports.shared_memory import why_not_here
     from shardwise.kernels.elementwise_cpu import why_not_compiled
     from shardwise.kernels.products import why_not_onednn
 

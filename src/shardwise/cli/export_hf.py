@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
         return launch_ranks(world_size, program, command="shardwise export-hf", debug=arguments.debug)
     import torch
 
-    from shardwise.collectives.agreement import agree
+    from shardwise.communication.agreement import agree
     from shardwise.huggingface import save_pretrained
     from shardwise.training.ranks import open_ranks
 

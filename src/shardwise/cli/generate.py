@@ -164,7 +164,7 @@ def _notes(task: _Task, longest: int) -> Iterator[str]:
 
 
 def _generate(arguments: GenerateArguments, ranks: Ranks) -> None:
-    from shardwise.collectives.agreement import agree
+    from shardwise.communication.agreement import agree
     from shardwise.inference import TextStream, generate
     from shardwise.models.gpt import GPT
 

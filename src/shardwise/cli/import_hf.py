@@ -116,7 +116,7 @@ def _import(arguments: ImportArguments, world_size: int) -> tuple[Path, str, str
     import torch.distributed as dist
 
     from shardwise import checkpoint
-    from shardwise.collectives.agreement import agree
+    from shardwise.communication.agreement import agree
     from shardwise.huggingface import load_pretrained
     from shardwise.huggingface.pretrained import CONFIG_NAME
     from shardwise.huggingface.saving import COPIED_FILES

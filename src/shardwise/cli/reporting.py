@@ -243,7 +243,7 @@ def _failed_in_collective(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     folders = Path(frames[-1].filename).parts[:-1] if frames else ()
     pairs = set(pairwise(folders))
-    return ("torch", "distributed") in pairs or ("shardwise", "collectives") in pairs
+    return ("torch", "distributed") in pairs or ("shardwise", "communication") in pairs
 
 
 def _leave_report(environment: RankEnvironment, report: FailureReport) -> bool:

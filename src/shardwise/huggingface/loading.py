@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.collectives.backend import default_device
+from shardwise.communication.backend import default_device
 from shardwise.errors import CheckpointError
 from shardwise.huggingface.building import Model, build_model, chunks_of, model_config
 from shardwise.huggingface.filling import check_copies, check_shapes, fill_shard_

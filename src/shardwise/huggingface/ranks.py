@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.agreement import agree, tell_all
+from shardwise.communication.agreement import agree, tell_all
 from shardwise.topology import Groups
 
 _T = TypeVar("_T")

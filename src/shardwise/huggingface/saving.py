@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.checkpoint.folder import fsync
-from shardwise.collectives.agreement import agree, tell_all
+from shardwise.communication.agreement import agree, tell_all
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.folder_lock import FolderLock, lock_of_target
 from shardwise.huggingface.architectures import ARCHITECTURES

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shardwise.collectives.agreement import check_same
+from shardwise.communication.agreement import check_same
 from shardwise.errors import ConfigError, VocabularyError
 from shardwise.inference.cache import PreallocatedCache
 from shardwise.inference.sampling import Sampling, sample_next_token

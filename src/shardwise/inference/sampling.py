@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import all_gather
+from shardwise.communication.collectives import all_gather
 from shardwise.errors import ConfigError, DivergenceError, ShardingError
 from shardwise.sharding import balanced_range, balanced_sizes
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives import moves
+from shardwise.communication import moves
 from shardwise.errors import ConfigError, ShardingError, WeightError
 from shardwise.initialization import InitMethod
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives import moves
-from shardwise.collectives.primitives import check_alike
+from shardwise.communication import moves
+from shardwise.communication.collectives import check_alike
 from shardwise.initialization import InitMethod
 from shardwise.layers.module import ShardedModule
 from shardwise.sharding import ParamLayout

@@ -16,9 +16,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives import moves
-from shardwise.collectives.context import context_of
-from shardwise.collectives.primitives import (
+from shardwise.communication import moves
+from shardwise.communication.collectives import (
     Pending,
     all_gather,
     all_gather_async,
@@ -27,6 +26,7 @@ from shardwise.collectives.primitives import (
     reduce_scatter,
     reduce_scatter_async,
 )
+from shardwise.communication.context import context_of
 from shardwise.errors import ShardingError
 from shardwise.kernels import products
 from shardwise.layers.weight_gradient import WeightGradient, accumulate_

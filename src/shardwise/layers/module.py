@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.collectives.backend import default_device
+from shardwise.communication.backend import default_device
 from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod, initialize_shard_
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import check_alike
+from shardwise.communication.collectives import check_alike
 from shardwise.initialization import InitMethod
 from shardwise.layers.module import ShardedModule
 from shardwise.sharding import ParamLayout

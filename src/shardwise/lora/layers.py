@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import init
 
-from shardwise.collectives import moves
+from shardwise.communication import moves
 from shardwise.dropout import sharded_dropout
 from shardwise.errors import ConfigError
 from shardwise.layers import ColumnLinear, LinearParallelism, RowLinear, ShardedModule, tensor_parallel_linear

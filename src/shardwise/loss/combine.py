@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import all_gather
+from shardwise.communication.collectives import all_gather
 from shardwise.loss.options import LossOptions
 from shardwise.sharding import Interval
 

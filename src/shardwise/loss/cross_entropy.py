@@ -42,7 +42,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import check_alike
+from shardwise.communication.collectives import check_alike
 from shardwise.kernels.choice import choose
 from shardwise.loss.combine import combine, gather_statistics
 from shardwise.loss.equal_shards import equal_ranges, with_size, without_sizes

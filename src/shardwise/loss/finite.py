@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from shardwise.collectives.primitives import all_reduce
+from shardwise.communication.collectives import all_reduce
 from shardwise.errors import DivergenceError
 from shardwise.sharding import Interval
 from shardwise.validation import validation_applies

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import check_alike
+from shardwise.communication.collectives import check_alike
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.loss.linear_chunked import ChunkedLoss
 from shardwise.loss.linear_head import Head

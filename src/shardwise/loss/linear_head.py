@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import (
+from shardwise.communication.collectives import (
     Pending,
     all_gather,
     all_gather_async,

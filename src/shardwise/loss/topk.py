@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import all_gather
+from shardwise.communication.collectives import all_gather
 from shardwise.errors import ConfigError
 from shardwise.kernels.loss_reference import wide
 from shardwise.loss.vocabulary import flat_rows, vocab_ranges

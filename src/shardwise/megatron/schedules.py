@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.collectives.backend import default_device
+from shardwise.communication.backend import default_device
 from shardwise.config import LayerConfig
 from shardwise.errors import ConfigError, DataError
 from shardwise.megatron.config import ModelParallelConfig

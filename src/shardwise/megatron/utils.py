@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.collectives.buffers import GlobalMemoryBuffer
+from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.errors import AssertedShardingError, ShardingError
 from shardwise.initialization import init_method_normal, scaled_init_method_normal
 from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives import moves
+from shardwise.communication import moves
 from shardwise.config import ModelConfig
 from shardwise.errors import ShardingError
 from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm, parameter_device

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives import moves
+from shardwise.communication import moves
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.layers import (

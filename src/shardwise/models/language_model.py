@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import all_reduce
+from shardwise.communication.collectives import all_reduce
 from shardwise.config import ModelConfig
 from shardwise.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
 from shardwise.layers import GroupModule, parameter_device

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.collectives.primitives import all_reduce
+from shardwise.communication.collectives import all_reduce
 from shardwise.errors import ConfigError
 from shardwise.layers import named_param_layouts
 from shardwise.sharding import ParamLayout, has_copies, holders, segments

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.backend import backends_of
-from shardwise.collectives.buffers import GlobalMemoryBuffer
+from shardwise.communication.backend import backends_of
+from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.errors import ConfigError, NotInitializedError, TopologyError
 from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.topology import Topology

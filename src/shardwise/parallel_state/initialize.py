@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardwise.collectives.backend import backend_of, device_of
-from shardwise.collectives.context import context_of
+from shardwise.communication.backend import backend_of, device_of
+from shardwise.communication.context import context_of
 from shardwise.errors import AssertedTopologyError, ConfigError, TopologyError
 from shardwise.parallel_state.ambient import AMBIENT
 from shardwise.topology import (

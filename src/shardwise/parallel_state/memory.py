@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.collectives.context import context_of
+from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.context import context_of
 from shardwise.parallel_state.ambient import AMBIENT, group_of
 from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
 

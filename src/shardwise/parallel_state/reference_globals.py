@@ -5,7 +5,7 @@ Reading only: a program that assigns to one of these names hides what is told he
 
 from __future__ import annotations
 
-from shardwise.collectives.backend import backends_of
+from shardwise.communication.backend import backends_of
 from shardwise.parallel_state.ambient import AMBIENT, group_or_none
 from shardwise.parallel_state.dense import get_hierarchical_context_parallel_groups
 from shardwise.topology.sizes import HYBRID, SEPARATE_ALL_GATHER

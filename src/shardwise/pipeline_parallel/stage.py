@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.agreement import agree, check_same
-from shardwise.collectives.pending import Pending
-from shardwise.collectives.point_to_point import Letter, exchange
-from shardwise.collectives.primitives import all_reduce
+from shardwise.communication.agreement import agree, check_same
+from shardwise.communication.collectives import all_reduce
+from shardwise.communication.pending import Pending
+from shardwise.communication.point_to_point import Letter, exchange
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.pipeline_parallel.actions import Action, Kind, Schedule
 from shardwise.pipeline_parallel.messages import Exchange, Message, Program, made_by, needed_by, programs

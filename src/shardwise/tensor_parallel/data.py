@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives import primitives
-from shardwise.collectives.agreement import check_same
-from shardwise.collectives.backend import device_of
+from shardwise.communication import collectives
+from shardwise.communication.agreement import check_same
+from shardwise.communication.backend import device_of
 from shardwise.errors import AssertedDataError, DataError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
@@ -63,14 +63,14 @@ def broadcast_data(
     asked = f"{keys} of {datatype}"
     digest = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "big", signed=True)
     own = torch.tensor([[digest, error is not None, len(header)]], dtype=torch.int64, device=device)
-    digests, failed, lengths = primitives.all_gather(own, group=group).unbind(1)
+    digests, failed, lengths = collectives.all_gather(own, group=group).unbind(1)
     if (digests != digest).any():
         # Seen by every rank alike; only now are the values worth exchanging.
         check_same(asked, "what broadcast_data is to hand out", group=group)
     packed = torch.empty(int(lengths[0]), dtype=torch.uint8, device=device)
     if group.rank() == 0:
         packed.copy_(torch.tensor(list(header), dtype=torch.uint8))
-    header = bytes(primitives.broadcast_(packed, group=group).tolist())
+    header = bytes(collectives.broadcast_(packed, group=group).tolist())
     if failed[0]:
         raise error if isinstance(error, DataError) else AssertedDataError(header.decode()) from error
     shapes = json.loads(header)
@@ -79,7 +79,7 @@ def broadcast_data(
         payload = torch.empty(sum(sizes), dtype=datatype, device=device)
     if payload.numel():
         # As bytes: no backend knows every dtype.
-        primitives.broadcast_(payload.view(torch.uint8), group=group)
+        collectives.broadcast_(payload.view(torch.uint8), group=group)
     parts = payload.split(sizes)
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
 

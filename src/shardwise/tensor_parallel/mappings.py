@@ -1,6 +1,6 @@
 """The moves between layouts under Megatron's names; a group that is None is the ambient tensor-parallel one.
 
-What they do, and the table of layouts, stand in ``shardwise.collectives.moves``.
+What they do, and the table of layouts, stand in ``shardwise.communication.moves``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives import moves
+from shardwise.communication import moves
 from shardwise.errors import ShardingError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group as _resolve
 from shardwise.sharding import balanced_sizes, divide

@@ -1,6 +1,6 @@
 """The moves between layouts as the autograd functions that programs written for Megatron know by name.
 
-What each does stands in ``shardwise.collectives.moves``. ``symbolic`` is the forward without autograd. ``backward``
+What each does stands in ``shardwise.communication.moves``. ``symbolic`` is the forward without autograd. ``backward``
 asks of a context that a program made only its ``group`` and returns as many values to it as Megatron's; autograd, whose
 contexts have ``sizes``, gets one for each argument.
 
@@ -20,9 +20,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.collectives.moves import _Copy, _Reduce, split_sizes
-from shardwise.collectives.primitives import all_gather, all_reduce, all_to_all, reduce_scatter, split_for_rank
+from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, split_for_rank
+from shardwise.communication.moves import _Copy, _Reduce, split_sizes
 from shardwise.errors import AssertedTopologyError
 from shardwise.parallel_state import get_global_memory_buffer
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives import primitives
+from shardwise.communication import collectives
 from shardwise.errors import ShardingError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import balanced_range, balanced_sizes
@@ -85,7 +85,7 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None,
             f"a chunk of {tensor.numel()} elements is not one of {t} equal chunks of {numel} elements; they have "
             f"{-(-numel // t)} each"
         )
-    gathered = primitives.all_gather(tensor.reshape(-1), group=group)
+    gathered = collectives.all_gather(tensor.reshape(-1), group=group)
     return gathered if numel is None else gathered[:numel]
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives.agreement import check_same
-from shardwise.collectives.backend import device_of
-from shardwise.collectives.shared_memory import close_channel
+from shardwise.communication.agreement import check_same
+from shardwise.communication.backend import device_of
+from shardwise.communication.transports.shared_memory import close_channel
 from shardwise.errors import AssertedTopologyError, ConfigError, NotInitializedError, TopologyError
 from shardwise.topology.sizes import (
     SEPARATE_ALL_GATHER,
@@ -209,7 +209,7 @@ def _new_group(
 
 
 def _validate(groups: Iterable[ProcessGroup | None]) -> None:
-    from shardwise.collectives.primitives import validate_calls
+    from shardwise.communication.collectives import validate_calls
 
     for group in groups:
         if group is not None:

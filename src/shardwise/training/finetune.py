@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.collectives.agreement import agree, barrier
+from shardwise.communication.agreement import agree, barrier
 from shardwise.errors import ConfigError
 from shardwise.huggingface import load_pretrained, save_pretrained
 from shardwise.huggingface.folder import PretrainedFolder

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwise.checkpoint.folder import clear_unfinished
-from shardwise.collectives.agreement import agree
+from shardwise.communication.agreement import agree
 from shardwise.folder_lock import FolderLock
 from shardwise.processes import clear_leftovers
 from shardwise.training.ranks import Ranks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives.primitives import all_reduce
+from shardwise.communication.collectives import all_reduce
 from shardwise.errors import ParityError
 from shardwise.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.topology import Topology

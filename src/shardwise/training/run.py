@@ -12,9 +12,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives.accounting import CollectiveCounter
-from shardwise.collectives.agreement import agree
-from shardwise.collectives.primitives import all_reduce, validated_calls
+from shardwise.communication.accounting import CollectiveCounter
+from shardwise.communication.agreement import agree
+from shardwise.communication.collectives import all_reduce, validated_calls
 from shardwise.errors import DivergenceError
 from shardwise.files import write_atomically
 from shardwise.folder_lock import cannot_write

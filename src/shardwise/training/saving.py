@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from shardwise import checkpoint
 from shardwise.checkpoint import ParamShard
 from shardwise.checkpoint.folder import step_of
-from shardwise.collectives.agreement import agree, barrier
+from shardwise.communication.agreement import agree, barrier
 from shardwise.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.json_files import shown
 from shardwise.lora import lora_layers

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.collectives.agreement import agree, check_same, tell_all
-from shardwise.collectives.primitives import carrier
+from shardwise.communication.agreement import agree, check_same, tell_all
+from shardwise.communication.collectives import carrier
 from shardwise.data import DataLoader, EvaluationWindows, TokenDataset
 from shardwise.layers import named_param_layouts
 from shardwise.models.chunks import ModelChunks

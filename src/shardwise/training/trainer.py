@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.primitives import all_reduce
+from shardwise.communication.collectives import all_reduce
 from shardwise.data import Batch, DataLoader, EvaluationWindows, evaluation_batches
 from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks

@@ -1,7 +1,7 @@
 """A thread that finds out when ranks wait too long, says for whom, and ends this rank at the time limit.
 
-It costs nothing in a step: it looks every few seconds at what the other threads wait in (``collectives.waiting``). Two
-threads share the work, since one that talks to the store may itself be left waiting when the link is cut.
+It costs nothing in a step: it looks every few seconds at what the other threads wait in (``communication.waiting``).
+Two threads share the work, since one that talks to the store may itself be left waiting when the link is cut.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from shardwise.collectives import waiting
+from shardwise.communication import waiting
 from shardwise.errors import DesyncError
 from shardwise.training.heartbeats import Beat, Cause, Heard, cause_of_waiting, ranks_behind
 

@@ -1,6 +1,6 @@
 """Shared memory between the ranks of one machine: its protocol, its failures, and when it is left alone.
 
-What the collectives compute is tested with both carriers in test_primitives.py; here are messages of several chunks,
+What the collectives compute is tested with both carriers in test_collectives.py; here are messages of several chunks,
 several in flight, and what only this carrier has.
 """
 
@@ -18,9 +18,9 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from harness.program import Program
 from harness.time_limit import set_time_limit
 
-from shardwise.collectives import primitives
-from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.collectives.primitives import (
+from shardwise.communication import collectives
+from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.collectives import (
     all_gather,
     all_gather_async,
     all_reduce,
@@ -28,8 +28,8 @@ from shardwise.collectives.primitives import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from shardwise.collectives.shared_memory import SWITCH, channel_of, close_channel, opening, why_not_here
-from shardwise.collectives.shared_memory.channel import NUM_SLOTS, SLOT_BYTES
+from shardwise.communication.transports.shared_memory import SWITCH, channel_of, close_channel, opening, why_not_here
+from shardwise.communication.transports.shared_memory.channel import NUM_SLOTS, SLOT_BYTES
 from shardwise.errors import DesyncError
 from shardwise.sharding import balanced_sizes
 
@@ -221,8 +221,8 @@ PROGRAM = """
 import sys, time
 import torch
 import torch.distributed as dist
-from shardwise.collectives.primitives import all_reduce
-from shardwise.collectives.shared_memory import channel_of
+from shardwise.communication.collectives import all_reduce
+from shardwise.communication.transports.shared_memory import channel_of
 from shardwise.errors import LaunchError
 
 rank, path = int(sys.argv[1]), sys.argv[2]
@@ -331,9 +331,9 @@ def test_what_it_cannot_carry_goes_by_gloo(group):
 
 @pytest.mark.ranks(2)
 def test_validated_calls_by_gloo(group, monkeypatch):
-    monkeypatch.setattr(primitives, "channel_of", lambda _: None)
+    monkeypatch.setattr(collectives, "channel_of", lambda _: None)
     own = dist.new_group([0, 1])
-    primitives.validate_calls(own)
+    collectives.validate_calls(own)
     assert all_reduce(torch.ones(2), group=own).tolist() == [2, 2]
     assert all_gather(torch.ones(2 - group.rank()), group=own, sizes=[2, 1]).tolist() == [1, 1, 1]
     for first, second in (

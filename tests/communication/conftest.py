@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.collectives.shared_memory import SWITCH
+from shardwise.communication.transports.shared_memory import SWITCH
 
 
 # Of the module's scope: function-scoped fixtures do not suit hypothesis.

@@ -1,6 +1,6 @@
 """Collectives of PyTorch's backends, started at once: gloo, NCCL and whatever else a group was made with.
 
-``primitives`` has checked dimensions and sizes before. What differs between PyTorch's releases and between backends is
+``collectives`` has checked dimensions and sizes before. What differs between PyTorch's releases and between backends is
 settled here. Shards of different sizes are gathered padded to the largest one, since gloo refuses an all-gather of
 uneven sizes; by the balanced rule that is at most one row per rank.
 """
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives import accounting
-from shardwise.collectives.backend import is_gloo
-from shardwise.collectives.pending import Pending
-from shardwise.collectives.waiting import Wait
+from shardwise.communication import accounting
+from shardwise.communication.backend import is_gloo
+from shardwise.communication.pending import Pending
+from shardwise.communication.waiting import Wait
 from shardwise.errors import DesyncError
 
 # PyTorch 2.13 renamed these two and warns about the old names.

@@ -8,8 +8,8 @@ shared memory, raises a flag, waits for the flags of the others and reads their 
 out whether the ranks of a group can share memory and gives each group its channel.
 """
 
-from shardwise.collectives.shared_memory.channel import Channel, Message
-from shardwise.collectives.shared_memory.messages import (
+from shardwise.communication.transports.shared_memory.channel import Channel, Message
+from shardwise.communication.transports.shared_memory.messages import (
     MOVABLE,
     SUMMABLE,
     AllGather,
@@ -18,7 +18,7 @@ from shardwise.collectives.shared_memory.messages import (
     ReduceScatter,
     check_exchange,
 )
-from shardwise.collectives.shared_memory.opening import SWITCH, channel_of, close_channel, why_not_here
+from shardwise.communication.transports.shared_memory.opening import SWITCH, channel_of, close_channel, why_not_here
 
 __all__ = [
     "MOVABLE",

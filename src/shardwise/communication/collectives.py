@@ -6,7 +6,7 @@ file, which chooses how it travels:
 
 - ``traced``, while ``torch.compile`` traces;
 - ``shared_memory``, between CPU ranks of one machine;
-- ``eager``, PyTorch's own collectives, everywhere else.
+- ``torch_distributed``, PyTorch's own collectives, everywhere else.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.collectives import accounting, eager, traced
-from shardwise.collectives.agreement import agree, check_same, tell_all
-from shardwise.collectives.backend import backend_of
-from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.collectives.pending import Pending
-from shardwise.collectives.shared_memory import (
+from shardwise.communication import accounting
+from shardwise.communication.agreement import agree, check_same, tell_all
+from shardwise.communication.backend import backend_of
+from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.pending import Pending
+from shardwise.communication.transports import torch_distributed, traced
+from shardwise.communication.transports.shared_memory import (
     MOVABLE,
     SUMMABLE,
     AllGather,
@@ -150,7 +151,7 @@ def all_reduce_async(
         result = own if may_overwrite and own.is_contiguous() else torch.empty_like(own, memory_format=_CONTIGUOUS)
         return AllReduce(channel, own, result, maximum=op == dist.ReduceOp.MAX)
     _validate("all_reduce", tensor, group, op)
-    return eager.all_reduce(tensor, group, op, may_overwrite)
+    return torch_distributed.all_reduce(tensor, group, op, may_overwrite)
 
 
 def all_reduce(
@@ -201,7 +202,7 @@ def all_gather_async(
         accounting.record("all_gather", tensor)
         return AllGather(channel, tensor.detach(), dim, sizes, _out(tensor, dim, sizes, buffer))
     _validate("all_gather", tensor, group, dim, list(sizes), but_dim=dim)
-    return eager.all_gather(tensor, group, dim, sizes, _out(tensor, dim, sizes, buffer))
+    return torch_distributed.all_gather(tensor, group, dim, sizes, _out(tensor, dim, sizes, buffer))
 
 
 def _out(tensor: Tensor, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | None) -> Tensor | None:
@@ -254,7 +255,7 @@ def reduce_scatter_async(
         accounting.record("reduce_scatter", tensor)
         return ReduceScatter(channel, tensor.detach(), dim, sizes)
     _validate("reduce_scatter", tensor, group, dim, list(sizes))
-    return eager.reduce_scatter(tensor, group, dim, sizes)
+    return torch_distributed.reduce_scatter(tensor, group, dim, sizes)
 
 
 def reduce_scatter(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -350,12 +351,12 @@ def all_to_all(
             asked = tell_all((sent, received), "the sizes of an all_to_all", group=group)
         check_exchange([sizes[0] for sizes in asked], [sizes[1] for sizes in asked])
     given = input_sizes is not None or output_sizes is not None
-    return eager.all_to_all(tensor, group, list(received) if given else None, list(sent) if given else None)
+    return torch_distributed.all_to_all(tensor, group, list(received) if given else None, list(sent) if given else None)
 
 
 def broadcast_(tensor: Tensor, *, group: ProcessGroup, group_src: int = 0) -> Tensor:
     """Overwrite ``tensor`` with that of rank ``group_src`` (counted within the group), and return it."""
     if group.size() > 1:
         _validate("broadcast", tensor, group, group_src)
-        eager.broadcast_(tensor, group, group_src)
+        torch_distributed.broadcast_(tensor, group, group_src)
     return tensor

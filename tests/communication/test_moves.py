@@ -8,7 +8,7 @@ from harness.layouts import assert_moves, drawn_moves
 from harness.parity import assert_bit_equal
 from hypothesis import given, settings
 
-from shardwise.collectives import moves
+from shardwise.communication import moves
 from shardwise.errors import ShardingError
 
 ALONG = {

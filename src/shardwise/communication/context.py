@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.buffers import GlobalMemoryBuffer
+from shardwise.communication.buffers import GlobalMemoryBuffer
 
 
 @dataclass

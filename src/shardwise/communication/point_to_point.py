@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.backend import sends_by_tag
-from shardwise.collectives.eager import _Work
-from shardwise.collectives.pending import Pending
-from shardwise.collectives.waiting import count_messages
+from shardwise.communication.backend import sends_by_tag
+from shardwise.communication.pending import Pending
+from shardwise.communication.transports.torch_distributed import _Work
+from shardwise.communication.waiting import count_messages
 
 
 class Letter(NamedTuple):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.eager import is_even, join_gathered, packed_by_rank
-from shardwise.collectives.pending import Pending
+from shardwise.communication.pending import Pending
+from shardwise.communication.transports.torch_distributed import is_even, join_gathered, packed_by_rank
 
 _operators = torch.ops._c10d_functional
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from harness.time_limit import set_time_limit
 from harness.watchdog import wait_until
 
-from shardwise.collectives import waiting
-from shardwise.collectives.agreement import tell_all
-from shardwise.collectives.point_to_point import Letter, exchange
-from shardwise.collectives.primitives import all_reduce
-from shardwise.collectives.shared_memory import channel_of
+from shardwise.communication import waiting
+from shardwise.communication.agreement import tell_all
+from shardwise.communication.collectives import all_reduce
+from shardwise.communication.point_to_point import Letter, exchange
+from shardwise.communication.transports.shared_memory import channel_of
 from shardwise.errors import DesyncError
 
 

@@ -25,8 +25,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardwise.collectives.pending import Pending
-from shardwise.collectives.waiting import Wait, layer_of
+from shardwise.communication.pending import Pending
+from shardwise.communication.waiting import Wait, layer_of
 from shardwise.errors import DesyncError, LaunchError, ShardwiseError
 from shardwise.processes import Process
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives.waiting import Wait
+from shardwise.communication.waiting import Wait
 from shardwise.errors import DesyncError, ShardwiseError
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives.agreement import agree, check_same
+from shardwise.communication.agreement import agree, check_same
 from shardwise.errors import CheckpointError, ConfigError, DesyncError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.collectives.shared_memory.channel import SLOT_BYTES, Channel, Message
+from shardwise.communication.transports.shared_memory.channel import SLOT_BYTES, Channel, Message
 from shardwise.errors import DesyncError
 
 SUMMABLE = frozenset(

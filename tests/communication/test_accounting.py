@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from shardwise.collectives import accounting, primitives
-from shardwise.collectives.accounting import CollectiveCounter, Launch
+from shardwise.communication import accounting, collectives
+from shardwise.communication.accounting import CollectiveCounter, Launch
 from shardwise.tensor_parallel.regions import _CopyToModelParallelRegion, _GatherFromModelParallelRegion
 
 
@@ -23,29 +23,34 @@ def launched(function):
 @pytest.mark.ranks(2)
 def test_primitives(group):
     x = torch.ones(4, 3)
-    assert launched(lambda: primitives.all_reduce(x, group=group)) == [("all_reduce", 48)]
-    assert launched(lambda: primitives.all_reduce(x.half(), group=group)) == [("all_reduce", 24)]
-    assert launched(lambda: primitives.all_reduce_async(x, group=group).wait()) == [("all_reduce", 48)]
-    assert launched(lambda: primitives.all_gather(x, group=group)) == [("all_gather", 48)]
-    assert launched(lambda: primitives.all_gather(x, group=group, dim=1)) == [("all_gather", 48)]
-    assert launched(lambda: primitives.reduce_scatter(x, group=group)) == [("reduce_scatter", 48)]
-    assert launched(lambda: primitives.all_to_all(x, group=group)) == [("all_to_all", 48)]
-    assert launched(lambda: primitives.broadcast_(x, group=group)) == [("broadcast", 48)]
-    assert launched(lambda: primitives.split_for_rank(x, group=group, dim=0)) == []
+    assert launched(lambda: collectives.all_reduce(x, group=group)) == [("all_reduce", 48)]
+    assert launched(lambda: collectives.all_reduce(x.half(), group=group)) == [("all_reduce", 24)]
+    assert launched(lambda: collectives.all_reduce_async(x, group=group).wait()) == [("all_reduce", 48)]
+    assert launched(lambda: collectives.all_gather(x, group=group)) == [("all_gather", 48)]
+    assert launched(lambda: collectives.all_gather(x, group=group, dim=1)) == [("all_gather", 48)]
+    assert launched(lambda: collectives.reduce_scatter(x, group=group)) == [("reduce_scatter", 48)]
+    assert launched(lambda: collectives.all_to_all(x, group=group)) == [("all_to_all", 48)]
+    assert launched(lambda: collectives.broadcast_(x, group=group)) == [("broadcast", 48)]
+    assert launched(lambda: collectives.split_for_rank(x, group=group, dim=0)) == []
     # Uneven shards count as they are, however they travel.
     own = torch.ones(2 - group.rank(), 3)
-    assert launched(lambda: primitives.all_gather(own, group=group, sizes=[2, 1])) == [
+    assert launched(lambda: collectives.all_gather(own, group=group, sizes=[2, 1])) == [
         ("all_gather", 24 - 12 * group.rank())
     ]
-    assert launched(lambda: primitives.reduce_scatter(torch.ones(3, 3), group=group)) == [("reduce_scatter", 36)]
+    assert launched(lambda: collectives.reduce_scatter(torch.ones(3, 3), group=group)) == [("reduce_scatter", 36)]
 
 
 @pytest.mark.ranks(1)
 def test_nothing_is_launched_on_one_rank(group):
     x = torch.ones(4, 3)
-    for function in (primitives.all_reduce, primitives.all_gather, primitives.reduce_scatter, primitives.all_to_all):
+    for function in (
+        collectives.all_reduce,
+        collectives.all_gather,
+        collectives.reduce_scatter,
+        collectives.all_to_all,
+    ):
         assert launched(lambda function=function: function(x, group=group)) == []
-    assert launched(lambda: primitives.broadcast_(x, group=group)) == []
+    assert launched(lambda: collectives.broadcast_(x, group=group)) == []
 
 
 @pytest.mark.ranks(2)
@@ -84,9 +89,9 @@ def test_only_the_block_is_seen(group):
     x = torch.ones(4)
     with CollectiveCounter() as outer:
         with CollectiveCounter() as inner:
-            primitives.all_reduce(x, group=group)
-        primitives.all_reduce(x, group=group)
-    primitives.all_reduce(x, group=group)
+            collectives.all_reduce(x, group=group)
+        collectives.all_reduce(x, group=group)
+    collectives.all_reduce(x, group=group)
     assert (len(inner.launches), len(outer.launches)) == (1, 2)
 
 
@@ -96,9 +101,9 @@ def test_launches_of_other_threads_are_seen(group):
     # Which thread's collective is whose is for the backend to find, so there is one at a time.
     with CollectiveCounter() as counter:
         for function in (
-            lambda: primitives.all_reduce(x, group=group),
+            lambda: collectives.all_reduce(x, group=group),
             lambda: dist.all_reduce(x.clone(), group=group),
-            lambda: primitives.all_gather(torch.ones(2 - group.rank()), group=group, sizes=[2, 1]),
+            lambda: collectives.all_gather(torch.ones(2 - group.rank()), group=group, sizes=[2, 1]),
             lambda: functional.all_reduce(x, "sum", group).clone(),
         ):
             thread = threading.Thread(target=function)

@@ -24,8 +24,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.collectives import primitives
-from shardwise.collectives.primitives import all_gather, all_reduce, split_for_rank
+from shardwise.communication import collectives
+from shardwise.communication.collectives import all_gather, all_reduce, split_for_rank
 from shardwise.sharding import checked_dim, uneven_sizes
 
 __all__ = ["all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scatter"]
@@ -79,7 +79,7 @@ class _Gather(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        adjoint = primitives.reduce_scatter if ctx.partial_gradient else split_for_rank
+        adjoint = collectives.reduce_scatter if ctx.partial_gradient else split_for_rank
         return adjoint(grad, group=ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None, None
 
 
@@ -87,7 +87,7 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes) -> Tensor:
         ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
-        return primitives.reduce_scatter(tensor, group=group, dim=dim, sizes=sizes)
+        return collectives.reduce_scatter(tensor, group=group, dim=dim, sizes=sizes)
 
     @staticmethod
     @once_differentiable
@@ -99,12 +99,12 @@ class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
         ctx.group, ctx.output_sizes, ctx.input_sizes = group, output_sizes, input_sizes
-        return primitives.all_to_all(tensor, group=group, output_sizes=output_sizes, input_sizes=input_sizes)
+        return collectives.all_to_all(tensor, group=group, output_sizes=output_sizes, input_sizes=input_sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_input = primitives.all_to_all(
+        grad_input = collectives.all_to_all(
             grad, group=ctx.group, output_sizes=ctx.input_sizes, input_sizes=ctx.output_sizes
         )
         return grad_input, None, None, None

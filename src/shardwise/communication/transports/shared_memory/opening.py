@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.collectives.accounting import uncounted
-from shardwise.collectives.agreement import tell_all
-from shardwise.collectives.backend import is_gloo
-from shardwise.collectives.shared_memory.channel import Channel, channel_bytes
+from shardwise.communication.accounting import uncounted
+from shardwise.communication.agreement import tell_all
+from shardwise.communication.backend import is_gloo
+from shardwise.communication.transports.shared_memory.channel import Channel, channel_bytes
 from shardwise.processes import Process, machine, temporary_prefix
 
 SWITCH = "SHARDWISE_SHARED_MEMORY"

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
-from shardwise.collectives import eager
-from shardwise.collectives.buffers import GlobalMemoryBuffer
-from shardwise.collectives.primitives import (
+from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.collectives import (
     all_gather,
     all_gather_async,
     all_reduce,
@@ -25,6 +24,7 @@ from shardwise.collectives.primitives import (
     reduce_scatter_async,
     split_for_rank,
 )
+from shardwise.communication.transports import torch_distributed
 from shardwise.errors import ShardingError
 from shardwise.sharding import balanced_sizes
 
@@ -223,18 +223,18 @@ def test_a_scalar_can_be_reduced(group):
 @pytest.mark.ranks(2)
 def test_gloo_sends_even_shards_as_they_are(group, monkeypatch):
     sent = []
-    gather = eager._all_gather_into
+    gather = torch_distributed._all_gather_into
 
     def recorded_gather(out, shard, **options):
         sent.append(shard)
         return gather(out, shard, **options)
 
-    monkeypatch.setattr(eager, "_all_gather_into", recorded_gather)
+    monkeypatch.setattr(torch_distributed, "_all_gather_into", recorded_gather)
     shard = torch.ones(3, 2)
-    eager.all_gather(shard, group, 0, [3, 3]).wait()
+    torch_distributed.all_gather(shard, group, 0, [3, 3]).wait()
     assert sent[0].data_ptr() == shard.data_ptr()
     # Uneven ones travel padded to the largest.
-    eager.all_gather(torch.ones(3 - group.rank(), 2), group, 0, [3, 2]).wait()
+    torch_distributed.all_gather(torch.ones(3 - group.rank(), 2), group, 0, [3, 2]).wait()
     assert sent[1].shape == (3, 2)
 
 
