@@ -16,7 +16,7 @@ from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import RankEnvironment
 from shardwise.errors import ConfigError
 from shardwise.folder_lock import check_free
-from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, check_values, resolve_paths_
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, check_values
 from shardwise.training.settings import (
     CorpusSettings,
     ModelSettings,
@@ -52,7 +52,6 @@ class DemoArguments:
 
     def __post_init__(self) -> None:
         check_values(self, "--")
-        resolve_paths_(self, "out", prefix="--")
 
 
 def demo_settings(arguments: DemoArguments) -> Settings:

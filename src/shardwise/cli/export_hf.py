@@ -12,8 +12,8 @@ from shardwise.cli.arguments import parse_command
 from shardwise.cli.checkpoint_model import OpenCheckpoint, open_checkpoint
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import RankEnvironment, checked_world_size
-from shardwise.folder_lock import check_free_target
-from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, check_values, resolve_paths_
+from shardwise.folder_lock import check_free_target, checked_out
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, check_values
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,6 @@ class ExportArguments:
 
     def __post_init__(self) -> None:
         check_values(self, "--")
-        resolve_paths_(self, "checkpoint")
-        resolve_paths_(self, "out", prefix="--")
 
 
 def main(argv: list[str]) -> int:
@@ -63,7 +61,7 @@ def main(argv: list[str]) -> int:
     arguments = parse_command(ExportArguments, argv, "shardwise export-hf")
     world_size, here = checked_world_size(arguments.nproc)
     if RankEnvironment.read() is None:
-        check_free_target(Path(arguments.out))
+        check_free_target(checked_out(arguments.out))
     if not here:
         # A mistake costs less to find before the ranks are started.
         _open(arguments, world_size)

@@ -18,7 +18,7 @@ from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import checked_world_size
 from shardwise.cli.reporting import print_line
 from shardwise.errors import ConfigError, DataError
-from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, SEED, TIMEOUT, Range, check_values, resolve_paths_
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, SEED, TIMEOUT, Range, check_values
 
 if TYPE_CHECKING:
     from shardwise.huggingface.generation_config import GenerationChoice
@@ -68,8 +68,6 @@ class GenerateArguments:
 
     def __post_init__(self) -> None:
         check_values(self, "--")
-        resolve_paths_(self, "checkpoint")
-        resolve_paths_(self, "adapter", prefix="--")
 
 
 def main(argv: list[str]) -> int:
@@ -121,6 +119,8 @@ def _prepare(arguments: GenerateArguments, world_size: int) -> _Task:
     """Open the checkpoint of a model that continues texts, and read the prompt."""
     from shardwise.training.settings import Settings
 
+    if arguments.adapter == "":
+        raise ConfigError("--adapter is empty; name a folder of adapters")
     adapter = None if arguments.adapter is None else Path(arguments.adapter)
     opened = open_model(Path(arguments.checkpoint), adapter)
     opened.check_fits(world_size)

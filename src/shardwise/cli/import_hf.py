@@ -15,8 +15,8 @@ from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import RankEnvironment, checked_world_size
 from shardwise.cli.reporting import print_line
 from shardwise.errors import ConfigError, DataError
-from shardwise.folder_lock import check_free
-from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, check_values, resolve_paths_
+from shardwise.folder_lock import check_free, checked_out
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, check_values
 
 if TYPE_CHECKING:
     from shardwise.huggingface.folder import PretrainedFolder
@@ -47,8 +47,6 @@ class ImportArguments:
 
     def __post_init__(self) -> None:
         check_values(self, "--")
-        resolve_paths_(self, "folder")
-        resolve_paths_(self, "out", prefix="--")
 
 
 def main(argv: list[str]) -> int:
@@ -67,7 +65,7 @@ def main(argv: list[str]) -> int:
     arguments = parse_command(ImportArguments, argv, "shardwise import-hf")
     world_size, here = checked_world_size(arguments.nproc)
     if RankEnvironment.read() is None:
-        check_free(Path(arguments.out))
+        check_free(checked_out(arguments.out))
     if not here:
         # A mistake costs less to find before the ranks are started.
         _open(arguments, world_size)
@@ -76,7 +74,7 @@ def main(argv: list[str]) -> int:
     from shardwise.training.out_folder import hold_folder
     from shardwise.training.ranks import open_ranks
 
-    with open_ranks("cpu", timeout=arguments.timeout) as ranks, hold_folder(Path(arguments.out), ranks):
+    with open_ranks("cpu", timeout=arguments.timeout) as ranks, hold_folder(checked_out(arguments.out), ranks):
         path, kind, lack = _import(arguments, world_size)
         if ranks.is_first:
             generates = kind == "gpt" and lack is None

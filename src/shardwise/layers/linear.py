@@ -30,7 +30,7 @@ from shardwise.communication.context import context_of
 from shardwise.errors import ShardingError
 from shardwise.kernels import products
 from shardwise.layers.weight_gradient import WeightGradient, accumulate_
-from shardwise.recompute import is_checkpointing, is_recomputing
+from shardwise.recompute import is_kept_briefly
 from shardwise.sharding import uneven_sizes
 
 Sizes = Sequence[int] | None
@@ -85,7 +85,7 @@ class TensorParallelLinear(Function):
             assert group is not None
             # A deferred gradient gathers by itself, when its time comes.
             defers = weight_gradient is not None and weight_gradient.may_wait
-            keeps_gathered = kept is not None and _is_kept_briefly() and not defers
+            keeps_gathered = kept is not None and is_kept_briefly() and not defers
             # What is dropped after the product lies in memory that every layer uses in turn.
             buffer = None if keeps_gathered else context_of(group).buffers
             input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
@@ -140,11 +140,6 @@ class TensorParallelLinear(Function):
         if pending is not None:
             grad_input = pending.wait()
         return grad_input, grad_weight, grad_bias, None, None, None, None
-
-
-def _is_kept_briefly() -> bool:
-    """Whether what is saved now is dropped, and saved again just before the backward."""
-    return is_checkpointing() or is_recomputing()
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -204,7 +199,7 @@ def tensor_parallel_linear(
         # Autocast ends with the forward; what the backward multiplies must have one dtype by then.
         input_, weight, bias = _autocast(input_), _autocast(weight), None if bias is None else _autocast(bias)
     is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
-    fused = LinearParallelism.LOCAL if is_row and _is_kept_briefly() else parallelism
+    fused = LinearParallelism.LOCAL if is_row and is_kept_briefly() else parallelism
     output: Tensor = TensorParallelLinear.apply(input_, weight, bias, fused, group, sizes, weight_gradient)
     if fused is parallelism:
         return output

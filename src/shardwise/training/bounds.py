@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import types
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -95,27 +94,6 @@ def check_values(settings: Any, prefix: str = "") -> None:
         problem = _problem(value, annotation, limits)
         if problem is not None:
             raise ConfigError(f"{prefix}{name.replace('_', '-')} is {_shown(value)}; it must be {problem}")
-
-
-def resolve_paths_(settings: Any, *names: str, prefix: str = "") -> None:
-    """Put the user's home folder for a leading ``~`` in fields that are paths.
-
-    Shells do so in ``--out ~/run``, but not in ``--out=~/run``, nor in a file of settings.
-
-    Args:
-        settings: an instance, as its ``__post_init__`` finds it; modified.
-        names: of the fields; those that are None stay so.
-        prefix: as in ``check_values``.
-
-    Raises:
-        ConfigError: a path is empty.
-    """
-    for name in names:
-        path = getattr(settings, name)
-        if path == "":
-            raise ConfigError(f"{prefix}{name.replace('_', '-')} is empty; name a folder")
-        if path is not None:
-            object.__setattr__(settings, name, os.path.expanduser(path))
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from shardwise.training.bounds import (
     TIMEOUT,
     Range,
     check_values,
-    resolve_paths_,
 )
 from shardwise.training.plain_values import from_plain_values
 
@@ -250,7 +249,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         check_values(self)
         _require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
-        resolve_paths_(self, "out", prefix="--")
+        _require(bool(self.out), "out is empty; name a folder with --out")
 
     @property
     def sequence_length(self) -> int:
