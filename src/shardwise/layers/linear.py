@@ -195,9 +195,7 @@ def tensor_parallel_linear(
             assert group is not None
             input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=context_of(group).buffers)
         return _multiply_and_reduce(input_, weight, bias, parallelism, group)
-    if torch.is_autocast_enabled(input_.device.type):
-        # Autocast ends with the forward; what the backward multiplies must have one dtype by then.
-        input_, weight, bias = _autocast(input_), _autocast(weight), None if bias is None else _autocast(bias)
+    input_, weight, bias = products.autocast(input_, weight, bias)
     is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
     fused = LinearParallelism.LOCAL if is_row and is_kept_briefly() else parallelism
     output: Tensor = TensorParallelLinear.apply(input_, weight, bias, fused, group, sizes, weight_gradient)
@@ -209,13 +207,6 @@ def tensor_parallel_linear(
     if parallelism is LinearParallelism.ROW:
         return moves.reduce(output, group=group)
     return moves.reduce_scatter(output, dim=0, group=group)
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    # As PyTorch's own linear: fp64 stays.
-    if tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def _multiply_and_reduce(

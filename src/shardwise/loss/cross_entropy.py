@@ -171,45 +171,41 @@ def vocab_parallel_cross_entropy(
         VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
         DivergenceError: logits that are no numbers, with ``check_finite``.
     """
-    check_reduction(reduction)
-    loss = cross_entropy_of_tokens(
+    return cross_entropy_of_ranges(
         vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group),
         logits,
         target,
         LossOptions(label_smoothing, z_loss, softcap, temperature),
+        group=group,
         ignore_index=ignore_index,
+        reduction=reduction,
+        data_parallel_group=data_parallel_group,
         inplace_=inplace_,
         validate=validate,
         check_finite=check_finite,
-        group=group,
-    )
-    return reduce_loss(
-        loss,
-        target,
-        reduction,
-        ignore_index=ignore_index,
-        data_parallel_group=data_parallel_group,
-        validate=validate,
     )
 
 
-def cross_entropy_of_tokens(
+def cross_entropy_of_ranges(
     ranges: list[Interval] | None,
     logits: Tensor,
     target: Tensor,
     options: LossOptions,
     *,
+    group: ProcessGroup,
     ignore_index: int,
+    reduction: str,
+    data_parallel_group: ProcessGroup | None,
     inplace_: bool,
     validate: bool,
     check_finite: bool,
-    group: ProcessGroup,
 ) -> Tensor:
-    """``vocab_parallel_cross_entropy`` without a reduction, from every rank's range of ids where those are known.
+    """``vocab_parallel_cross_entropy`` from every rank's range of ids where those are known.
 
     If ``ranges`` is None each rank takes all shards to be as large as its own, and the all-gather has one more row, of
     the ranks' sizes: see ``equal_shards``, which raises a ShardingError on every rank where they differ.
     """
+    check_reduction(reduction)
     check_target_shape(logits, target)
     sizes_are_known = ranges is not None
     if ranges is None:
@@ -226,4 +222,13 @@ def cross_entropy_of_tokens(
     if validate and not sizes_are_known:
         # Not earlier: of ranks whose sizes differ, some would take a target for wrong and never reach the all-gather.
         check_alike(check, group=group)
-    return loss
+    return reduce_loss(
+        loss,
+        target,
+        reduction,
+        ignore_index=ignore_index,
+        data_parallel_group=data_parallel_group,
+        validate=validate,
+        # Of whoever called the function that called this one.
+        stacklevel=4,
+    )
