@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.communication.collectives import check_alike
-from shardwise.kernels.choice import choose
+from shardwise.kernels.dispatch import loss_kernels
 from shardwise.loss.combine import combine, gather_statistics
 from shardwise.loss.equal_shards import equal_ranges, with_size, without_sizes
 from shardwise.loss.finite import check_finite_logits
@@ -72,8 +72,7 @@ class _VocabParallelCrossEntropy(Function):
         # What is left are padded columns, which take no probability.
         flat = flat_rows(logits)[:, : own_ids[1] - own_ids[0]]
         target_local, ignored = columns_of(target, own_ids, ignore_index)
-        kernels = choose(logits.device, logits.dtype)
-        own = kernels.row_statistics(
+        own = loss_kernels(flat, softcap=options.softcap).row_statistics(
             flat,
             target_local,
             softcap=options.softcap,
@@ -104,9 +103,10 @@ class _VocabParallelCrossEntropy(Function):
         result = source if ctx.inplace else torch.empty_like(source)
         num_valid, options = ctx.num_valid, ctx.options
         incoming = grad_output.reshape(-1).to(maximum.dtype).masked_fill(ignored, 0.0)
-        choose(logits.device, logits.dtype).gradient_(
-            result[:, :num_valid],
-            source[:, :num_valid],
+        out, valid = result[:, :num_valid], source[:, :num_valid]
+        loss_kernels(valid, out, softcap=options.softcap).gradient_(
+            out,
+            valid,
             target_local,
             maximum,
             incoming * weight,

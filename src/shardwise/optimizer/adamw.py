@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from shardwise.kernels.dispatch import why_not_fused_optimizer
 from shardwise.layers import named_param_layouts
 from shardwise.sharding import ParamShard, has_copies
 
@@ -39,10 +40,9 @@ def make_adamw(
         {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
         {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
     ]
-    # On a CPU the fused step rounds the last elements of a tensor otherwise than those before. Copies of a key-value
-    # head do not lie at the same place on all of their ranks, and must stay the same bit for bit.
     fused = all(
-        param.device.type != "cpu" or not has_copies(layout) for _, param, layout in named_param_layouts(model, 1)
+        why_not_fused_optimizer(param.device.type, has_copies=has_copies(layout)) is None
+        for _, param, layout in named_param_layouts(model, 1)
     )
     # Where nothing is trained (all of a stage may be frozen), one group without parameters: torch refuses to have none.
     filled = [group for group in groups if group["params"]] or groups[:1]
