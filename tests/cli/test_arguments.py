@@ -5,9 +5,30 @@ import re
 
 import pytest
 
-from shardwise.cli.arguments import parse_train_arguments
+from shardwise.cli.arguments import parse_command, parse_finetune_arguments, parse_train_arguments
+from shardwise.cli.demo import DemoArguments
+from shardwise.cli.export_hf import ExportArguments
+from shardwise.cli.generate import GenerateArguments
+from shardwise.cli.import_hf import ImportArguments
 from shardwise.errors import ConfigError
 from shardwise.training.settings import Settings
+
+
+def of(cls):
+    return lambda argv: parse_command(cls, argv, "shardwise")
+
+
+PARSERS = {
+    "train": parse_train_arguments,
+    "finetune": parse_finetune_arguments,
+    "demo": of(DemoArguments),
+    "generate": of(GenerateArguments),
+    "import-hf": of(ImportArguments),
+    "export-hf": of(ExportArguments),
+}
+REQUIRED = dict(
+    zip(PARSERS.values(), (["--data=a"], ["m", "--data=a"], [], ["r"], ["m", "--out=o"], ["r", "--out=o"]), strict=True)
+)
 
 
 def settings(*argv):
@@ -62,7 +83,7 @@ def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
     ("argv", "message"),
     [
         (["--model.num-layerz", "3"], "unknown flag --model.num-layerz; did you mean --model.num-layers?"),
-        (["--tp=2"], "unknown flag --tp; did you mean --parallel.tp?"),
+        (["--steps=2"], "unknown flag --steps; did you mean --training.steps?"),
         (["--qqqqqq"], "unknown flag --qqqqqq; see --help"),
         (["--model.num-layers", "x"], "--model.num-layers is 'x'; it must be an integer"),
         (["--model.num-layers", "3.5"], "--model.num-layers is '3.5'; it must be an integer"),
@@ -156,3 +177,32 @@ def test_help_explains_every_setting_with_its_default(capsys, monkeypatch):
             assert len(entry[0].split()) > 5, flag
     nproc = "ranks to start on this machine; as many as parallel.tp x parallel.pp if not given."
     assert f"--nproc INT {nproc}" in words
+
+
+@pytest.mark.parametrize("parse", PARSERS.values(), ids=PARSERS)
+def test_each_flag_that_help_shows_is_read(parse, capsys, monkeypatch):
+    """Help is tyro's and the parser is ours: both go by the same declarations."""
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    rows = re.findall(r"(?:  |│ )(--[a-z].*?)(?:  |│|\n)", capsys.readouterr().out)
+    shown = {flag for row in rows for flag in re.findall(r"--[a-z][a-z.0-9-]*", row)}
+    assert {"--tp", "--parallel.tp", "--pp", "--parallel.pp", "--nproc", "--debug"} <= shown
+    for flag in shown:
+        with pytest.raises(ConfigError) as caught:
+            parse([f"{flag}=", "--unheard-of"])
+        # A switch takes no value and a number is not empty; a text may be, and what follows is at fault.
+        assert f"unknown flag {flag}" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"unknown flag --parallel\.tpp"):
+        parse(["--parallel.tpp=2"])
+
+
+@pytest.mark.parametrize("parse", PARSERS.values(), ids=PARSERS)
+def test_the_number_of_ranks_is_spelled_alike_in_every_command(parse):
+    """--tp, --pp and --nproc, short or long, a value after a space or an equals sign; the last one given holds."""
+    several = parse in (PARSERS["train"], PARSERS["finetune"], PARSERS["demo"])
+    for tp, pp in (("--tp", "--pp"), ("--parallel.tp", "--parallel.pp")):
+        arguments = parse([*REQUIRED[parse], tp, "1", f"{tp}=2", pp, "2" if several else "1", "--nproc", "4"])
+        split = arguments.settings.parallel if hasattr(arguments, "settings") else arguments
+        assert (split.tp, split.pp, arguments.nproc) == (2, 2 if several else 1, 4)
+        assert arguments.num_ranks == split.tp * split.pp

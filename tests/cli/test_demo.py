@@ -11,7 +11,7 @@ from harness.program import run
 from training.tiny import tiny_settings
 
 from shardwise import checkpoint
-from shardwise.cli import demo
+from shardwise.cli import demo, start
 from shardwise.cli.demo import DemoArguments, demo_settings, main
 from shardwise.errors import ConfigError
 
@@ -34,7 +34,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
     checkpoint.verify(out / "checkpoints" / "step-00000004")
 
     # A second demo replaces the first: started the same way, and here on a text and a model that take moments.
-    monkeypatch.setattr(demo, "launch_ranks", lambda *arguments, **options: 0)
+    monkeypatch.setattr(start, "launch_ranks", lambda *arguments, **options: 0)
     assert main(["--out", str(out)]) == 0
     tiny = tiny_settings(tmp_path)
     monkeypatch.setattr(

@@ -155,7 +155,9 @@ def test_a_long_prompt_is_read_from_its_end(run, capsys):
         (["--top-p", "0"], "--top-p is 0.0"),
         (["--top-k", "many"], "--top-k is 'many'"),
         (["--topk", "3"], "unknown flag --topk; did you mean --top-k?"),
-        (["--tp", "2"], "unknown flag --tp; did you mean --nproc?"),
+        (["--tp", "3"], "2 attention heads cannot be split over 3 ranks; use --nproc 2 or less"),
+        (["--tp", "2", "--nproc", "1"], "--tp 2 is not the number of ranks, 1"),
+        (["--pp", "2"], "--pp is 2, but this command has no pipeline stages"),
     ],
 )
 def test_flags_that_cannot_be(run, flags, message):

@@ -15,7 +15,7 @@ from harness.program import Program
 from harness.watchdog import wait_until
 from made_files import Folders
 
-from shardwise.cli import demo, export_hf, finetune, import_hf, train
+from shardwise.cli import demo, export_hf, finetune, import_hf, start, train
 from shardwise.errors import ConfigError
 from shardwise.folder_lock import LOCK_NAME, FolderLock, check_free
 from shardwise.training.ranks import open_ranks
@@ -104,8 +104,7 @@ def test_an_out_that_cannot_be_is_said_before_anything_else(
     def not_yet(*args: object, **kwargs: object) -> int:
         raise AssertionError("it went on")
 
-    for module in (train, demo, import_hf, export_hf):
-        monkeypatch.setattr(module, "launch_ranks", not_yet)
+    monkeypatch.setattr(start, "launch_ranks", not_yet)
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     held = tmp_path / "held"

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from shardwise.cli.arguments import parse_command
-from shardwise.cli.launch import launch_ranks, shardwise_command
-from shardwise.cli.rank import RankEnvironment
+from shardwise.cli.arguments import LaunchArguments, parse_command
+from shardwise.cli.start import run_in_ranks
 from shardwise.errors import ConfigError
 from shardwise.folder_lock import check_free
-from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, check_values
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range
 from shardwise.training.settings import (
     CorpusSettings,
     ModelSettings,
@@ -33,25 +32,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DemoArguments:
+class DemoArguments(LaunchArguments):
     """Train a small GPT on this machine's Python standard library, in about a minute on two cores.
 
     Attributes:
         out: folder for the checkpoint, metrics, picture and sample; an earlier demo's are replaced.
-        tp: ranks that split the model, each a process on this machine.
+        tp: ranks that split each layer.
+        pp: pipeline stages, which share out the layers; without the text sample at the end.
         steps: optimizer steps.
         timeout: seconds that a rank waits for another, before all end with an error that names it.
-        debug: show stack traces.
     """
 
     out: str = "runs/demo"
-    tp: Annotated[int, LOCAL_RANKS] = 2
+    tp: Annotated[int, LOCAL_RANKS, tyro.conf.arg(aliases=("--parallel.tp",))] = 2
+    pp: Annotated[int, LOCAL_RANKS, tyro.conf.arg(aliases=("--parallel.pp",))] = 1
     steps: Annotated[int, Range(1, 10**9)] = 560
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
-    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
-    def __post_init__(self) -> None:
-        check_values(self, "--")
+    @property
+    def num_ranks(self) -> int:
+        """One for each part of the model."""
+        return self.tp * self.pp
+
+    def check_world(self, world_size: int) -> None:
+        """See ``Settings.check_world``."""
+        demo_settings(self).check_world(world_size)
 
 
 def demo_settings(arguments: DemoArguments) -> Settings:
@@ -63,7 +68,7 @@ def demo_settings(arguments: DemoArguments) -> Settings:
         device="cpu",
         timeout=arguments.timeout,
         model=ModelSettings(num_layers=2, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256),
-        parallel=ParallelSettings(tp=arguments.tp),
+        parallel=ParallelSettings(tp=arguments.tp, pp=arguments.pp),
         optimizer=OptimizerSettings(learning_rate=4e-3, warmup_steps=20),
         training=TrainingSettings(steps=arguments.steps, global_batch_size=8, eval_every=max(1, arguments.steps // 2)),
         corpus=CorpusSettings(held_out_fraction=0.03),
@@ -83,22 +88,15 @@ def main(argv: list[str]) -> int:
         ConfigError: a number of ranks that the model cannot be split over, or a folder that is not an earlier demo's.
     """
     arguments = parse_command(DemoArguments, argv, "shardwise demo")
-    settings = demo_settings(arguments)
-    if RankEnvironment.read() is None:
-        check_free(Path(arguments.out))
-        _check_folder(Path(arguments.out))
-    if RankEnvironment.read() is None and arguments.tp > 1:
-        return launch_ranks(
-            arguments.tp, shardwise_command("demo", *argv), command="shardwise demo", debug=arguments.debug
-        )
-    _run_rank(settings)
-    return 0
+    out = Path(arguments.out)
 
+    def check() -> None:
+        check_free(out)
+        # The demo replaces what it finds; it must not find somebody's run.
+        if (out / "checkpoints").exists() and not (out / "DEMO").exists():
+            raise ConfigError(f"{out} holds a run that is not a demo's; choose another --out")
 
-def _check_folder(out: Path) -> None:
-    """The demo replaces what it finds; it must not find somebody's run."""
-    if (out / "checkpoints").exists() and not (out / "DEMO").exists():
-        raise ConfigError(f"{out} holds a run that is not a demo's; choose another --out")
+    return run_in_ranks("demo", argv, arguments, lambda: _run_rank(demo_settings(arguments)), check=check)
 
 
 def _run_rank(settings: Settings) -> None:
@@ -162,7 +160,7 @@ def report(session: Session, parity: Parity, outcome: Outcome) -> str:
 
 Go on:
   {command} generate {session.out} --prompt "def "
-  {command} train --data YOUR_FILES --out runs/mine --parallel.tp {settings.parallel.tp}
+  {command} train --data YOUR_FILES --out runs/mine --tp {settings.parallel.tp}
   {command} train --help"""
 
 

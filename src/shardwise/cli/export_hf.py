@@ -8,16 +8,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from shardwise.cli.arguments import parse_command
+from shardwise.cli.arguments import SplitArguments, parse_command
 from shardwise.cli.checkpoint_model import OpenCheckpoint, open_checkpoint
-from shardwise.cli.launch import launch_ranks, shardwise_command
-from shardwise.cli.rank import RankEnvironment, checked_world_size
+from shardwise.cli.start import run_in_ranks
 from shardwise.folder_lock import check_free_target, checked_out
-from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, check_values
+from shardwise.training.bounds import Range
 
 
 @dataclass(frozen=True)
-class ExportArguments:
+class ExportArguments(SplitArguments):
     """Write a checkpoint's model in Hugging Face's layout, with its tokenizer: transformers loads it unchanged.
 
     Attributes:
@@ -27,9 +26,6 @@ class ExportArguments:
         architecture: model_type to write, such as "mistral"; the one that it was imported from, or else the first that
             fits (llama or gpt2 for a training run), if not given.
         max_file_gb: largest file of weights, in 1e9 bytes.
-        nproc: ranks on this machine that share the work; each holds its part of the model.
-        timeout: seconds that a rank waits for another, before all end with an error that names it.
-        debug: show stack traces, and the launcher's log.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
@@ -37,12 +33,6 @@ class ExportArguments:
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     architecture: str | None = None
     max_file_gb: Annotated[float, Range(1e-9, 1e9)] = 5.0
-    nproc: Annotated[int | None, LOCAL_RANKS] = None
-    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
-    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-
-    def __post_init__(self) -> None:
-        check_values(self, "--")
 
 
 def main(argv: list[str]) -> int:
@@ -59,14 +49,17 @@ def main(argv: list[str]) -> int:
         CheckpointError: no checkpoint, or a damaged one; the folder cannot be written.
     """
     arguments = parse_command(ExportArguments, argv, "shardwise export-hf")
-    world_size, here = checked_world_size(arguments.nproc)
-    if RankEnvironment.read() is None:
-        check_free_target(checked_out(arguments.out))
-    if not here:
-        # A mistake costs less to find before the ranks are started.
-        _open(arguments, world_size)
-        program = shardwise_command("export-hf", *argv)
-        return launch_ranks(world_size, program, command="shardwise export-hf", debug=arguments.debug)
+    return run_in_ranks(
+        "export-hf",
+        argv,
+        arguments,
+        lambda: _export(arguments),
+        check=lambda: check_free_target(checked_out(arguments.out)),
+        prepare=lambda world_size: _open(arguments, world_size),
+    )
+
+
+def _export(arguments: ExportArguments) -> None:
     import torch
 
     from shardwise.communication.agreement import agree
@@ -74,7 +67,7 @@ def main(argv: list[str]) -> int:
     from shardwise.training.ranks import open_ranks
 
     with open_ranks("cpu", timeout=arguments.timeout) as ranks:
-        opened = agree(lambda: _open(arguments, world_size), group=ranks.control)
+        opened = agree(lambda: _open(arguments, ranks.world_size), group=ranks.control)
         save_pretrained(
             opened.load_model(ranks),
             arguments.out,
@@ -86,7 +79,6 @@ def main(argv: list[str]) -> int:
         )
         if ranks.is_first:
             print(f"wrote {arguments.out}; transformers loads it: AutoModel*.from_pretrained({arguments.out!r})")
-    return 0
 
 
 def _open(arguments: ExportArguments, world_size: int) -> OpenCheckpoint:

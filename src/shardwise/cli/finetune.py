@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.cli.arguments import parse_finetune_arguments
-from shardwise.cli.train import run_in_ranks
+from shardwise.cli.train import start_run
 
 
 def main(argv: list[str]) -> int:
@@ -26,4 +26,4 @@ def main(argv: list[str]) -> int:
 
         finetune(arguments.settings)
 
-    return run_in_ranks("finetune", argv, arguments, body)
+    return start_run("finetune", argv, arguments, body)

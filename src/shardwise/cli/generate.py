@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from shardwise.cli.arguments import parse_command
+from shardwise.cli.arguments import SplitArguments, parse_command
 from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, open_model
-from shardwise.cli.launch import launch_ranks, shardwise_command
-from shardwise.cli.rank import checked_world_size
 from shardwise.cli.reporting import print_line
+from shardwise.cli.start import run_in_ranks
 from shardwise.errors import ConfigError, DataError
-from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, SEED, TIMEOUT, Range, check_values
+from shardwise.training.bounds import SEED, Range
 
 if TYPE_CHECKING:
     from shardwise.huggingface.generation_config import GenerationChoice
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GenerateArguments:
+class GenerateArguments(SplitArguments):
     """Continue a text with a model of shardwise train, demo, finetune or import-hf, or in a Hugging Face folder.
 
-    The same seed gives the same text at every --nproc.
+    The same seed gives the same text on every number of ranks.
 
     Attributes:
         checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging
@@ -46,10 +45,7 @@ class GenerateArguments:
         special_tokens: read the names of special tokens in the prompt, such as <|im_start|>, as these tokens, as
             transformers does; as letters with --no-special-tokens, for text of people whom you don't trust.
         seed: of the choices.
-        nproc: ranks on this machine that split the model.
         device: where to compute; "auto" takes a GPU if there is one for each rank.
-        timeout: seconds that a rank waits for another, before all end with an error that names it.
-        debug: show stack traces, and the launcher's log.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
@@ -61,13 +57,7 @@ class GenerateArguments:
     top_p: Annotated[float | None, Range(0, 1, low_included=False)] = None
     special_tokens: bool = True
     seed: Annotated[int, SEED] = 0
-    nproc: Annotated[int | None, LOCAL_RANKS] = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
-    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-
-    def __post_init__(self) -> None:
-        check_values(self, "--")
 
 
 def main(argv: list[str]) -> int:
@@ -84,18 +74,21 @@ def main(argv: list[str]) -> int:
         CheckpointError: no checkpoint there, or a damaged one.
     """
     arguments = parse_command(GenerateArguments, argv, "shardwise generate")
-    world_size, here = checked_world_size(arguments.nproc)
-    if not here:
-        # A mistake costs less to find before the ranks are started.
-        _prepare(arguments, world_size)
-        program = shardwise_command("generate", *argv)
-        return launch_ranks(world_size, program, command="shardwise generate", debug=arguments.debug)
-    # Late, here and below, because PyTorch takes seconds to import, and `--help` or a wrong flag should not.
-    from shardwise.training.ranks import open_ranks
 
-    with open_ranks(arguments.device, timeout=arguments.timeout) as ranks:
-        _generate(arguments, ranks)
-    return 0
+    def body() -> None:
+        # Late, here and below, because PyTorch takes seconds to import, and `--help` or a wrong flag should not.
+        from shardwise.training.ranks import open_ranks
+
+        with open_ranks(arguments.device, timeout=arguments.timeout) as ranks:
+            _generate(arguments, ranks)
+
+    return run_in_ranks(
+        "generate",
+        argv,
+        arguments,
+        body,
+        prepare=lambda world_size: _prepare(arguments, world_size),
+    )
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from shardwise.cli.arguments import parse_command
+from shardwise.cli.arguments import SplitArguments, parse_command
 from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER
-from shardwise.cli.launch import launch_ranks, shardwise_command
-from shardwise.cli.rank import RankEnvironment, checked_world_size
 from shardwise.cli.reporting import print_line
+from shardwise.cli.start import run_in_ranks
 from shardwise.errors import ConfigError, DataError
 from shardwise.folder_lock import check_free, checked_out
-from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, check_values
 
 if TYPE_CHECKING:
     from shardwise.huggingface.folder import PretrainedFolder
 
 
 @dataclass(frozen=True)
-class ImportArguments:
+class ImportArguments(SplitArguments):
     """Make a checkpoint of a model in Hugging Face's layout (config.json and safetensors).
 
     shardwise generate reads it, and programs through shardwise.checkpoint, at any layout. (To train further from a
@@ -33,20 +31,11 @@ class ImportArguments:
         folder: of the model: GPT-2, BLOOM, Llama, Mistral, Qwen 2, Qwen 3 or BERT.
         out: folder for the checkpoint, which must not have one yet.
         dtype: of the weights; the model's own if not given.
-        nproc: ranks on this machine that share the work; each holds its part of the model.
-        timeout: seconds that a rank waits for another, before all end with an error that names it.
-        debug: show stack traces, and the launcher's log.
     """
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     out: str
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
-    nproc: Annotated[int | None, LOCAL_RANKS] = None
-    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
-    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-
-    def __post_init__(self) -> None:
-        check_values(self, "--")
 
 
 def main(argv: list[str]) -> int:
@@ -63,26 +52,28 @@ def main(argv: list[str]) -> int:
         CheckpointError: the folder's files are not what its ``config.json`` says, or nothing can be written.
     """
     arguments = parse_command(ImportArguments, argv, "shardwise import-hf")
-    world_size, here = checked_world_size(arguments.nproc)
-    if RankEnvironment.read() is None:
-        check_free(checked_out(arguments.out))
-    if not here:
-        # A mistake costs less to find before the ranks are started.
-        _open(arguments, world_size)
-        program = shardwise_command("import-hf", *argv)
-        return launch_ranks(world_size, program, command="shardwise import-hf", debug=arguments.debug)
+    return run_in_ranks(
+        "import-hf",
+        argv,
+        arguments,
+        lambda: _run_rank(arguments),
+        check=lambda: check_free(checked_out(arguments.out)),
+        prepare=lambda world_size: _open(arguments, world_size),
+    )
+
+
+def _run_rank(arguments: ImportArguments) -> None:
     from shardwise.training.out_folder import hold_folder
     from shardwise.training.ranks import open_ranks
 
     with open_ranks("cpu", timeout=arguments.timeout) as ranks, hold_folder(checked_out(arguments.out), ranks):
-        path, kind, lack = _import(arguments, world_size)
+        path, kind, lack = _import(arguments, ranks.world_size)
         if ranks.is_first:
             generates = kind == "gpt" and lack is None
             use = f"; continue a text with: shardwise generate {arguments.out}" if generates else ""
             print(f"wrote {path}{use}")
             if lack is not None:
                 print_line(f"shardwise import-hf: {_what_it_means(lack, kind)}")
-    return 0
 
 
 def _open(arguments: ImportArguments, world_size: int) -> PretrainedFolder:

@@ -147,28 +147,6 @@ class RankEnvironment:
         )
 
 
-def checked_world_size(nproc: int | None) -> tuple[int, bool]:
-    """For a command that splits a model over all ranks: how many there are, and whether this process is one of them.
-
-    Args:
-        nproc: how many ranks the user asks for on this machine; 1 if None, or what a launcher started.
-
-    Returns:
-        The number, and False if this process is to start them.
-
-    Raises:
-        ConfigError: ``nproc`` is not what the launcher started.
-    """
-    environment = RankEnvironment.read()
-    if environment is None:
-        return nproc or 1, (nproc or 1) == 1
-    if nproc not in (None, environment.world_size):
-        raise ConfigError(
-            f"--nproc asks for {nproc} ranks, but the launcher started {environment.world_size}; leave --nproc out"
-        )
-    return environment.world_size, True
-
-
 @contextlib.contextmanager
 def signals_raise(*, once: bool) -> Iterator[None]:
     """Within, SIGINT, SIGTERM and SIGHUP raise Interrupted; one that is ignored (``nohup``) stays so.

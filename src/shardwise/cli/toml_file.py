@@ -1,20 +1,19 @@
-"""A settings file: TOML, each value checked against its dataclass before flags override it."""
+"""A settings file: TOML, each value checked against its dataclass's types before flags override it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import tomllib
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_origin
 
 from shardwise.cli.reporting import nearest
 from shardwise.errors import ConfigError
 from shardwise.files import read_regular
-
-_T = TypeVar("_T")
+from shardwise.training.bounds import annotations_of, check_value, kind_of
 
 _MAX_BYTES = 1_000_000
 _MAX_DEPTH = 16
@@ -59,79 +58,53 @@ def _depths(value: object) -> Iterator[int]:
         pending.extend((each, depth + 1) for each in inner)
 
 
-def settings_defaults(cls: type[_T], values: dict[str, Any], path: str | None = None) -> _T:
-    """An instance of a settings dataclass with ``values`` over its defaults, for flags to override.
+def checked_settings(cls: type, values: dict[str, Any], path: str) -> dict[str, Any]:
+    """The values of a settings file by the fields' names, each of its setting's type.
 
-    Its own validation does not run: what contradicts itself here may be mended by a flag. Only names and types are
-    checked.
+    Ranges, and whether settings contradict each other, are for the dataclass to check: a flag may mend it.
 
     Args:
-        cls: the dataclass; its fields may be dataclasses too.
+        cls: the settings' dataclass; its fields may be dataclasses too.
         values: from ``read_toml``; hyphens in names are taken for underscores.
         path: the file, for messages.
 
     Raises:
         ConfigError: an unknown name, or a value of the wrong type.
     """
-    return _filled(cls, values, f"{path}: " if path else "", "", _setting_types(cls))
+    return _checked(values, f"{path}: ", "", _setting_types(cls))
 
 
 def _setting_types(cls: type, prefix: str = "") -> dict[str, Any]:
     """The type of each setting by its dotted name, such as ``model.num_layers``; of each table by its name too."""
     types: dict[str, Any] = {}
-    for name, annotation in get_type_hints(cls).items():
+    for name, (annotation, _) in annotations_of(cls).items():
         types[prefix + name] = annotation
-        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-            types |= _setting_types(annotation, f"{prefix}{name}.")
+        if dataclasses.is_dataclass(annotation):
+            types |= _setting_types(cast(type, annotation), f"{prefix}{name}.")
     return types
 
 
-def _filled(cls: type[_T], values: dict[str, Any], where: str, prefix: str, known: dict[str, Any]) -> _T:
-    given = {key.replace("-", "_"): value for key, value in values.items()}
-    for key in given:
-        if prefix + key not in known or "." in key:
-            close = nearest(prefix + key, known)
+def _checked(values: dict[str, Any], where: str, prefix: str, known: dict[str, Any]) -> dict[str, Any]:
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        last = key.replace("-", "_")
+        name = prefix + last
+        if name not in known or "." in last:
+            close = nearest(name, known)
             hint = f"; did you mean {close}?" if close else ""
-            raise ConfigError(f"{where}unknown setting {prefix}{key}{hint}")
-    instance = object.__new__(cls)
-    # Only dataclasses come here.
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        name = prefix + field.name
-        annotation = known[name]
-        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-            table = given.get(field.name, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"{where}{name} must be a table, [{name}], got {table!r}")
-            value: Any = _filled(annotation, table, where, f"{name}.", known)
-        elif field.name in given:
-            value = _checked(given[field.name], annotation, f"{where}{name}")
-        elif field.default is not dataclasses.MISSING:
-            value = field.default
-        else:
-            assert field.default_factory is not dataclasses.MISSING
-            value = field.default_factory()
-        object.__setattr__(instance, field.name, value)
-    return instance
-
-
-def _checked(value: Any, annotation: Any, name: str) -> Any:
-    """``value`` as its setting has it: an integer may stand for a float, and a list for a tuple."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        if value not in arguments:
-            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, arguments))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f'{name} is {value!r}; it must be a list of strings, such as ["a.txt", "b"]')
-        return tuple(value)
-    if origin in (types.UnionType, Union):
-        annotation = next(argument for argument in arguments if argument is not type(None))
-    accepted = (int, float) if annotation is float else annotation
-    if not isinstance(value, accepted) or (isinstance(value, bool) and annotation is not bool):
-        what = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[annotation]
-        raise ConfigError(f"{name} is {value!r}; it must be {what}")
-    try:
-        return annotation(value)
-    except OverflowError as error:
-        raise ConfigError(f"{name} is an integer too large for a number: {error}") from error
+            raise ConfigError(f"{where}unknown setting {name}{hint}")
+        kind = kind_of(known[name])
+        if dataclasses.is_dataclass(kind):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where}{name} must be a table, [{name}], got {value!r}")
+            checked[last] = _checked(value, where, f"{name}.", known)
+            continue
+        if isinstance(value, list) and get_origin(kind) is tuple:
+            value = tuple(value)
+        check_value(where + name, value, kind)
+        if kind is float:
+            # What is too large for a float is out of range too, and refused as such.
+            with contextlib.suppress(OverflowError):
+                value = float(value)
+        checked[last] = value
+    return checked

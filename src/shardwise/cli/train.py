@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.cli.arguments import FinetuneArguments, TrainArguments, parse_train_arguments
-from shardwise.cli.launch import launch_ranks, shardwise_command
-from shardwise.cli.rank import RankEnvironment
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.cli.arguments import RunArguments, parse_train_arguments
+from shardwise.cli.start import run_in_ranks
+from shardwise.errors import CheckpointError
 from shardwise.folder_lock import check_free
-from shardwise.training.settings import RunSettings
-from shardwise.training.stopping import Interrupted, way_on
+from shardwise.training.stopping import way_on
 
 
 def main(argv: list[str]) -> int:
@@ -34,63 +32,19 @@ def main(argv: list[str]) -> int:
 
         run(arguments.settings)
 
-    return run_in_ranks("train", argv, arguments, body)
+    return start_run("train", argv, arguments, body)
 
 
-def run_in_ranks(
-    command: str, argv: list[str], arguments: TrainArguments | FinetuneArguments, body: Callable[[], None]
-) -> int:
-    """Run ``body`` if this process is a rank or the only one, else start the ranks that will.
-
-    Args:
-        command: of ``shardwise``.
-        argv: the arguments after it.
-        arguments: the same, parsed.
-        body: what a rank does.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: settings that do not fit the number of ranks; ``out`` is another run's, or cannot be written to.
-    """
-    settings = arguments.settings
-    environment = RankEnvironment.read()
-    if environment is None:
-        parallel = settings.parallel
-        world_size = parallel.tp * parallel.pp if arguments.nproc is None else arguments.nproc
-    else:
-        world_size = environment.world_size
-        if arguments.nproc not in (None, world_size):
-            raise ConfigError(
-                f"--nproc asks for {arguments.nproc} ranks, but the launcher started {world_size}; leave --nproc out"
-            )
-    try:
-        settings.check_world(world_size)
-    except ConfigError as error:
-        if environment is None:
-            raise
-        raise ConfigError(
-            f"{error} (WORLD_SIZE={world_size} is in the environment; unset it and RANK if no launcher set them)"
-        ) from error
-    if environment is None:
-        check_free(Path(settings.out))
-    try:
-        if environment is None and world_size > 1:
-            program, name = shardwise_command(command, *argv), f"shardwise {command}"
-            return launch_ranks(
-                world_size, program, command=name, debug=arguments.debug, way_on=lambda: _way_on(settings)
-            )
-        body()
-    except Interrupted as interruption:
-        interruption.note = _way_on(settings)
-        raise
-    return 0
+def start_run(command: str, argv: list[str], arguments: RunArguments, body: Callable[[], None]) -> int:
+    """``run_in_ranks`` for a run into the folder that its settings name, from whose checkpoints it can go on."""
+    out = Path(arguments.settings.out)
+    return run_in_ranks(
+        command, argv, arguments, body, check=lambda: check_free(out), way_on=lambda: _way_on(out / "checkpoints")
+    )
 
 
-def _way_on(settings: RunSettings) -> str:
+def _way_on(folder: Path) -> str:
     """How to go on after the run ended early, from what is on the disk."""
-    folder = Path(settings.out) / "checkpoints"
     if not folder.exists():
         return way_on(None)
     # Late, because PyTorch takes seconds to import.

@@ -91,39 +91,62 @@ def check_values(settings: Any, prefix: str = "") -> None:
     cls: Any = type(settings)
     for name, (annotation, limits) in _declared(cls).items():
         value = getattr(settings, name)
-        problem = _problem(value, annotation, limits)
-        if problem is not None:
-            raise ConfigError(f"{prefix}{name.replace('_', '-')} is {_shown(value)}; it must be {problem}")
+        check_value(f"{prefix}{name.replace('_', '-')}", value, annotation, limits)
+
+
+def check_value(name: str, value: Any, annotation: Any, limits: Range | None = None) -> None:
+    """Check a value against the type of its setting, and against a range if one is given.
+
+    Raises:
+        ConfigError: it is of another kind or out of range; the message begins with ``name``.
+    """
+    problem = _problem(value, annotation, limits)
+    if problem is not None:
+        raise ConfigError(f"{name} is {_shown(value)}; it must be {problem}")
+
+
+@functools.cache
+def annotations_of(cls: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """The type of each field of a dataclass, and what ``Annotated`` says beside it."""
+    hints = get_type_hints(cls, include_extras=True)
+    split = {field.name: (hints[field.name], get_args(hints[field.name])) for field in dataclasses.fields(cls)}
+    return {
+        name: (arguments[0], arguments[1:]) if get_origin(hint) is Annotated else (hint, ())
+        for name, (hint, arguments) in split.items()
+    }
 
 
 @functools.cache
 def _declared(cls: Any) -> dict[str, tuple[Any, Range | None]]:
     """Type and range of each field."""
-    declared: dict[str, tuple[Any, Range | None]] = {}
-    hints = get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
-        annotation, marks = hints[field.name], []
-        if get_origin(annotation) is Annotated:
-            annotation, *marks = get_args(annotation)
-        declared[field.name] = (annotation, next((mark for mark in marks if isinstance(mark, Range)), None))
-    return declared
+    return {
+        name: (annotation, next((mark for mark in marks if isinstance(mark, Range)), None))
+        for name, (annotation, marks) in annotations_of(cls).items()
+    }
+
+
+def kind_of(annotation: Any) -> Any:
+    """The type of a setting's values beside None."""
+    if get_origin(annotation) not in (types.UnionType, Union):
+        return annotation
+    (kind,) = (argument for argument in get_args(annotation) if argument is not type(None))
+    return kind
 
 
 def _problem(value: Any, annotation: Any, limits: Range | None) -> str | None:
     """What ``value`` must be and is not; None if it is."""
+    kind = kind_of(annotation)
+    if kind is not annotation and value is None:
+        return None
+    annotation = kind
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (types.UnionType, Union):
-        if value is None:
-            return None
-        (annotation,) = (argument for argument in arguments if argument is not type(None))
-        return _problem(value, annotation, limits)
     if origin is Literal:
         # Of the same type too, as True is 1; an unhashable value is no error of its own.
         fits = any(type(value) is type(choice) and value == choice for choice in arguments)
         return None if fits else f"one of {', '.join(map(repr, arguments))}"
     if origin is tuple:
         fits = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-        return None if fits else "a list of strings"
+        return None if fits else 'a list of strings, such as ["a.txt", "b"]'
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return None if isinstance(value, annotation) else "a table of settings"
     accepted = (int, float) if annotation is float else annotation

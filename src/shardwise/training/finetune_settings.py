@@ -15,7 +15,6 @@ from shardwise.training.settings import (
     RATE,
     SEQUENCE,
     OptimizerSettings,
-    ParallelSettings,
     RunSettings,
     TrainingSettings,
 )
@@ -62,8 +61,6 @@ class LoraSettings:
     lora_merge: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.lora_targets, list):  # of JSON
-            object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
         check_values(self, "--")
         if self.lora_rank is None:
             changed = [
@@ -129,7 +126,6 @@ class FinetuneSettings(RunSettings):
     out: str = "runs/finetune"
     special_tokens: bool = True
     model: PretrainedSettings = field(default_factory=PretrainedSettings)
-    parallel: Annotated[ParallelSettings, tyro.conf.arg(name="")] = field(default_factory=ParallelSettings)
     optimizer: FinetuneOptimizerSettings = field(default_factory=FinetuneOptimizerSettings)
     training: TrainingSettings = field(
         default_factory=lambda: TrainingSettings(steps=200, global_batch_size=8, eval_every=50)

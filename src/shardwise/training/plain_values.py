@@ -1,15 +1,40 @@
-"""Settings from the plain values of a JSON file, each checked against its dataclass."""
+"""Settings from plain values, such as those of a JSON file, over their defaults."""
 
 from __future__ import annotations
 
 import dataclasses
-import types
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
 
 from shardwise.errors import ConfigError
 from shardwise.json_files import shown
+from shardwise.training.bounds import annotations_of
 
 _T = TypeVar("_T")
+
+
+def with_values(cls: type[_T], values: Mapping[str, Any], defaults: _T | None = None) -> _T:
+    """A settings dataclass with ``values`` over its defaults; those in it likewise.
+
+    Args:
+        cls: the dataclass.
+        values: by the fields' names; those of a dataclass in it as a mapping, those of a tuple as a list if need be.
+        defaults: an instance with the default values; those of the class if None.
+
+    Raises:
+        ConfigError: what the dataclasses refuse when they are made.
+    """
+    arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    any_class: Any = cls
+    for field in dataclasses.fields(any_class):
+        if not isinstance(table := values.get(field.name), Mapping):
+            continue
+        inner = None if defaults is None else getattr(defaults, field.name)
+        if defaults is None and field.default_factory is not dataclasses.MISSING:
+            inner = field.default_factory()
+        arguments[field.name] = with_values(annotations_of(any_class)[field.name][0], table, inner)
+    made: _T = any_class(**arguments) if defaults is None else dataclasses.replace(cast(Any, defaults), **arguments)
+    return made
 
 
 def from_plain_values(cls: type[_T], values: object, where: str) -> _T:
@@ -23,30 +48,17 @@ def from_plain_values(cls: type[_T], values: object, where: str) -> _T:
     Raises:
         ConfigError: an unknown name, a value of another type, or one that the class itself refuses.
     """
+    _check_names(cls, values, where)
+    return with_values(cls, cast(Mapping[str, Any], values))
+
+
+def _check_names(cls: type, values: object, where: str) -> None:
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is {shown(values)}; it must be an object")
-    annotations = get_type_hints(cls)
-    arguments: dict[str, Any] = {}
+    known = annotations_of(cls)
     for name, value in values.items():
-        if name not in annotations:
+        if name not in known:
             raise ConfigError(f"{where} are settings of another version: {shown(name)} is unknown")
-        annotation = annotations[name]
+        annotation = known[name][0]
         if dataclasses.is_dataclass(annotation):
-            arguments[name] = from_plain_values(annotation, value, f"{where}.{name}")  # type: ignore[arg-type] # not an instance
-        elif _is_of(value, annotation):
-            arguments[name] = tuple(value) if isinstance(value, list) else value
-        else:
-            raise ConfigError(f"{where}.{name} is {shown(value)}, which cannot be")
-    return cls(**arguments)
-
-
-def _is_of(value: object, annotation: Any) -> bool:
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin in (types.UnionType, Union):
-        return any(_is_of(value, choice) for choice in inner)
-    if origin is Literal:
-        return isinstance(value, str) and value in inner
-    if origin is tuple:
-        return isinstance(value, list) and all(_is_of(item, inner[0]) for item in value)
-    # Exactly: for isinstance, True and False are integers too.
-    return type(value) in ((int, float) if annotation is float else (annotation,))
+            _check_names(cast(type, annotation), value, f"{where}.{name}")

@@ -9,7 +9,9 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
+
+import tyro
 
 from shardwise.errors import ConfigError
 from shardwise.training.bounds import (
@@ -24,11 +26,6 @@ from shardwise.training.bounds import (
     check_values,
 )
 from shardwise.training.plain_values import from_plain_values
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from shardwise.optimizer.optimizer import ShardedOptimizer
 
 _WIDTH = Range(1, 1 << 20)
 _SAMPLES = Range(1, 10**6)
@@ -112,11 +109,13 @@ class ParallelSettings:
         virtual_stages: parts of the model on each stage.
     """
 
-    tp: Annotated[int, RANKS] = 1
-    sequence_parallel: bool = False
-    pp: Annotated[int, RANKS] = 1
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    virtual_stages: Annotated[int, RANKS] = 1
+    tp: Annotated[int, RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
+    sequence_parallel: Annotated[bool, tyro.conf.arg(aliases=("--sequence-parallel",))] = False
+    pp: Annotated[int, RANKS, tyro.conf.arg(aliases=("--pp",))] = 1
+    pipeline_schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved", "zero-bubble"], tyro.conf.arg(aliases=("--pipeline-schedule",))
+    ] = "1f1b"
+    virtual_stages: Annotated[int, RANKS, tyro.conf.arg(aliases=("--virtual-stages",))] = 1
 
     def __post_init__(self) -> None:
         check_values(self, "parallel.")
@@ -158,18 +157,6 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_values(self, "optimizer.")
-
-    def make(self, model: nn.Module) -> ShardedOptimizer:
-        """The optimizer of ``model``: the one place that says which."""
-        from shardwise.optimizer.adamw import AdamW
-
-        return AdamW(
-            model,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            betas=(self.beta1, self.beta2),
-            epsilon=self.epsilon,
-        )
 
 
 @dataclass(frozen=True)
