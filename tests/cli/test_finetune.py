@@ -59,6 +59,17 @@ def reopened(path):
 
 
 @pytest.mark.slow
+def test_adapters_find_their_model_from_any_folder(folder, tmp_path, monkeypatch):
+    arguments = arguments_of(folder, "roaming", "--lora-rank", "2")
+    arguments[1] = "base"
+    monkeypatch.setenv("SHARDWISE_CACHE", str(folder / "cache"))
+    monkeypatch.chdir(folder)
+    assert main(arguments) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", str(folder / "roaming"), "--max-new-tokens", "1", "--device", "cpu"]) == 0
+
+
+@pytest.mark.slow
 def test_all_weights(folder, capsys):
     rate = ("--optimizer.learning-rate", "0.01")
     assert "all weights" in call_on_two_ranks(folder, "tuned", *rate)

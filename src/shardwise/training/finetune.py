@@ -227,7 +227,8 @@ def export(session: Session, base: Base) -> None:
         if not settings.lora.lora_merge:
             # Beside a model of an earlier run they would be taken for that one's.
             agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=control)
-            save_adapter(model, out, architecture, base_model=settings.base)
+            # Absolute, so that they find it from any folder.
+            save_adapter(model, out, architecture, base_model=os.path.abspath(settings.base))
             barrier("the adapters' files", group=control)
             return
         merge_lora_(model)
