@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def python_example() -> str:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    return example
+def first_example(document: str) -> str:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
 
 
-def run_example(folder: Path, ranks: int) -> str:
+def run_example(document: str, folder: Path, ranks: int) -> str:
     script = folder / "example.py"
-    script.write_text(python_example(), encoding="utf-8")
+    script.write_text(first_example(document), encoding="utf-8")
     store = folder / f"store{ranks}"
     # As under torchrun, without its agent: a file for the rendezvous, so that no port is needed.
     start = f"""
@@ -37,9 +37,17 @@ runpy.run_path({str(script)!r})
     return outputs[0]
 
 
+def test_the_readme_shows_the_engine_and_the_guide_its_door():
+    doors = r"shardwise(\.| import )(tensor_parallel|parallel_state|megatron)\b"
+    assert "from shardwise import Topology" in first_example("README.md")
+    assert re.search(doors, first_example("README.md")) is None
+    assert re.search(doors, first_example("docs/porting.md")) is not None
+
+
 @pytest.mark.slow
-def test_python_example_gives_the_same_loss_at_every_number_of_ranks(tmp_path):
-    losses = {ranks: run_example(tmp_path, ranks) for ranks in (1, 3)}
+@pytest.mark.parametrize("document", ["README.md", "docs/porting.md"])
+def test_python_example_gives_the_same_loss_at_every_number_of_ranks(tmp_path, document):
+    losses = {ranks: run_example(document, tmp_path, ranks) for ranks in (1, 2, 3)}
     assert re.fullmatch(r"loss 1\d\.\d{6}\n", losses[1])
     assert len({round(float(text.split()[1]), 4) for text in losses.values()}) == 1
 

@@ -1,8 +1,10 @@
 """The public surface, both ways: nothing of it is missing, and nothing is public that is not documented.
 
-``signatures.json`` lists what programs written for the reference call: module, name, parameters in order.
+``signatures.json`` lists what programs written for the reference call: module, name, parameters in order. DEFAULTS has
+what they leave out.
 """
 
+import ast
 import importlib
 import inspect
 import json
@@ -26,6 +28,83 @@ NAMES = [
 ]
 MODULES = sorted({module for module, _, _ in NAMES})
 MODELS = ("shardwise.megatron.models.bert", "shardwise.megatron.models.embedding", "shardwise.megatron.models.gpt")
+
+
+# Of each name the parameters that have a default, with the reference's; "*" comes before those by keyword alone.
+DEFAULTS = {
+    "tensor_parallel.cross_entropy": {"vocab_parallel_cross_entropy": "label_smoothing=0.0, tp_group=None"},
+    "tensor_parallel.data": {"broadcast_data": "tp_group=None"},
+    "tensor_parallel.layers": {
+        "VocabParallelEmbedding": "*, reduce_scatter_embeddings=False, tp_group=None",
+        "ColumnParallelLinear": (
+            "*, bias=True, gather_output=False, stride=1, keep_master_weight_for_test=False, skip_bias_add=False, "
+            "skip_weight_param_allocation=False, embedding_activation_buffer=None, grad_output_buffer=None, "
+            "is_expert=False, tp_comm_buffer_name=None, disable_grad_reduce=False, tp_group=None"
+        ),
+        "ColumnParallelLinear.forward": "weight=None, runtime_gather_output=None",
+        "RowParallelLinear": (
+            "*, stride=1, keep_master_weight_for_test=False, is_expert=False, tp_comm_buffer_name=None, tp_group=None"
+        ),
+        "linear_with_grad_accumulation_and_async_allreduce": (
+            "grad_output_buffer=None, wgrad_deferral_limit=0, async_grad_allreduce=None, tp_group=None"
+        ),
+        "linear_with_frozen_weight": "grad_output_buffer=None, wgrad_deferral_limit=None, async_grad_allreduce=None",
+        "param_is_not_tensor_parallel_duplicate": "tp_group=None",
+    },
+    "tensor_parallel.mappings": {
+        "copy_to_tensor_model_parallel_region": "group=None",
+        "reduce_from_tensor_model_parallel_region": "group=None",
+        "scatter_to_tensor_model_parallel_region": "group=None",
+        "gather_from_tensor_model_parallel_region": "group=None",
+        "scatter_to_sequence_parallel_region": "group=None",
+        "gather_from_sequence_parallel_region": (
+            "tensor_parallel_output_grad=True, group=None, output_split_sizes=None, use_global_buffer=False"
+        ),
+        "reduce_scatter_to_sequence_parallel_region": "group=None, input_split_sizes=None, use_global_buffer=False",
+        "all_gather_last_dim_from_tensor_parallel_region": "group=None",
+        "reduce_scatter_last_dim_to_tensor_parallel_region": "group=None",
+        "all_to_all": "output_split_sizes_=None, input_split_sizes=None",
+        "all_to_all_sp2hp": "group=None",
+        "all_to_all_hp2sp": "group=None",
+    },
+    "tensor_parallel.random": {
+        "CheckpointWithoutOutput": "fp8=False",
+        "model_parallel_cuda_manual_seed": (
+            "te_rng_tracker=False, inference_rng_tracker=False, use_cudagraphable_rng=False, tp_rank=None, "
+            "ep_rank=None, etp_rank=None, force_reset_rng=False"
+        ),
+    },
+    "tensor_parallel.utils": {
+        "split_tensor_along_last_dim": "contiguous_split_chunks=False",
+        "split_tensor_into_1d_equal_chunks": "new_buffer=False, tp_group=None",
+        "gather_split_1d_tensor": "tp_group=None",
+    },
+    "parallel_state": {
+        "initialize_model_parallel": (
+            "tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, "
+            "context_parallel_size=1, expert_model_parallel_size=1, expert_tensor_parallel_size=None, "
+            "order='tp-cp-ep-dp-pp'"
+        ),
+        "RankGenerator": "rank_offset=0",
+    },
+    "megatron.models.language_module": {
+        "LanguageModule": "pg_collection=None",
+        "LanguageModule.sharded_state_dict": "prefix='', sharded_offsets=(), metadata=None",
+        "LanguageModule.tie_embeddings_and_output_weights_state_dict": "metadata={}",
+    },
+    "megatron.models.gpt": {
+        "GPTModel": (
+            "pre_process=True, post_process=True, fp16_lm_cross_entropy=False, parallel_output=True, "
+            "share_embeddings_and_output_weights=False, position_embedding_type='learned_absolute', "
+            "rotary_percent=1.0, rotary_base=10000"
+        ),
+        "GPTModel.forward": "labels=None",
+    },
+    "megatron.models.bert": {
+        "BertModel": "pre_process=True, post_process=True, add_binary_head=True",
+        "BertModel.forward": "tokentype_ids=None, lm_labels=None",
+    },
+}
 
 
 def found(module, name):
@@ -52,6 +131,26 @@ def test_nothing_is_missing(module, name, parameters):
         assert parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (
             parameter.default is not parameter.empty
         ), f"{parameter.name} is new and required"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [(module, name, expected) for module, names in DEFAULTS.items() for name, expected in names.items()],
+)
+def test_defaults_are_the_references(module, name, expected):
+    """Where one may be given by position, it has the reference's place among them."""
+    parameters = inspect.signature(found(f"shardwise.{module}", name)).parameters
+    (call,) = ast.parse(f"f({expected.removeprefix('*, ')})").body
+    given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.value.keywords}
+    # An empty dict in a signature would be shared by all calls.
+    ours = {name: parameters[name].default for name in given}
+    assert {name: {} if name == "metadata" and value is None else value for name, value in ours.items()} == {
+        name: {} if name == "metadata" and value is None else value for name, value in given.items()
+    }
+    kind = inspect.Parameter.KEYWORD_ONLY if expected.startswith("*") else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert {parameters[name].kind for name in given} == {kind}
+    # In the order in which the reference has them.
+    assert [name for name in parameters if name in given] == list(given)
 
 
 @pytest.mark.parametrize(
