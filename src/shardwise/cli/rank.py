@@ -20,11 +20,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.errors import ConfigError
 from shardwise.training import stopping
 from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 REPORTS_VARIABLE = "SHARDWISE_RANK_REPORTS"
 """Environment variable: the folder where ranks leave their FailureReport for the launcher to print."""
@@ -39,6 +42,7 @@ LONGEST_LEAVING_SECONDS = 20.0
 """How long a rank whose step was done and saved on a signal may take to end."""
 
 _POLL_SECONDS = 0.5
+_AGAIN_SECONDS = 0.05
 _REQUEST_NAME = "stop"
 
 
@@ -163,13 +167,26 @@ def signals_raise(*, once: bool) -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN if once else signal.SIG_DFL)
         raise Interrupted(signum)
 
+    def raise_again(lost: UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, Interrupted):
+            others(lost)
+            return
+        # It came while Python was in a callback, such as a weak reference's, out of which nothing is raised.
+        for each in before:
+            signal.signal(each, handle)
+        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), lost.exc_value.signal))
+        again.daemon = True
+        again.start()
+
     before = {each: signal.getsignal(each) for each in ENDING_SIGNALS}
     before = {each: handler for each, handler in before.items() if handler is not signal.SIG_IGN}
     for each in before:
         signal.signal(each, handle)
+    others, sys.unraisablehook = sys.unraisablehook, raise_again
     try:
         yield
     finally:
+        sys.unraisablehook = others
         for each, handler in before.items():
             signal.signal(each, handler)
 
