@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.optimizer.adamw import make_adamw
+from shardwise.optimizer.adamw import AdamW
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.topology import Groups, Topology
@@ -69,9 +69,7 @@ def make_shardwise(problem: Problem, topology: Topology, *, sequence_parallel: b
     with torch.no_grad():
         for name, param, layout in named_param_layouts(model, tp_group.size()):
             param.copy_(layout.take(_whole_weight(name, problem.weights, sizes), tp_group.rank()))
-    optimizer = make_adamw(
-        model, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=BETAS, epsilon=ADAM_EPSILON
-    )
+    optimizer = AdamW(model, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=BETAS, epsilon=ADAM_EPSILON)
 
     def step() -> tuple[Tensor, Tensor]:
         loss = model(problem.ids, labels=problem.labels).mean()

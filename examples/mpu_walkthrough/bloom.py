@@ -25,7 +25,7 @@ from shardwise.huggingface import load_pretrained, save_pretrained
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.schedules import get_forward_backward_func
-from shardwise.optimizer.adamw import make_adamw
+from shardwise.optimizer.adamw import AdamW
 from shardwise.optimizer.gradients import finalize_gradients_
 from shardwise.topology import Groups
 from shardwise.transformer.activations import gelu_tanh
@@ -97,7 +97,7 @@ def forward_step(data: Iterator[Tensor], model: torch.nn.Module) -> tuple[Tensor
 def train() -> Training:
     """A few steps of AdamW on one batch."""
     model, groups = bloom(), Groups.use_mpu_process_groups()
-    optimizer = make_adamw(model, learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.95), epsilon=1e-8)
+    optimizer = AdamW(model, learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.95), epsilon=1e-8)
     losses = []
     for _ in range(STEPS):
         reported = get_forward_backward_func()(

@@ -66,6 +66,11 @@ def is_recomputing() -> bool:
     return _innermost() is _Phase.RECOMPUTATION
 
 
+def is_kept_briefly() -> bool:
+    """Whether either is so: what is saved now is dropped and saved again just before the backward, or used just now."""
+    return _innermost() is not None
+
+
 class _Forward(AbstractContextManager[None]):
     def __enter__(self) -> None:
         _PHASES.entered.append(_Phase.FORWARD)

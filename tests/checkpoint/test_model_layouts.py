@@ -22,7 +22,8 @@ from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.optimizer.adamw import make_adamw, optimizer_state
+from shardwise.optimizer.adamw import AdamW
+from shardwise.optimizer.optimizer import optimizer_state
 from shardwise.topology import Topology
 from shardwise.transformer.layer import TransformerLayerSpec
 
@@ -101,7 +102,7 @@ class Place:
                 parts.append(GPTModel(config, TransformerLayerSpec(), **arguments, **options))
         model = nn.ModuleList(parts)
         weights = {name: shard for part in parts for name, shard in part.sharded_state_dict().items()}
-        optimizer = make_adamw(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), epsilon=1e-8)
+        optimizer = AdamW(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), epsilon=1e-8)
         moments = optimizer_state(weights, optimizer)
         for name, shard in (weights | moments).items():
             # Biases and moments would be zero, and the last stage's copy of a tied weight not yet the first's.

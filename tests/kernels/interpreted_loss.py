@@ -10,7 +10,8 @@ import traceback
 import numpy
 import torch
 
-from shardwise.kernels import loss_reference, loss_triton
+from shardwise.kernels import dispatch, loss_reference, loss_triton
+from shardwise.kernels.dispatch import loss_kernels
 
 OPTIONS = {
     "plain": {},
@@ -86,7 +87,7 @@ def check_widths():
 
 
 def check_extremes():
-    """Forbidden ids, rows of nothing else, huge logits, rows that are not numbers, none at all."""
+    """Forbidden ids, rows of nothing else, huge logits, rows with NaN."""
     logits = torch.randn(8, 5000)
     logits[0, ::2] = -torch.inf
     logits[1] = -torch.inf
@@ -106,24 +107,17 @@ def check_extremes():
         assert bool(actual[5:7, 1].isnan().all())
         numbers = [0, 1, 2, 3, 4, 7]
         check_close(actual[numbers], expected[numbers], 2e-6, "statistics")
-    for shape in ((0, 5), (5, 0)):
-        none = torch.empty(shape)
-        nowhere = torch.full(shape[:1], -1)
-        row = torch.zeros(shape[0])
-        assert torch.equal(loss_triton.exponentials_(none, nowhere), loss_reference.exponentials_(none, nowhere))
-        loss_triton.gradient_(none, none, nowhere, row, row, row)
 
 
-def check_strides():
-    """Columns that do not lie side by side are left to the reference."""
-    logits, target = torch.randn(50, 4).t(), target_of(4, 50)
-    expected = loss_reference.row_statistics(logits, target)
-    assert torch.equal(loss_triton.row_statistics(logits, target), expected)
-    actual, expected = torch.empty(4, 50), torch.empty(4, 50)
-    row = torch.rand(4)
-    loss_reference.gradient_(expected, logits, target, row, row, row, row)
-    loss_triton.gradient_(actual, logits, target, row, row, row, row)
-    assert torch.equal(actual, expected)
+def check_what_is_left_to_the_reference():
+    """Columns that do not lie side by side, and no logits at all; the CPU here stands for a GPU."""
+    dispatch.LOSS_TRITON.device_type = "cpu"
+    dispatch.LOSS_TRITON.missing = lambda call: None
+    logits, across = torch.randn(4, 50), torch.randn(50, 4).t()
+    assert loss_kernels(logits, softcap=5.0) is loss_triton
+    assert loss_kernels(across[:, :1]) is loss_triton
+    for matrices in ((across,), (logits, across), (torch.empty(0, 5),), (torch.empty(5, 0),)):
+        assert loss_kernels(*matrices) is loss_reference
 
 
 def check_rows_beyond_32_bits():
@@ -146,7 +140,7 @@ def cases():
     for dtype in RTOL:
         for name, options in OPTIONS.items():
             yield f"{dtype}, {name}", lambda d=dtype, o=options: (check_statistics(d, o), check_gradient(d, o))
-    for check in (check_widths, check_extremes, check_strides, check_rows_beyond_32_bits):
+    for check in (check_widths, check_extremes, check_what_is_left_to_the_reference, check_rows_beyond_32_bits):
         yield check.__name__, check
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.kernels import compiled, elementwise_cpu
+from shardwise.kernels import compiled, dispatch, elementwise_cpu
 from shardwise.kernels.rms_norm import rms_norm
 from shardwise.transformer.rotary import RotaryEmbedding, apply_rotary
 
@@ -15,7 +15,7 @@ from shardwise.transformer.rotary import RotaryEmbedding, apply_rotary
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     if (reason := elementwise_cpu.why_not_compiled()) is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(elementwise_cpu, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(dispatch.ELEMENTWISE, "min_size", 1)
 
 
 def _randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -157,5 +157,5 @@ def test_what_they_are_not_for_stays_with_pytorch(monkeypatch: pytest.MonkeyPatc
         elementwise_cpu.swiglu(inner)
     monkeypatch.setattr(elementwise_cpu, "_library", lambda: "no compiler")
     assert torch.equal(elementwise_cpu.swiglu(inner), _swiglu(inner))
-    monkeypatch.setattr(elementwise_cpu, "MIN_ELEMENTS", 100)
+    monkeypatch.setattr(dispatch.ELEMENTWISE, "min_size", 100)
     assert torch.equal(elementwise_cpu.swiglu(inner), _swiglu(inner))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal, assert_close_to
 
-from shardwise.kernels import loss_cpu, loss_reference
-from shardwise.kernels.choice import choose
+from shardwise.kernels import dispatch, loss_cpu, loss_reference
+from shardwise.kernels.dispatch import loss_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -15,7 +15,7 @@ def compiled(monkeypatch):
     """Compiled code at any size."""
     if (reason := loss_cpu.why_not_compiled()) is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(loss_cpu, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(dispatch.LOSS_CPU, "min_size", 1)
 
 
 def rows_of(n, v, dtype, level=0.0):
@@ -125,8 +125,9 @@ def test_strides_and_threads_change_nothing(dtype):
         assert strided[:, 400:].eq(9.0).all()
     # Columns that do not lie side by side are the reference's.
     across = whole.t().contiguous().t()
-    assert not loss_cpu.applies(across, None)
-    assert_close_to(loss_cpu.row_statistics(across, target), expected, rtol_of_norm=1e-6)
+    assert loss_kernels(whole, inside) is loss_cpu
+    for matrices in ((across,), (whole, across)):
+        assert loss_kernels(*matrices) is loss_reference
 
 
 @pytest.mark.usefixtures("compiled")
@@ -147,14 +148,14 @@ def test_small_and_other_logits_are_the_references(monkeypatch):
         raise AssertionError("compiled for nothing")
 
     monkeypatch.setattr(loss_cpu, "_library", never)
-    logits, target = rows_of(4, 100, torch.float32)
-    assert_bit_equal(loss_cpu.row_statistics(logits, target), loss_reference.row_statistics(logits, target))
-    monkeypatch.setattr(loss_cpu, "MIN_ELEMENTS", 1)
-    for other, options in ((logits, {"softcap": 5.0}), (logits.double(), {}), (logits.half(), {})):
-        assert_bit_equal(
-            loss_cpu.row_statistics(other, target, **options), loss_reference.row_statistics(other, target, **options)
-        )
-    assert loss_cpu.row_statistics(logits[:, :0], torch.full((4,), -1)).tolist() == [[-torch.inf, 0.0, -torch.inf]] * 4
+    logits, _ = rows_of(4, 100, torch.float32)
+    assert loss_kernels(logits) is loss_reference
+    monkeypatch.setattr(dispatch.LOSS_CPU, "min_size", 1)
+    for other in (logits.double(), logits.half(), logits[:, :0]):
+        assert loss_kernels(other) is loss_reference
+    assert loss_kernels(logits, softcap=5.0) is loss_reference
+    nothing = loss_reference.row_statistics(logits[:, :0], torch.full((4,), -1))
+    assert nothing.tolist() == [[-torch.inf, 0.0, -torch.inf]] * 4
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "a compiler that fails", "a compiler that cannot be run"])
@@ -170,12 +171,11 @@ def test_without_a_compiler_the_reference_computes_and_the_reason_is_told(monkey
         path.chmod(0o755)
     monkeypatch.setenv("CC", str(path))
     monkeypatch.setenv("PATH", str(tmp_path / "nothing") if trouble == "no compiler" else str(tmp_path))
-    monkeypatch.setattr(loss_cpu, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(dispatch.LOSS_CPU, "min_size", 1)
     loss_cpu._library.cache_clear()
     try:
-        logits, target = rows_of(4, 100, torch.float32)
-        kernels = choose(logits.device, logits.dtype)
-        assert_bit_equal(kernels.row_statistics(logits, target), loss_reference.row_statistics(logits, target))
+        logits, _ = rows_of(4, 100, torch.float32)
+        assert loss_kernels(logits) is loss_reference
         assert loss_cpu.why_not_compiled().startswith(expected)
     finally:
         loss_cpu._library.cache_clear()

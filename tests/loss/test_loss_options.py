@@ -10,7 +10,7 @@ from harness.parity import assert_close_to, assert_unmodified
 from shardwise.communication import moves
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError
-from shardwise.kernels import loss_cpu
+from shardwise.kernels import dispatch, loss_cpu
 from shardwise.loss import vocab_parallel_cross_entropy
 from shardwise.topology import Topology
 
@@ -96,7 +96,7 @@ def test_errors_are_within_what_is_stated(group, dtype, compiled, monkeypatch):
     if compiled:
         if loss_cpu.why_not_compiled(dtype) is not None:
             pytest.skip(loss_cpu.why_not_compiled(dtype))
-        monkeypatch.setattr(loss_cpu, "MIN_ELEMENTS", 1)
+        monkeypatch.setattr(dispatch.LOSS_CPU, "min_size", 1)
     u, k = 2.0**-24, 700
     target = torch.randint(k, (16,))
     for level, spread in itertools.product((0.0, 1e4, -1e4), (0.0, 1.0, 20.0)):
@@ -154,7 +154,7 @@ def test_the_mean_over_a_data_parallel_batch(group):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("elements", [1, 1 << 20], ids=["compiled", "reference"])
 def test_targets_of_any_integer_dtype(group, elements, monkeypatch):
-    monkeypatch.setattr(loss_cpu, "MIN_ELEMENTS", elements)
+    monkeypatch.setattr(dispatch.LOSS_CPU, "min_size", elements)
     whole, target = torch.randn(5, VOCAB), torch.tensor([3, -100, 12, 0, 7])
     results = []
     for dtype in (torch.int64, torch.int32, torch.int16):

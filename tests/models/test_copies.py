@@ -10,7 +10,7 @@ from harness.parity import assert_bit_equal
 from pipeline_parallel.pipelines import random_batch, staged_gpt
 from torch import nn
 
-from shardwise.optimizer.adamw import make_adamw
+from shardwise.optimizer.adamw import AdamW
 from shardwise.optimizer.gradients import finalize_gradients_
 from shardwise.pipeline_parallel import make_schedule
 from shardwise.tensor_parallel import ColumnParallelLinear
@@ -20,7 +20,7 @@ from shardwise.transformer.layer import TransformerLayer
 def steps(staged, schedule):
     """Three steps of AdamW; the losses."""
     topology = staged.topology
-    optimizer = make_adamw(staged.chunks, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8)
+    optimizer = AdamW(staged.chunks, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8)
     losses = []
     for seed in range(3):
         losses += staged.run(schedule, random_batch(4, seed=seed))

@@ -9,14 +9,8 @@ from torch import nn
 
 from shardwise.initialization import Normal
 from shardwise.megatron.config import ModelParallelConfig
-from shardwise.optimizer.adamw import (
-    STATE_NAMES,
-    learning_rate_at,
-    make_adamw,
-    optimizer_state,
-    set_learning_rate_,
-    set_step_,
-)
+from shardwise.optimizer.adamw import STATE_NAMES, AdamW
+from shardwise.optimizer.optimizer import learning_rate_at, optimizer_state, set_learning_rate_
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, named_param_layouts
 
@@ -66,7 +60,7 @@ def train(model, optimizer, steps):
 def test_a_resumed_run_equals_the_uninterrupted_one(group, dtype):
     torch.manual_seed(3)
     straight = TwoLayers(group, dtype)
-    optimizer = make_adamw(straight, **OPTIONS)
+    optimizer = AdamW(straight, **OPTIONS)
     train(straight, optimizer, range(3))
     weights = {name: value.clone() for name, value in straight.state_dict().items()}
     state = {name: moment.data.clone() for name, moment in state_of(straight, optimizer).items()}
@@ -75,13 +69,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one(group, dtype):
     torch.manual_seed(4)
     resumed = TwoLayers(group, dtype)
     resumed.load_state_dict(weights)
-    optimizer = make_adamw(resumed, **OPTIONS)
+    optimizer = AdamW(resumed, **OPTIONS)
     empty = state_of(resumed, optimizer)
     assert set(empty) == set(state)
     for name, moment in empty.items():
         assert not moment.data.any()
         moment.data.copy_(state[name])
-    set_step_(resumed, optimizer, 3)
+    optimizer.set_step_(3)
     train(resumed, optimizer, range(3, 6))
     for name, value in straight.state_dict().items():
         assert_bit_equal(resumed.state_dict()[name], value, name=name)
@@ -95,7 +89,7 @@ def test_shards_are_updated_as_the_whole(group):
     dense = nn.ParameterDict(
         {name.replace(".", "_"): gather_shards(param, layout, group) for name, param, layout in layouts}
     )
-    sharded = make_adamw(model, **OPTIONS)
+    sharded = AdamW(model, **OPTIONS)
     # PyTorch's own, decay on matrices alone.
     whole = torch.optim.AdamW(
         [
@@ -127,7 +121,7 @@ def test_shards_are_updated_as_the_whole(group):
 @pytest.mark.ranks(2)
 def test_state_is_named_and_laid_out_like_the_parameters(group):
     model = TwoLayers(group)
-    optimizer = make_adamw(model, **OPTIONS)
+    optimizer = AdamW(model, **OPTIONS)
     state = state_of(model, optimizer)
     trained = {name: layout for name, param, layout in named_param_layouts(model, 2) if param.requires_grad}
     assert "frozen" not in trained
@@ -141,7 +135,7 @@ def test_state_is_named_and_laid_out_like_the_parameters(group):
     # Asking twice makes nothing anew.
     again = state_of(model, optimizer)
     assert all(again[name].data is moment.data for name, moment in state.items())
-    set_step_(model, optimizer, 7)
+    optimizer.set_step_(7)
     steps = {float(optimizer.state[param]["step"]) for param in model.parameters() if param.requires_grad}
     assert steps == {7.0}
     assert model.frozen not in optimizer.state
@@ -150,7 +144,7 @@ def test_state_is_named_and_laid_out_like_the_parameters(group):
 @pytest.mark.ranks(1)
 def test_what_decays(group):
     model = TwoLayers(group)
-    optimizer = make_adamw(model, **OPTIONS)
+    optimizer = AdamW(model, **OPTIONS)
     decays = {id(param): rule["weight_decay"] for rule in optimizer.param_groups for param in rule["params"]}
     for name, param in model.named_parameters():
         if name == "frozen":
@@ -161,9 +155,9 @@ def test_what_decays(group):
         assert (rule["lr"], rule["betas"], rule["eps"]) == (0.01, (0.9, 0.95), 1e-8)
     set_learning_rate_(optimizer, 0.5)
     assert {rule["lr"] for rule in optimizer.param_groups} == {0.5}
-    only_vectors = make_adamw(nn.LayerNorm(3), **OPTIONS)
+    only_vectors = AdamW(nn.LayerNorm(3), **OPTIONS)
     assert [rule["weight_decay"] for rule in only_vectors.param_groups] == [0.0]
-    nothing_to_train = make_adamw(nn.LayerNorm(3).requires_grad_(False), **OPTIONS)
+    nothing_to_train = AdamW(nn.LayerNorm(3).requires_grad_(False), **OPTIONS)
     nothing_to_train.step()
     assert [rule["params"] for rule in nothing_to_train.param_groups] == [[]]
 

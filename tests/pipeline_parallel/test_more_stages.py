@@ -15,7 +15,7 @@ from pipeline_parallel.test_pipeline_gradients import CASES, assert_gradients_of
 from shardwise import parallel_state
 from shardwise.errors import ConfigError
 from shardwise.megatron.schedules import get_forward_backward_func
-from shardwise.optimizer.adamw import make_adamw
+from shardwise.optimizer.adamw import AdamW
 from shardwise.optimizer.gradients import clip_grad_norm_, global_grad_norm
 from shardwise.pipeline_parallel import Pipeline, make_schedule
 from shardwise.random import seed_streams, streams
@@ -80,7 +80,7 @@ def test_ten_steps_of_three_stages_are_those_of_the_whole_model(group, name, tie
     """Losses and gradients of the first step, and losses and weights after ten."""
     whole, staged = staged_gpt(num_layers=LAYERS, tied=tied), staged_for(name, PP, tied=tied)
     options = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8}
-    optimizers = [make_adamw(model.chunks, **options) for model in (whole, staged)]
+    optimizers = [AdamW(model.chunks, **options) for model in (whole, staged)]
     start = {key: shard.data.detach().clone() for key, shard in staged.parameters_by_key().items()}
     for step in range(10):
         for optimizer in optimizers:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 from pipeline_parallel.pipelines import random_batch, run_whole, staged_gpt
 
-from shardwise.optimizer.adamw import make_adamw
+from shardwise.optimizer.adamw import AdamW
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_, global_grad_norm
 from shardwise.pipeline_parallel import forward_only, make_schedule
 
@@ -91,7 +91,7 @@ def test_tied_copies_stay_bit_equal(group, name):
     staged = staged_gpt(
         pp=pp, num_chunks=num_chunks, num_layers=pp * num_chunks, delay_wgrad_compute=name == "zero-bubble"
     )
-    optimizer = make_adamw(staged.chunks, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8)
+    optimizer = AdamW(staged.chunks, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8)
     before = {key: shard.data.detach().clone() for key, shard in staged.parameters_by_key().items()}
     for step in range(10):
         optimizer.zero_grad()

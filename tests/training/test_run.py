@@ -197,8 +197,10 @@ def test_metrics_drop_steps_that_are_done_again(tmp_path):
             metrics.write(step, {"loss": 1.0 / (step + 1)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    with MetricsWriter(tmp_path, 2) as metrics:
+    with (tmp_path / "metrics.jsonl").open() as before, MetricsWriter(tmp_path, 2) as metrics:
         metrics.write(2, {"loss": 9.0})
+        # It was replaced, not emptied: a run that is killed between the two has lost nothing.
+        assert len(before.readlines()) == 5
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == [(0, 1.0), (1, 0.5), (2, 9.0)]
 

@@ -8,9 +8,9 @@ from harness.parity import assert_close_to
 from layer_cases import CASES, B, H, S, config_of, layer_of
 
 from shardwise.cli.env import _grouped_heads, fast_paths
+from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.transformer import attention
 from shardwise.transformer.attention import SelfAttention
-from shardwise.transformer.backend import why_repeat_keys
 
 HALF = (torch.float16, torch.bfloat16)
 GROUPED = CASES["two key-value heads across ranks"]

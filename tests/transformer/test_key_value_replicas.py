@@ -10,7 +10,7 @@ from layer_cases import LLAMA, Case, alone, config_of, layer_of
 from shardwise.checkpoint import load, save
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError
-from shardwise.optimizer.adamw import make_adamw
+from shardwise.optimizer.adamw import AdamW
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_, global_grad_norm
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.tensor_parallel.layers import named_param_layouts
@@ -69,7 +69,7 @@ def test_training_is_that_of_one_rank_and_copies_stay_bit_equal(group, sequence_
             assert_bit_equal(whole, expected[key].detach(), name=f"{name}: {key} at first")
 
         optimizers = [
-            make_adamw(model, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8) for model in models
+            AdamW(model, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8) for model in models
         ]
         size = S * t
         mine = slice(S * rank, S * (rank + 1)) if sequence_parallel else slice(None)

@@ -23,6 +23,8 @@ from shardwise.cli.variables import VARIABLES
 if TYPE_CHECKING:
     import torch
 
+    from shardwise.kernels.dispatch import Choice
+
 _REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "tqdm")
 _OPTIONAL = ("matplotlib", "tensorboard", "triton")
 
@@ -38,21 +40,6 @@ class EnvArguments:
 
     json: bool = False
     debug: bool = False
-
-
-@dataclass(frozen=True)
-class FastPath:
-    """Something that makes training faster where it can be had.
-
-    Attributes:
-        name: what it is.
-        on: whether ``shardwise train`` uses it on this machine.
-        why: where or how if on; why not if off.
-    """
-
-    name: str
-    on: bool
-    why: str
 
 
 def main(argv: list[str]) -> int:
@@ -107,48 +94,24 @@ def versions() -> dict[str, str]:
     return found
 
 
-def fast_paths(devices: Iterable[torch.device]) -> list[FastPath]:
+def fast_paths(devices: Iterable[torch.device]) -> list[Choice]:
     """What ``shardwise train`` uses to be fast on ``devices``, each tried out."""
     from shardwise.communication.transports.shared_memory import why_not_here
-    from shardwise.kernels.elementwise_cpu import why_not_compiled
-    from shardwise.kernels.products import why_not_onednn
+    from shardwise.kernels.dispatch import Choice, report
 
-    paths = []
+    choices = []
     for device in devices:
         refusal = _refusal(partial(_try_fused_adamw, device))
-        paths.append(FastPath(f"fused AdamW on {device.type}", refusal is None, refusal or "always"))
-        paths.append(_fused_attention(device))
-        paths.append(_grouped_heads(device))
-        paths.append(_loss_kernels(device))
-    refusal, no_onednn, no_compiler = why_not_here(), why_not_onednn(), why_not_compiled()
+        choices.append(Choice(f"fused AdamW on {device.type}", refusal is None, refusal or "always"))
+        choices.append(_fused_attention(device))
+        choices.append(_grouped_heads(device))
+        choices.extend(report(device.type, device_index=device.index or 0))
+    refusal = why_not_here()
     return [
-        *paths,
-        FastPath(
-            "compiled SwiGLU, rotary and RMSNorm on cpu",
-            no_compiler is None,
-            no_compiler or "for fp32, 2^16 elements or more",
-        ),
-        FastPath("oneDNN's fp32 products on cpu", no_onednn is None, no_onednn or "for large matrices"),
-        FastPath("shared memory between CPU ranks", refusal is None, refusal or "ranks of one machine, 2 to 8 of them"),
-        FastPath("CUDA graphs", False, "shardwise has none yet"),
+        *choices,
+        Choice("shared memory between CPU ranks", refusal is None, refusal or "ranks of one machine, 2 to 8 of them"),
+        Choice("CUDA graphs", False, "shardwise has none yet"),
     ]
-
-
-def _loss_kernels(device: torch.device) -> FastPath:
-    """What makes the loss's passes over the logits."""
-    import torch
-
-    from shardwise.kernels import loss_cpu
-    from shardwise.kernels.choice import choose
-
-    if device.type == "cpu":
-        refusal = loss_cpu.why_not_compiled()
-        return FastPath(
-            "compiled loss on cpu", refusal is None, refusal or "for fp32 and bf16 logits, 2^18 of them or more"
-        )
-    kernels = choose(device, torch.bfloat16)
-    name = f"Triton loss on {device.type}"
-    return FastPath(name, kernels.why_not_faster is None, kernels.why_not_faster or "always")
 
 
 def _try_fused_adamw(device: torch.device) -> None:
@@ -159,10 +122,12 @@ def _try_fused_adamw(device: torch.device) -> None:
     torch.optim.AdamW([weight], fused=True).step()
 
 
-def _fused_attention(device: torch.device) -> FastPath:
+def _fused_attention(device: torch.device) -> Choice:
     """Which fused kernels compute causal attention and its gradient, for which dtypes."""
     import torch
     from torch.nn.attention import SDPBackend
+
+    from shardwise.kernels.dispatch import Choice
 
     dtypes_of: dict[str, list[str]] = {}
     refusals, with_dropout = [], False
@@ -180,16 +145,16 @@ def _fused_attention(device: torch.device) -> FastPath:
                 refusals.append(f"{label}: {refusal}")
     name = f"fused attention on {device.type}"
     if not dtypes_of:
-        return FastPath(name, False, refusals[0])
+        return Choice(name, False, refusals[0])
     kernels = ", ".join(f"{label} ({', '.join(dtypes)})" for label, dtypes in dtypes_of.items())
-    return FastPath(name, True, kernels if with_dropout else f"{kernels}; none with dropout")
+    return Choice(name, True, kernels if with_dropout else f"{kernels}; none with dropout")
 
 
-def _grouped_heads(device: torch.device) -> FastPath:
+def _grouped_heads(device: torch.device) -> Choice:
     """Whether attention on grouped heads reads each key and value once, or a copy for each of its queries."""
     import torch
 
-    from shardwise.transformer.backend import why_repeat_keys
+    from shardwise.kernels.dispatch import Choice, why_repeat_keys
 
     as_they_are, repeated = [], []
     for dtype in (torch.float32, torch.bfloat16):
@@ -200,7 +165,7 @@ def _grouped_heads(device: torch.device) -> FastPath:
         else:
             repeated.append(f"; copied for each query in {name}: {why}")
     why = f"without copies ({', '.join(as_they_are)}){''.join(repeated)}"
-    return FastPath(f"attention on grouped heads on {device.type}", bool(as_they_are), why)
+    return Choice(f"attention on grouped heads on {device.type}", bool(as_they_are), why)
 
 
 def _try_attention(device: torch.device, backend: Any, dtype: torch.dtype, dropout: float) -> None:

@@ -30,7 +30,6 @@ class LayerConfig:
         pipeline_model_parallel_size: number of pipeline stages.
         virtual_pipeline_model_parallel_size: parts of the model that each stage holds, interleaved; needs
             ``pipeline_model_parallel_size`` over 1.
-        pipeline_dtype: dtype of what stages send to each other; ``params_dtype`` if None.
 
     Raises:
         ConfigError: a value out of range, or two that contradict each other.
@@ -47,7 +46,6 @@ class LayerConfig:
     wgrad_deferral_limit: int = 0
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
-    pipeline_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_integers(self)

@@ -131,9 +131,7 @@ def _text_of_line(line: str, where: str, text_key: str) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: JSON that cannot be read: {error}; repair or remove the line") from error
     if not isinstance(value, dict):
-        raise DataError(
-            f"{where}: not a JSON object but {_kind(value)}; each line must be like {{{text_key!r}: '...'}}"
-        )
+        raise DataError(f"{where}: not a JSON object but {_kind(value)}; each line must be like {_example(text_key)}")
     return _text_of_object(value, where, text_key)
 
 
@@ -143,7 +141,7 @@ def _text_of_record(value: object, where: str, text_key: str) -> str:
     if not isinstance(value, dict):
         raise DataError(
             f"{where}: neither a JSON object nor a string but {_kind(value)}; each record must be like "
-            f"{{{text_key!r}: '...'}} or '...'"
+            f'{_example(text_key)} or "..."'
         )
     return _text_of_object(value, where, text_key)
 
@@ -171,6 +169,10 @@ def _checked(text: str, where: str, what: str) -> str:
             f"{where}: a lone surrogate \\u{ord(text[error.start]):04x} in {what}, which is no character; remove it"
         ) from error
     return text
+
+
+def _example(text_key: str) -> str:
+    return f'{{{json.dumps(text_key)}: "..."}}'
 
 
 def _kind(value: object) -> str:

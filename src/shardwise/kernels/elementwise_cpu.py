@@ -1,8 +1,6 @@
 """SwiGLU, rotary embedding and RMSNorm on a CPU, fp32, in one pass over memory (``elementwise_cpu.c``).
 
-The first two choose for themselves, ``kernels.rms_norm`` for the third: small tensors, other dtypes, devices and
-layouts, ``torch.compile``, autocast, and machines without a compiler have PyTorch's single operations, whose results
-differ by rounding.
+Where ``dispatch.ELEMENTWISE`` does not run, PyTorch's single operations compute the same, up to rounding.
 """
 
 from __future__ import annotations
@@ -17,10 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels import dispatch
 from shardwise.kernels.compiled import address, compile_c, over_rows
-
-# The choice depends on nothing but the call, so that a run that is resumed computes the same bits.
-MIN_ELEMENTS = 1 << 16
 
 
 def why_not_compiled() -> str | None:
@@ -38,7 +34,7 @@ def swiglu(inner: Tensor) -> Tensor:
     Returns:
         ``[..., f]``.
     """
-    if applies(inner) and inner.is_contiguous():
+    if dispatch.ELEMENTWISE.runs(inner, fits=lambda: inner.is_contiguous() and inner.size(-1) % 2 == 0):
         output: Tensor = _SwiGLU.apply(inner)
         return output
     gate, up = inner.chunk(2, dim=-1)
@@ -58,13 +54,16 @@ def rotate_halves(input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool =
         A new tensor like ``input_``; None where compiled code is not for it.
     """
     rows, batch, heads, width = input_.shape
-    if not (
-        applies(input_)
-        and cos.shape == sin.shape == (rows, 1, 1, width // 2)
-        and cos.dtype == sin.dtype == input_.dtype
-        and input_.stride(3) == 1
-        and (batch == 1 or input_.stride(1) == heads * input_.stride(2))
-    ):
+
+    def fits() -> bool:
+        return (
+            cos.shape == sin.shape == (rows, 1, 1, width // 2)
+            and width % 2 == 0
+            and input_.stride(3) == 1
+            and (batch == 1 or input_.stride(1) == heads * input_.stride(2))
+        )
+
+    if not dispatch.ELEMENTWISE.runs(input_, cos, sin, fits=fits):
         return None
     output = torch.empty(input_.shape, dtype=input_.dtype)
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -85,7 +84,7 @@ def rotate_halves(input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool =
 
 
 def rms_norm(input_: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``kernels.rms_norm`` of a contiguous ``input_`` that ``applies``; not recorded by autograd.
+    """``kernels.rms_norm`` of contiguous tensors; not recorded by autograd.
 
     Returns:
         The output, and ``rsqrt(mean(x^2) + eps)`` of each row, ``[..., 1]``.
@@ -158,21 +157,6 @@ def _over_flat_rows(name: str, *tensors: Tensor) -> None:
 
 def _rows_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1, tensor.size(-1))
-
-
-def applies(tensor: Tensor) -> bool:
-    """Whether compiled code is for a tensor, as far as its kind and size tell, and can be had."""
-    return (
-        tensor.numel() >= MIN_ELEMENTS
-        and tensor.is_cpu
-        and tensor.dtype == torch.float32
-        # A subclass (fake, functional, distributed) has no memory of its own.
-        and type(tensor) is Tensor
-        and tensor.size(-1) % 2 == 0
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cpu")
-        and why_not_compiled() is None
-    )
 
 
 @functools.cache

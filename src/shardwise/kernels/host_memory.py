@@ -17,11 +17,10 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-import torch
 from torch import Tensor
 
-# Smaller tensors get memory that the allocator already had.
-_MIN_BYTES = 16 << 20
+from shardwise.kernels.dispatch import HUGE_PAGES
+
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 
@@ -35,14 +34,19 @@ def empty_in_huge_pages(shape: tuple[int, ...], like: Tensor) -> Tensor:
     huge pages where the system has them.
     """
     empty = like.new_empty(shape)
-    if empty.nbytes >= _MIN_BYTES and empty.is_cpu and not torch.compiler.is_compiling() and type(empty) is Tensor:
-        advise = _c_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        if advise is not None:
-            first = -(-empty.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-            last = (empty.data_ptr() + empty.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-            # A refusal changes nothing but the time.
-            advise(first, last - first, _MADV_HUGEPAGE)
+    if HUGE_PAGES.runs(empty, size=empty.nbytes):
+        advise = _madvise()
+        assert advise is not None
+        first = -(-empty.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        last = (empty.data_ptr() + empty.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        # A refusal changes nothing but the time.
+        advise(first, last - first, _MADV_HUGEPAGE)
     return empty
+
+
+def why_not_huge_pages() -> str | None:
+    """Why no tensor is in huge pages by our doing; None if large ones are, as far as the system grants it."""
+    return None if _madvise() is not None else "the system has no madvise"
 
 
 def keep_freed_memory() -> bool:
@@ -59,6 +63,10 @@ def keep_freed_memory() -> bool:
         return False
     chosen = [set_option(number, _KEPT_BYTES) for name, number in _THRESHOLDS.items() if name not in os.environ]
     return all(chosen)
+
+
+def _madvise() -> Callable[..., int] | None:
+    return _c_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @cache

@@ -1,8 +1,8 @@
-"""The loss' work on this rank's logits on a CPU: C for large logits, compiled when first needed, else the reference.
+"""The loss' work on this rank's logits on a CPU, in C, compiled when first needed (``dispatch.LOSS_CPU``).
 
 Plain PyTorch goes over the logits once for each operation, even if in cache. ``loss_cpu.c`` reads them once for the
-statistics, and reads and writes them once for the gradient. Where there is no compiler, ``why_not_compiled`` says so
-and the reference computes the same.
+statistics, and reads and writes them once for the gradient. ``loss_reference`` says what each function computes; there
+is no softcap here, and columns lie side by side.
 """
 
 from __future__ import annotations
@@ -13,14 +13,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from shardwise.kernels import loss_reference
 from shardwise.kernels.compiled import address, compile_c, over_rows, tell_autograd
-
-# What is saved at this size, a quarter of a millisecond a step, is worth the compilation in a thousand steps. The
-# choice depends on nothing but the call, so that a run that is resumed computes the same bits.
-MIN_ELEMENTS = 1 << 18
 
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 
@@ -29,20 +23,6 @@ def why_not_compiled(dtype: torch.dtype = torch.float32) -> str | None:
     """Why there is no compiled code for ``dtype`` on this machine; None if there is. Compiles when first asked."""
     library = _library(dtype)
     return library if isinstance(library, str) else None
-
-
-def applies(logits: Tensor, softcap: float | None) -> bool:
-    """Whether compiled code is for these logits, ``[n, v]``: large, of a layout that it knows, and it can be had."""
-    return (
-        logits.numel() >= MIN_ELEMENTS
-        and logits.is_cpu
-        and logits.dtype in _DEFINES
-        and softcap is None
-        and logits.stride(1) == 1
-        # A subclass (fake, functional, distributed) has no memory of its own.
-        and type(logits) in (Tensor, Parameter)
-        and why_not_compiled(logits.dtype) is None
-    )
 
 
 def row_statistics(
@@ -54,10 +34,7 @@ def row_statistics(
     want_sum: bool = False,
 ) -> Tensor:
     """``loss_reference.row_statistics``."""
-    if not applies(logits, softcap):
-        return loss_reference.row_statistics(
-            logits, target_local, softcap=softcap, temperature=temperature, want_sum=want_sum
-        )
+    assert softcap is None
     return _statistics(logits, target_local, temperature, want_sum, exponentiate=False)
 
 
@@ -70,10 +47,7 @@ def exponentials_(
     want_sum: bool = False,
 ) -> Tensor:
     """``loss_reference.exponentials_``."""
-    if not applies(logits, softcap):
-        return loss_reference.exponentials_(
-            logits, target_local, softcap=softcap, temperature=temperature, want_sum=want_sum
-        )
+    assert softcap is None
     statistics = _statistics(logits, target_local, temperature, want_sum, exponentiate=True)
     tell_autograd(logits)
     return statistics
@@ -92,11 +66,7 @@ def gradient_(
     temperature: float = 1.0,
 ) -> None:
     """``loss_reference.gradient_``."""
-    if not (applies(logits, softcap) and out.stride(1) == 1):
-        loss_reference.gradient_(
-            out, logits, target_local, shift, scale, at_target, rest, softcap=softcap, temperature=temperature
-        )
-        return
+    assert softcap is None
     kernel = _kernel(logits.dtype, "gradient")
     of_rows = [x.contiguous() for x in (target_local, shift, scale, at_target, *([] if rest is None else [rest]))]
     padding = [] if rest is not None else [ctypes.c_void_p(None)]

@@ -134,6 +134,22 @@ def finite(maximum: Tensor) -> Tensor:
     return maximum.clamp(min=torch.finfo(maximum.dtype).min)
 
 
+def below_maximum(y: Tensor, maximum: Tensor, target_local: Tensor) -> tuple[Tensor, Tensor]:
+    """``y - maximum`` of each row, and of it the target's column, -inf where there is none.
+
+    Args:
+        y: ``[n, v]``.
+        maximum: ``[n]``.
+        target_local: ``[n]`` columns, -1 where the target is not among them.
+
+    Returns:
+        ``[n, v]`` and ``[n]``, both new.
+    """
+    shifted = y - finite(maximum).unsqueeze(1)
+    at_target = shifted.gather(1, target_local.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return shifted, at_target.masked_fill(target_local < 0, -torch.inf)
+
+
 def transformed(logits: Tensor, softcap: float | None, temperature: float) -> tuple[Tensor, Tensor | float | None]:
     """``y`` in fp32 (fp64 for fp64 logits), the logits themselves where nothing changes; and its slope, None for 1."""
     y = logits.to(wide(logits.dtype))
@@ -166,10 +182,9 @@ def _statistics(
     for rows in row_blocks(num_rows, num_columns):
         y, slope = transformed(logits[rows], softcap, temperature)
         maximum = y.amax(dim=1)
-        shifted = y - finite(maximum).unsqueeze(1)
         out = statistics[rows]
         out[:, 0] = maximum
-        out[:, 2] = shifted.gather(1, columns[rows]).squeeze(1).masked_fill(elsewhere[rows], -torch.inf)
+        shifted, out[:, 2] = below_maximum(y, maximum, target_local[rows])
         if want_sum:
             out[:, 3] = shifted.sum(dim=1)
         exponentials = shifted.exp_()

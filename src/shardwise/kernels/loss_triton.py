@@ -4,19 +4,17 @@ One program per row. It reads the row in blocks, keeping a running maximum and t
 read a second time, to become a gradient, is then still in the GPU's second-level cache. Rows are found with 64-bit
 offsets, so logits may have more than 2^31 elements.
 
-This module needs Triton: ``choice`` imports it where it can be had.
+A program reads columns that lie side by side; there must be some. This module needs Triton: ``dispatch`` imports it
+where it can be had.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels import loss_reference
 from shardwise.kernels.loss_reference import wide
 
 # Triton's convention: what is known when a kernel is compiled has a name in capitals.
@@ -177,10 +175,6 @@ def _statistics(
     exponentiate: bool,
 ) -> Tensor:
     num_rows, num_columns = logits.shape
-    if not _applies(logits):
-        name = "exponentials_" if exponentiate else "row_statistics"
-        reference: Callable[..., Tensor] = getattr(loss_reference, name)
-        return reference(logits, target_local, softcap=softcap, temperature=temperature, want_sum=want_sum)
     numbers = 4 if want_sum else 3
     statistics = torch.empty(num_rows, numbers, dtype=wide(logits.dtype), device=logits.device)
     with torch.cuda.device_of(logits):
@@ -213,11 +207,6 @@ def gradient_(
     temperature: float = 1.0,
 ) -> None:
     """As ``loss_reference.gradient_``."""
-    if not (_applies(logits) and _applies(out)):
-        loss_reference.gradient_(
-            out, logits, target_local, shift, scale, at_target, rest, softcap=softcap, temperature=temperature
-        )
-        return
     num_rows, num_columns = logits.shape
     block = block_size(num_columns)
     with torch.cuda.device_of(logits):
@@ -245,18 +234,3 @@ def block_size(num_columns: int) -> int:
     """How many columns a program holds at once."""
     size: int = triton.next_power_of_2(num_columns)
     return max(16, min(_MAX_BLOCK, size))
-
-
-def _applies(logits: Tensor) -> bool:
-    # A program reads columns that lie side by side.
-    return logits.numel() > 0 and (logits.size(1) == 1 or logits.stride(1) == 1)
-
-
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run for logits of ``dtype`` on ``device``; None if they can."""
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        return f"there is no kernel for {dtype}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 0) and torch.version.hip is None:
-        return f"Triton's kernels need compute capability 8.0, and {device} has {major}.{minor}"
-    return None

@@ -19,15 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
+from shardwise.kernels import dispatch
 from shardwise.kernels.host_memory import empty_in_huge_pages
 
-# Under this many multiplications oneDNN's 10 microseconds to prepare a product are not won back.
-_MIN_MULTIPLICATIONS = 1 << 23
-# The C library maps anything larger anew and gives it back when it is freed, page faults and all (mallopt(3),
-# M_MMAP_THRESHOLD).
-_MIN_MAPPED_BYTES = 32 << 20
 # The page faults of an output take longer than oneDNN wins on sums of up to so many terms.
 _MAX_SHORT_SUM = 512
 # A narrow weight gradient is computed transposed by oneDNN, which then needs no copy of a wide factor, but a temporary
@@ -36,6 +31,22 @@ _NARROW = range(64, 257)
 _MIN_WIDE = 2048
 _MAX_TEMPORARY_BYTES = 4 << 20
 _SWITCH = "SHARDWISE_ONEDNN"
+
+
+def autocast(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The factors of a linear layer in the dtype that PyTorch's own multiplies them in under autocast.
+
+    Autocast ends with the forward; what the backward of an autograd function multiplies must have one dtype by then.
+    """
+    device_type = input_.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return input_, weight, bias
+
+    def cast(tensor: Tensor) -> Tensor:
+        # As in PyTorch's own linear, fp64 stays.
+        return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(device_type))
+
+    return cast(input_), cast(weight), None if bias is None else cast(bias)
 
 
 @cache
@@ -56,23 +67,6 @@ def why_not_onednn() -> str | None:
     return None if agrees else "oneDNN's product is wrong"
 
 
-def prefers_onednn(input_: Tensor, weight: Tensor) -> bool:
-    """Whether the products of a linear layer with these factors go to oneDNN."""
-    return (
-        weight.dtype == torch.float32
-        and weight.is_cpu
-        and input_.dtype == torch.float32
-        and input_.numel() * weight.size(0) >= _MIN_MULTIPLICATIONS
-        and type(weight) in (Tensor, Parameter)
-        # For a matrix that lies neither by rows nor by columns oneDNN may have no code but its slow reference.
-        and _lies_evenly(input_)
-        and _lies_evenly(weight)
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cpu")
-        and why_not_onednn() is None
-    )
-
-
 def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``input_ @ weight.T + bias``; where autograd records, PyTorch's own.
 
@@ -86,8 +80,10 @@ def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return F.linear(input_, weight, bias)
-    onednn = prefers_onednn(input_, weight)
-    if _is_large_output(input_, weight) and not (onednn and weight.size(1) > _MAX_SHORT_SUM):
+    onednn = _prefers_onednn(input_, weight)
+    num_outputs = input_.numel() // max(weight.size(1), 1) * weight.size(0)
+    is_placed = dispatch.PLACED_OUTPUTS.runs(input_, weight, size=num_outputs * weight.element_size())
+    if is_placed and not (onednn and weight.size(1) > _MAX_SHORT_SUM):
         rows = input_.reshape(-1, input_.size(-1))
         output = empty_in_huge_pages((rows.size(0), weight.size(0)), rows)
         if bias is None:
@@ -100,7 +96,7 @@ def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def input_gradient(grad_output: Tensor, weight: Tensor) -> Tensor:
     """``grad_output @ weight``: ``[..., o]`` and ``[o, i]`` to ``[..., i]``; not recorded by autograd."""
-    if prefers_onednn(grad_output, weight.t()):
+    if _prefers_onednn(grad_output, weight.t()):
         return _onednn(grad_output, weight.t(), None)
     return grad_output.matmul(weight)
 
@@ -115,25 +111,17 @@ def weight_gradient(grad_output: Tensor, input_: Tensor) -> Tensor:
         return grad_output.t().mm(input_)
     out = empty_in_huge_pages((grad_output.size(1), input_.size(1)), input_)
     narrow = input_.size(1) in _NARROW and grad_output.size(1) >= _MIN_WIDE and out.nbytes <= _MAX_TEMPORARY_BYTES
-    if narrow and prefers_onednn(input_.t(), grad_output.t()):
+    if narrow and _prefers_onednn(input_.t(), grad_output.t()):
         return out.copy_(_onednn(input_.t(), grad_output.t(), None).t())
     return torch.mm(grad_output.t(), input_, out=out)
 
 
-def _lies_evenly(matrix: Tensor) -> bool:
-    return matrix.is_contiguous() or (matrix.dim() == 2 and matrix.t().is_contiguous())
+def _prefers_onednn(input_: Tensor, weight: Tensor) -> bool:
+    # For a matrix that lies neither by rows nor by columns oneDNN may have no code but its slow reference.
+    def lie_evenly() -> bool:
+        return all(x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) for x in (input_, weight))
 
-
-def _is_large_output(input_: Tensor, weight: Tensor) -> bool:
-    """Whether a linear's output is worth huge pages, and PyTorch can be told where to write it."""
-    return (
-        weight.is_cpu
-        and input_.dtype == weight.dtype
-        and input_.numel() // max(weight.size(1), 1) * weight.size(0) * weight.element_size() >= _MIN_MAPPED_BYTES
-        and type(weight) in (Tensor, Parameter)
-        and type(input_) in (Tensor, Parameter)
-        and not torch.is_autocast_enabled("cpu")
-    )
+    return dispatch.ONEDNN.runs(input_, weight, size=input_.numel() * weight.size(0), fits=lie_evenly)
 
 
 def _onednn(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import Parameter
 
-from shardwise.kernels import elementwise_cpu
+from shardwise.kernels import dispatch, elementwise_cpu
 
 
 def rms_norm(input_: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
@@ -40,16 +39,7 @@ def rms_norm(input_: Tensor, weight: Tensor, eps: float | None = None) -> Tensor
     Returns:
         ``[..., n]``.
     """
-    if (
-        input_.is_cpu
-        and input_.dtype == weight.dtype
-        and input_.dtype in (torch.float32, torch.float64)
-        and type(input_) is Tensor
-        and type(weight) in (Tensor, Parameter)
-        and input_.numel() > 0
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cpu")
-    ):
+    if dispatch.RMS_NORM.runs(input_, weight):
         output: Tensor = _RMSNorm.apply(input_, weight, torch.finfo(input_.dtype).eps if eps is None else eps)
         return output
     return F.rms_norm(input_, weight.shape, weight, eps)
@@ -58,7 +48,10 @@ def rms_norm(input_: Tensor, weight: Tensor, eps: float | None = None) -> Tensor
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.compiled = elementwise_cpu.applies(input_) and input_.is_contiguous() and weight.is_contiguous()
+        ctx.compiled = dispatch.ELEMENTWISE.runs(
+            input_,
+            fits=lambda: input_.size(-1) % 2 == 0 and input_.is_contiguous() and weight.is_contiguous(),
+        )
         if ctx.compiled:
             output, scale = elementwise_cpu.rms_norm(input_, weight, eps)
             ctx.save_for_backward(input_, weight, scale)

@@ -30,7 +30,7 @@ from shardwise.communication.context import context_of
 from shardwise.errors import ShardingError
 from shardwise.kernels import products
 from shardwise.layers.weight_gradient import WeightGradient, accumulate_
-from shardwise.recompute import is_checkpointing, is_recomputing
+from shardwise.recompute import is_kept_briefly
 from shardwise.sharding import uneven_sizes
 
 Sizes = Sequence[int] | None
@@ -85,7 +85,7 @@ class TensorParallelLinear(Function):
             assert group is not None
             # A deferred gradient gathers by itself, when its time comes.
             defers = weight_gradient is not None and weight_gradient.may_wait
-            keeps_gathered = kept is not None and _is_kept_briefly() and not defers
+            keeps_gathered = kept is not None and is_kept_briefly() and not defers
             # What is dropped after the product lies in memory that every layer uses in turn.
             buffer = None if keeps_gathered else context_of(group).buffers
             input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
@@ -142,11 +142,6 @@ class TensorParallelLinear(Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
-def _is_kept_briefly() -> bool:
-    """Whether what is saved now is dropped, and saved again just before the backward."""
-    return is_checkpointing() or is_recomputing()
-
-
 def _flat(tensor: Tensor) -> Tensor:
     # Not -1 for the rows: it is ambiguous where a rank holds no features.
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.size(-1))
@@ -200,11 +195,9 @@ def tensor_parallel_linear(
             assert group is not None
             input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=context_of(group).buffers)
         return _multiply_and_reduce(input_, weight, bias, parallelism, group)
-    if torch.is_autocast_enabled(input_.device.type):
-        # Autocast ends with the forward; what the backward multiplies must have one dtype by then.
-        input_, weight, bias = _autocast(input_), _autocast(weight), None if bias is None else _autocast(bias)
+    input_, weight, bias = products.autocast(input_, weight, bias)
     is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
-    fused = LinearParallelism.LOCAL if is_row and _is_kept_briefly() else parallelism
+    fused = LinearParallelism.LOCAL if is_row and is_kept_briefly() else parallelism
     output: Tensor = TensorParallelLinear.apply(input_, weight, bias, fused, group, sizes, weight_gradient)
     if fused is parallelism:
         return output
@@ -214,13 +207,6 @@ def tensor_parallel_linear(
     if parallelism is LinearParallelism.ROW:
         return moves.reduce(output, group=group)
     return moves.reduce_scatter(output, dim=0, group=group)
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    # As PyTorch's own linear: fp64 stays.
-    if tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def _multiply_and_reduce(

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import products
-from shardwise.kernels.choice import choose
+from shardwise.kernels.dispatch import loss_kernels
 from shardwise.kernels.host_memory import empty_in_huge_pages
 from shardwise.kernels.loss_reference import finite, wide
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
@@ -49,7 +49,7 @@ class ChunkedLoss(Function):
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden = head.gathered(hidden)
-        kernels, options = choose(hidden.device, hidden.dtype), head.options
+        options = head.options
         smooth, capped = options.label_smoothing > 0, options.softcap is not None
         own: Tensor | None = None
         gather = product = sums = None
@@ -57,6 +57,7 @@ class ChunkedLoss(Function):
         for start, stop in ctx.slices:
             logits = _logits(hidden, weight, bias, start, stop)
             local = _columns_between(target_local, start, stop)
+            kernels = loss_kernels(logits, softcap=options.softcap)
             later = kernels.row_statistics(logits, local, want_sum=smooth, **head.kernel_options)
             before = own
             own = later if before is None else merged_statistics(before, later, start, stop - start)
@@ -139,10 +140,10 @@ def _weight_gradients(
     grad_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
     factor, at_target = grad_output * factor, grad_output * at_target
     rest = None if rest is None else grad_output * rest
-    kernels = choose(hidden.device, hidden.dtype)
     for start, stop in ctx.slices:
         logits = _logits(hidden, weight, bias, start, stop)
         local = _columns_between(target_local, start, stop)
+        kernels = loss_kernels(logits, softcap=head.options.softcap)
         kernels.gradient_(logits, logits, local, maximum, factor, at_target, rest, **head.kernel_options)
         if grad_weight is not None:
             torch.mm(logits.t(), hidden, out=grad_weight[start:stop])

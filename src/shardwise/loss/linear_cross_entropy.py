@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication.collectives import check_alike
 from shardwise.errors import ConfigError, ShardingError
+from shardwise.kernels import products
 from shardwise.loss.linear_chunked import ChunkedLoss
 from shardwise.loss.linear_head import Head
 from shardwise.loss.linear_local_logits import LocalLogitsLoss
@@ -127,10 +128,8 @@ def vocab_parallel_linear_cross_entropy(
     target_local, ignored = columns_of(target, head.own_ids, ignore_index)
 
     hidden = hidden.reshape(hidden.shape[:-1].numel(), hidden.size(-1))
-    if torch.is_autocast_enabled(hidden.device.type):
-        # Autocast ends with the forward; what the backward multiplies must have one dtype by then.
-        hidden, weight, bias = _autocast(hidden), _autocast(weight), None if bias is None else _autocast(bias)
-    elif not hidden.dtype == weight.dtype == (weight if bias is None else bias).dtype:
+    hidden, weight, bias = products.autocast(hidden, weight, bias)
+    if not hidden.dtype == weight.dtype == (weight if bias is None else bias).dtype:
         raise ConfigError(
             f"hidden is {hidden.dtype}, weight {weight.dtype}{'' if bias is None else f', bias {bias.dtype}'}; they "
             "must be of one dtype"
@@ -179,10 +178,3 @@ def _tokens_of_ranks(target: Tensor, group: ProcessGroup) -> Sequence[int] | Non
     """How many tokens each rank holds with sequence parallelism; None if all hold as many."""
     sizes = uneven_sizes(target.size(0), group.size())
     return None if sizes is None else [size * target.shape[1:].numel() for size in sizes]
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    # As PyTorch's own linear: fp64 stays.
-    if tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import products
-from shardwise.kernels.choice import choose
+from shardwise.kernels.dispatch import loss_kernels
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.loss.linear_head import Head, finished_hidden_gradient, sum_of_rows, times_rows
 
@@ -53,7 +53,7 @@ class LocalLogitsLoss(Function):
         valid, valid_weight, options = logits[:, : head.num_valid], weight[: head.num_valid], head.options
         if head.num_valid < logits.size(1):
             logits[:, head.num_valid :] = 0.0
-        kernels = choose(logits.device, logits.dtype)
+        kernels = loss_kernels(valid, softcap=options.softcap)
         smooth = options.label_smoothing > 0
         hides = logits.dtype in _FLOOR and not (smooth and options.softcap is not None)
 

@@ -20,6 +20,7 @@ def reduce_loss(
     ignore_index: int,
     data_parallel_group: ProcessGroup | None = None,
     validate: bool = True,
+    stacklevel: int = 3,
 ) -> Tensor:
     """The sum of the tokens' losses, or their mean over the tokens that are not ignored.
 
@@ -31,6 +32,7 @@ def reduce_loss(
         data_parallel_group: count the tokens of all its ranks, which costs one all-reduce of 8 bytes for a mean. The
             results of its ranks then add up to the mean over the whole batch, and so do their gradients.
         validate: warn where there is no token to average over; the mean is 0 then.
+        stacklevel: of the warning, as in ``warnings.warn``.
     """
     if reduction == "none":
         return loss
@@ -43,6 +45,6 @@ def reduce_loss(
         warnings.warn(
             f"all {target.numel()} targets are {ignore_index}, which is ignored: the mean loss is 0 and so is its "
             "gradient",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
     return loss.sum() / count.clamp(min=1.0).to(loss.dtype)

@@ -71,6 +71,7 @@ class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
         expert_model_parallel_size: ranks that share out the experts.
         expert_tensor_parallel_size: ranks that split each expert; ``tensor_model_parallel_size`` if None.
         fp16, bf16: the dtype that the program trains in; at most one. Layers go by ``params_dtype``.
+        pipeline_dtype: dtype of what stages send to each other; ``params_dtype`` if None.
         autocast_dtype: ``params_dtype`` if None.
         finalize_model_grads_func, grad_scale_func, no_sync_func: called by ``get_forward_backward_func``'s function, at
             its end, on each loss, and around backward steps.
@@ -91,6 +92,7 @@ class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
     expert_tensor_parallel_size: int | None = None
     fp16: bool = False
     bf16: bool = False
+    pipeline_dtype: torch.dtype | None = None
     autocast_dtype: torch.dtype | None = None
     finalize_model_grads_func: Callable[..., Any] | None = None
     grad_scale_func: Callable[..., Any] | None = None

@@ -162,7 +162,7 @@ def forward_backward_func(
                 tp_group=getattr(groups, "tp", None),
                 cp_group=getattr(groups, "cp", None),
             ),
-            dtype=config.pipeline_dtype or config.params_dtype,
+            dtype=hooks.pipeline_dtype or config.params_dtype,
             input_dtype=config.params_dtype,
             device=default_device(groups.pp) if first is None else first.device,
             forward_only=forward_only or collect_non_loss_data,

@@ -1,1 +1,1 @@
-"""From gradients to weights: summing what ranks share, the global norm, AdamW and its schedule."""
+"""From gradients to weights: summing what ranks share, the global norm, optimizers and their schedule."""

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import ConfigError
-from shardwise.loss.cross_entropy import cross_entropy_of_tokens
-from shardwise.loss.options import LossOptions, check_reduction
-from shardwise.loss.reduction import reduce_loss
-from shardwise.loss.vocabulary import IGNORE_INDEX, vocab_ranges
+from shardwise.kernels import loss_reference
+from shardwise.loss.cross_entropy import cross_entropy_of_ranges
+from shardwise.loss.options import LossOptions
+from shardwise.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 __all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]
@@ -27,7 +27,7 @@ class VocabParallelCrossEntropy:
     @staticmethod
     def calculate_logits_max(vocab_parallel_logits: Tensor) -> tuple[Tensor, Tensor]:
         """``[..., v/t]`` logits to the logits in fp32 (fp64 as they are) and their maximum ``[...]``."""
-        logits = vocab_parallel_logits.to(torch.promote_types(vocab_parallel_logits.dtype, torch.float32))
+        logits = vocab_parallel_logits.to(loss_reference.wide(vocab_parallel_logits.dtype))
         return logits, logits.amax(dim=-1)
 
     @staticmethod
@@ -51,12 +51,13 @@ class VocabParallelCrossEntropy:
             Where the target is another rank's ``[...]``, the local target ``[n]`` (0 there), the target's logit minus
             the maximum ``[...]`` (0 there), the sum of exponentials ``[...]``, and the exponentials ``[..., v/t]``.
         """
-        shifted = vocab_parallel_logits - logits_max.unsqueeze(-1)
-        target_mask = (target < vocab_start_index) | (target >= vocab_end_index)
-        masked_target = (target - vocab_start_index).masked_fill(target_mask, 0)
-        predicted_logits = shifted.gather(-1, masked_target.unsqueeze(-1)).squeeze(-1).masked_fill(target_mask, 0.0)
-        exp_logits = shifted.exp_()
-        return target_mask, masked_target.reshape(-1), predicted_logits, exp_logits.sum(dim=-1), exp_logits
+        columns, _ = columns_of(target, (vocab_start_index, vocab_end_index), IGNORE_INDEX)
+        rows = vocab_parallel_logits.reshape(columns.numel(), vocab_parallel_logits.size(-1))
+        shifted, at_target = loss_reference.below_maximum(rows, logits_max.reshape(-1), columns)
+        target_mask = (columns < 0).view(target.shape)
+        predicted_logits = at_target.view(target.shape).masked_fill(target_mask, 0.0)
+        exp_logits = shifted.exp_().view(vocab_parallel_logits.shape)
+        return target_mask, columns.clamp(min=0), predicted_logits, exp_logits.sum(dim=-1), exp_logits
 
     @staticmethod
     def calculate_cross_entropy_loss(
@@ -171,23 +172,16 @@ def vocab_parallel_cross_entropy(
         )
     if vocab_size is None and group.size() == 1:
         vocab_size = local_size
-    check_reduction(reduction)
-    loss = cross_entropy_of_tokens(
+    return cross_entropy_of_ranges(
         None if vocab_size is None else vocab_ranges(local_size, vocab_size, padded_vocab_size, group),
         vocab_parallel_logits,
         target,
         LossOptions(label_smoothing, z_loss, softcap, temperature),
+        group=group,
         ignore_index=ignore_index,
+        reduction=reduction,
+        data_parallel_group=data_parallel_group,
         inplace_=inplace_,
         validate=validate,
         check_finite=check_finite,
-        group=group,
-    )
-    return reduce_loss(
-        loss,
-        target,
-        reduction,
-        ignore_index=ignore_index,
-        data_parallel_group=data_parallel_group,
-        validate=validate,
     )

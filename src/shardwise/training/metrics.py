@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from shardwise.errors import ConfigError
-from shardwise.files import read_regular
+from shardwise.files import read_regular, write_atomically
 from shardwise.json_files import parse_json
 
 Metrics = dict[str, float]
@@ -31,7 +31,7 @@ def read_metrics(path: Path, *, below_step: int | None = None) -> list[dict[str,
 
 
 class MetricsWriter:
-    """Appends one JSON object per measurement, and keeps them for the pictures.
+    """Appends one JSON object per measurement.
 
     What an interrupted run wrote about steps that are trained again is dropped.
 
@@ -46,18 +46,15 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, first_step: int, *, tensorboard: bool = False) -> None:
         path = folder / "metrics.jsonl"
-        self.rows = read_metrics(path, below_step=first_step)
-        self._file: TextIO = path.open("w", encoding="utf-8")
-        for row in self.rows:
-            self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        kept = "".join(json.dumps(row) + "\n" for row in read_metrics(path, below_step=first_step))
+        # Whoever reads the file meanwhile, or finds it after this process was killed, has what was kept.
+        write_atomically(path, lambda file: file.write(kept.encode()))
+        self._file: TextIO = path.open("a", encoding="utf-8")
         self._board = _open_tensorboard(folder / "tensorboard") if tensorboard else None
 
     def write(self, step: int, values: Metrics) -> None:
         """Record ``values`` of ``step``."""
-        row = {"step": step, **values}
-        self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():

@@ -17,7 +17,7 @@ from shardwise.communication.agreement import agree, barrier
 from shardwise.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.json_files import shown
 from shardwise.lora import lora_layers
-from shardwise.optimizer.adamw import optimizer_state, set_step_
+from shardwise.optimizer.optimizer import optimizer_state
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.training.session import Session
 from shardwise.training.settings import RunSettings
@@ -123,7 +123,7 @@ def start_or_resume(session: Session) -> tuple[int, Path | None]:
             )
 
     agree(check, group=session.ranks.control)
-    set_step_(session.trainer.model, session.trainer.optimizer, step)
+    session.trainer.optimizer.set_step_(step)
     return step, newest
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import tyro
 
@@ -26,6 +26,11 @@ from shardwise.training.bounds import (
     check_values,
 )
 from shardwise.training.plain_values import from_plain_values
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardwise.optimizer.optimizer import ShardedOptimizer
 
 _WIDTH = Range(1, 1 << 20)
 _SAMPLES = Range(1, 10**6)
@@ -157,6 +162,18 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_values(self, "optimizer.")
+
+    def make(self, model: nn.Module) -> ShardedOptimizer:
+        """The optimizer of ``model``: the one place that says which."""
+        from shardwise.optimizer.adamw import AdamW
+
+        return AdamW(
+            model,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            betas=(self.beta1, self.beta2),
+            epsilon=self.epsilon,
+        )
 
 
 @dataclass(frozen=True)

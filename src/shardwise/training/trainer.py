@@ -18,8 +18,8 @@ from shardwise.data import Batch, DataLoader, EvaluationWindows, evaluation_batc
 from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
-from shardwise.optimizer.adamw import learning_rate_at, make_adamw, set_learning_rate_
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
+from shardwise.optimizer.optimizer import learning_rate_at, set_learning_rate_
 from shardwise.pipeline_parallel import Pipeline, Schedule, forward_only, make_schedule
 from shardwise.pipeline_parallel.messages import hidden_shape
 from shardwise.random import seed_streams
@@ -69,7 +69,6 @@ class Trainer:
         pp_group: ProcessGroup | None = None,
         embd_group: ProcessGroup | None = None,
     ) -> None:
-        chosen = settings.optimizer
         self.before_update: Callable[[int], None] | None = None
         self.settings = settings
         self.model = model
@@ -82,13 +81,7 @@ class Trainer:
         if self.pp_group is not None:
             self._pipeline = Pipeline(self._chunks, group=self.pp_group)
         self.device = next(model.parameters()).device
-        self.optimizer = make_adamw(
-            model,
-            learning_rate=chosen.learning_rate,
-            weight_decay=chosen.weight_decay,
-            betas=(chosen.beta1, chosen.beta2),
-            epsilon=chosen.epsilon,
-        )
+        self.optimizer = settings.optimizer.make(model)
 
     def step(self, step: int, micro_batches: Iterable[Batch]) -> StepResult:
         """One optimizer step.

@@ -14,9 +14,10 @@ from torch.nn.attention import sdpa_kernel
 
 from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
+from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments, make_norm, parameter_device
 from shardwise.random import streams
-from shardwise.transformer.backend import attention_kernels, why_repeat_keys
+from shardwise.transformer.backend import attention_kernels
 from shardwise.transformer.heads import split_heads
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.transformer.rotary import apply_rotary

@@ -10,13 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
+from shardwise.kernels.dispatch import why_repeat_keys
 
 _KERNELS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
     "fused": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
     "unfused": [SDPBackend.MATH],
 }
-_WIDEST_OF_FLASH = 256
 
 
 def attention_kernels(config: ModelConfig) -> list[SDPBackend] | None:
@@ -70,33 +70,3 @@ def check_attention_backend(config: ModelConfig, device: torch.device, *, masked
                 f"with heads of width {head_dim}, attention_dropout {config.attention_dropout} and "
                 f"{'a' if masked else 'no'} mask: {said or error}; use 'auto'"
             ) from error
-
-
-def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_dim: int, masked: bool) -> str | None:
-    """Why keys and values are repeated for all of their query heads; None where they are used as they are.
-
-    On CUDA two kernels take grouped heads (flash, and cuDNN's, which is narrower) and one more has less than quadratic
-    memory: the memory-efficient one, to which every head must be given its own keys. Without them PyTorch falls back to
-    explicit products, which keep all ``s * s`` weights of each head.
-
-    Args:
-        backend: ``config.attention_backend``.
-        device_type: such as ``"cuda"``.
-        dtype: of the queries.
-        head_dim: width of a head.
-        masked: attention has a mask or bias beside the causal one.
-
-    Source: the conditions are PyTorch's, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
-    """
-    if backend == "fused":
-        return "the backend 'fused' is that of kernels of which one takes no grouped heads"
-    if device_type != "cuda" or backend == "unfused":
-        return None
-    if masked:
-        return "flash attention takes no mask"
-    if dtype == torch.float32:
-        return "flash attention takes no float32"
-    # In fp64 there are explicit products alone, whatever they are given.
-    if head_dim > _WIDEST_OF_FLASH and dtype != torch.float64:
-        return f"flash attention takes no heads wider than {_WIDEST_OF_FLASH}"
-    return None

@@ -1,12 +1,13 @@
 """Python imports this at its start, in every program that ``harness.program`` starts and in all that these start.
 
 The process then writes where all its threads stand to its own file in ``$TEST_STACKS`` whenever it gets SIGUSR1, even
-when it is stuck in C code.
+when it is stuck in C code. Modules that are named in ``$TEST_WITHOUT_MODULES`` cannot be imported there.
 """
 
 import faulthandler
 import os
 import signal
+import sys
 
 
 def _answer_signals() -> None:
@@ -21,3 +22,6 @@ def _answer_signals() -> None:
 if os.path.isdir(os.environ.get("TEST_STACKS", "")):
     _answer_signals()
     os.register_at_fork(after_in_child=_answer_signals)
+
+# None in the place of a module makes its import an error.
+sys.modules.update(dict.fromkeys(os.environ.get("TEST_WITHOUT_MODULES", "").split()))  # type: ignore[arg-type]

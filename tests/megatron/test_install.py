@@ -82,6 +82,6 @@ def test_the_real_one_is_not_replaced(monkeypatch):
 
 @pytest.mark.slow
 def test_the_example_of_the_guide_runs():
-    guide = (Path(__file__).parents[1] / "docs" / "porting.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "porting.md").read_text()
     example = re.search(r"```python\n(.*?)```", guide, re.DOTALL).group(1)
     run("-W", "error", "-c", example)

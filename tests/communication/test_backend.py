@@ -26,6 +26,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SOURCES = Path(shardwise.__file__).parent
 
 
+@pytest.fixture(name="carrier", scope="module", autouse=True)
+def _as_it_comes():
+    """These tests are about the backend alone, and run once."""
+
+
 @pytest.fixture
 def undecided():
     """A group for which PyTorch chose the backend."""

@@ -1,0 +1,310 @@
+"""Which implementation of a kernel runs: every fast path is chosen here, from plain values, and reported from here.
+
+A ``FastPath`` says what a kernel takes and what the machine must have for it. The kernel itself lies in another file
+beside its definition in PyTorch, which runs where no path does: for small tensors, other dtypes, devices and layouts,
+tensor subclasses, and all that ``torch.compile`` traces, for which the compiler makes its own kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shardwise.kernels import loss_reference
+
+_WIDEST_OF_FLASH = 256
+
+
+class Call(NamedTuple):
+    """What a choice depends on.
+
+    Attributes:
+        device_type: such as ``"cuda"``.
+        dtype: of what the kernel reads; None for any that a path is for.
+        size: how much work there is, in the path's unit; None if it is enough.
+        device_index: of several devices of a type.
+        is_autocast: whether autocast is on for the type of device.
+    """
+
+    device_type: str
+    dtype: torch.dtype | None = None
+    size: int | None = None
+    device_index: int = 0
+    is_autocast: bool = False
+
+
+class Choice(NamedTuple):
+    """A line of a report.
+
+    Attributes:
+        name: what makes training faster where it can be had.
+        on: whether it is used.
+        why: where or how if on; why not if off.
+    """
+
+    name: str
+    on: bool
+    why: str
+
+
+@dataclass(eq=False)
+class FastPath:
+    """An optional implementation of something that single operations of PyTorch compute too.
+
+    Attributes:
+        name: what it is.
+        where: what it is used for.
+        device_type: of the devices that it is for.
+        dtypes: those that it is for; all if empty.
+        min_size: less work than this is not worth it. The choice depends on nothing but the call, so that a run that is
+            resumed computes the same bits.
+        unit: of sizes.
+        in_autocast: whether it is used under autocast.
+        missing: why this machine cannot do it, None if it can. Asked last, since the answer may take a compilation.
+    """
+
+    name: str
+    where: str
+    device_type: str
+    dtypes: tuple[torch.dtype, ...] = ()
+    min_size: int = 1
+    unit: str = "elements"
+    in_autocast: bool = False
+    missing: Callable[[Call], str | None] = lambda call: None
+
+    def why_not(self, call: Call) -> str | None:
+        """Why this path does not run for ``call``; None if it does."""
+        return self._refusal(call) or self.missing(call)
+
+    def report(self, call: Call) -> Choice:
+        """What becomes of ``call``, for people."""
+        why_not = self.why_not(call)
+        return Choice(f"{self.name} on {call.device_type}", why_not is None, why_not or self.where)
+
+    def runs(self, *tensors: Tensor, size: int | None = None, fits: Callable[[], bool] = lambda: True) -> bool:
+        """Whether this path computes with ``tensors``.
+
+        Args:
+            tensors: the path takes them only if they are of one dtype, and none is of a subclass (fake, functional,
+                distributed), which has no memory of its own. The first tells the device.
+            size: how much work there is; the first tensor's number of elements if None.
+            fits: whether the tensors' layout and the options are such as the kernel takes.
+        """
+        first, *others = tensors
+        if torch.compiler.is_compiling() or first.device.type != self.device_type:
+            return False
+        if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
+            return False
+        call = Call(
+            self.device_type,
+            first.dtype,
+            first.numel() if size is None else size,
+            first.device.index or 0,
+            torch.is_autocast_enabled(self.device_type),
+        )
+        return (
+            all(other.dtype == first.dtype for other in others)
+            and self._refusal(call) is None
+            and fits()
+            and self.missing(call) is None
+        )
+
+    def _refusal(self, call: Call) -> str | None:
+        if call.device_type != self.device_type:
+            return f"there is a kernel for {self.device_type}, none for {call.device_type}"
+        if self.dtypes and call.dtype not in (None, *self.dtypes):
+            return f"there is no kernel for {call.dtype}"
+        if call.size is not None and call.size < self.min_size:
+            return f"{call.size:,} {self.unit} are fewer than {self.min_size:,}"
+        if call.is_autocast and not self.in_autocast:
+            return "it is not used under autocast"
+        return None
+
+
+def _no_compiled_elementwise(call: Call) -> str | None:
+    from shardwise.kernels.elementwise_cpu import why_not_compiled
+
+    return why_not_compiled()
+
+
+def _no_compiled_loss(call: Call) -> str | None:
+    from shardwise.kernels.loss_cpu import why_not_compiled
+
+    return why_not_compiled(call.dtype or torch.float32)
+
+
+def _no_huge_pages(call: Call) -> str | None:
+    from shardwise.kernels.host_memory import why_not_huge_pages
+
+    return why_not_huge_pages()
+
+
+def _no_onednn(call: Call) -> str | None:
+    from shardwise.kernels.products import why_not_onednn
+
+    return why_not_onednn()
+
+
+@cache
+def _no_triton(device_index: int) -> str | None:
+    try:
+        importlib.import_module("shardwise.kernels.loss_triton")
+    # Whatever is wrong with an optional package, the reference runs.
+    except Exception as error:
+        return f"the triton kernels cannot be imported: {type(error).__name__}: {error}"
+    major, minor = torch.cuda.get_device_capability(torch.device("cuda", device_index))
+    if (major, minor) < (8, 0) and torch.version.hip is None:
+        return f"Triton's kernels need compute capability 8.0, and cuda:{device_index} has {major}.{minor}"
+    return None
+
+
+# What is saved at this size, a quarter of a millisecond a step, is worth the compilation in a thousand steps.
+LOSS_CPU = FastPath(
+    "compiled loss",
+    "for fp32 and bf16 logits, 2^18 of them or more",
+    "cpu",
+    (torch.float32, torch.bfloat16),
+    1 << 18,
+    "logits",
+    in_autocast=True,
+    missing=_no_compiled_loss,
+)
+LOSS_TRITON = FastPath(
+    "Triton loss",
+    "always",
+    "cuda",
+    (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    unit="logits",
+    in_autocast=True,
+    missing=lambda call: _no_triton(call.device_index),
+)
+ELEMENTWISE = FastPath(
+    "compiled SwiGLU, rotary and RMSNorm",
+    "for fp32, 2^16 elements or more",
+    "cpu",
+    (torch.float32,),
+    1 << 16,
+    missing=_no_compiled_elementwise,
+)
+RMS_NORM = FastPath("RMSNorm in few passes", "for fp32 and fp64", "cpu", (torch.float32, torch.float64))
+# Under this many multiplications oneDNN's 10 microseconds to prepare a product are not won back.
+ONEDNN = FastPath(
+    "oneDNN's fp32 products",
+    "for large matrices",
+    "cpu",
+    (torch.float32,),
+    1 << 23,
+    "multiplications",
+    missing=_no_onednn,
+)
+# Smaller tensors get memory that the allocator already had.
+HUGE_PAGES = FastPath(
+    "huge pages",
+    "for tensors of 16 MiB or more",
+    "cpu",
+    (),
+    16 << 20,
+    "bytes",
+    in_autocast=True,
+    missing=_no_huge_pages,
+)
+# The C library maps anything larger anew and gives it back when it is freed, page faults and all (mallopt(3),
+# M_MMAP_THRESHOLD).
+PLACED_OUTPUTS = FastPath("outputs in huge pages", "for those of 32 MiB or more", "cpu", (), 32 << 20, "bytes")
+
+
+PATHS = (LOSS_CPU, LOSS_TRITON, ELEMENTWISE, RMS_NORM, ONEDNN, HUGE_PAGES, PLACED_OUTPUTS)
+
+
+def report(
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    *,
+    sizes: Mapping[FastPath, int] | None = None,
+    device_index: int = 0,
+) -> list[Choice]:
+    """What is chosen on a device.
+
+    Args:
+        device_type: such as ``"cuda"``.
+        dtype: of the work; any if None.
+        sizes: how much work there is for each path that matters; all paths, and enough for each, if None.
+        device_index: of several devices of a type.
+    """
+    return [
+        path.report(Call(device_type, dtype, None if sizes is None else sizes[path], device_index))
+        for path in PATHS
+        if path.device_type == device_type and (sizes is None or path in sizes)
+    ]
+
+
+def loss_kernels(logits: Tensor, out: Tensor | None = None, *, softcap: float | None = None) -> ModuleType:
+    """Which of ``loss_reference`` and its kin does the loss' work on this rank's logits.
+
+    Args:
+        logits: ``[n, v]``.
+        out: where a gradient is written; the logits' own memory if None.
+        softcap: option of the loss.
+    """
+    matrices = (logits,) if out is None else (logits, out)
+
+    def lie_by_rows() -> bool:
+        return all(matrix.stride(1) == 1 for matrix in matrices)
+
+    if LOSS_CPU.runs(*matrices, fits=lambda: softcap is None and lie_by_rows()):
+        return importlib.import_module("shardwise.kernels.loss_cpu")
+    if LOSS_TRITON.runs(*matrices, fits=lambda: logits.size(1) == 1 or lie_by_rows()):
+        return importlib.import_module("shardwise.kernels.loss_triton")
+    return loss_reference
+
+
+def why_not_fused_optimizer(device_type: str, *, has_copies: bool) -> str | None:
+    """Why an optimizer's step is not one fused kernel; None if it is.
+
+    Args:
+        device_type: where a parameter is.
+        has_copies: whether several ranks hold parts of it, which must stay the same bit for bit.
+    """
+    if device_type == "cpu" and has_copies:
+        # The last elements of a tensor are rounded otherwise than those before, and copies of a key-value head do not
+        # lie at the same place on all of their ranks.
+        return "on a CPU it rounds copies of a key-value head differently on their ranks"
+    return None
+
+
+def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_dim: int, masked: bool) -> str | None:
+    """Why keys and values are repeated for all of their query heads; None where they are used as they are.
+
+    On CUDA two kernels take grouped heads (flash, and cuDNN's, which is narrower) and one more has less than quadratic
+    memory: the memory-efficient one, to which every head must be given its own keys. Without them PyTorch falls back to
+    explicit products, which keep all ``s * s`` weights of each head.
+
+    Args:
+        backend: ``config.attention_backend``.
+        device_type: such as ``"cuda"``.
+        dtype: of the queries.
+        head_dim: width of a head.
+        masked: attention has a mask or bias beside the causal one.
+
+    Source: the conditions are PyTorch's, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
+    """
+    if backend == "fused":
+        return "the backend 'fused' is that of kernels of which one takes no grouped heads"
+    if device_type != "cuda" or backend == "unfused":
+        return None
+    if masked:
+        return "flash attention takes no mask"
+    if dtype == torch.float32:
+        return "flash attention takes no float32"
+    # In fp64 there are explicit products alone, whatever they are given.
+    if head_dim > _WIDEST_OF_FLASH and dtype != torch.float64:
+        return f"flash attention takes no heads wider than {_WIDEST_OF_FLASH}"
+    return None

@@ -1,0 +1,83 @@
+"""What training and checkpoints ask of an optimizer, whichever it is, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from shardwise.sharding import ParamLayout, ParamShard
+
+
+class ShardedOptimizer(Protocol):
+    """An optimizer of a split model: one of PyTorch's, with the last two functions beside.
+
+    Attributes:
+        param_groups: what it trains, each group with its learning rate ``"lr"``.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        ...
+
+    def step(self) -> Any:
+        """Update every parameter from its gradient, in place."""
+        ...
+
+    def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
+        """What is kept of a parameter, as a checkpoint stores it and fills it again.
+
+        Args:
+            param: one that it trains.
+            layout: of the parameter.
+
+        Returns:
+            By kind, this rank's part, in the optimizer's own memory (made where there is none yet), and its layout.
+        """
+        ...
+
+    def set_step_(self, step: int) -> None:
+        """Take ``step`` steps for done, as after loading; the count is not among what is kept of each parameter."""
+        ...
+
+
+def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimizer) -> dict[str, ParamShard]:
+    """The optimizer's tensors, for a checkpoint.
+
+    Args:
+        weights: of the model whose parameters ``optimizer`` was made from, as ``sharded_state_dict`` returns them.
+        optimizer: of that model.
+
+    Returns:
+        Entries ``KIND.KEY``, such as ``exp_avg.KEY``, for each parameter that it trains.
+    """
+    result: dict[str, ParamShard] = {}
+    for key, weight in weights.items():
+        if isinstance(weight.data, Parameter) and weight.data.requires_grad:
+            for kind, (tensor, layout) in optimizer.state_of(weight.data, weight.layout).items():
+                name = f"{kind}.{key}"
+                result[name] = ParamShard(name, tensor, layout, weight.rank, weight.sharded_offsets)
+    return result
+
+
+def set_learning_rate_(optimizer: ShardedOptimizer, learning_rate: float) -> None:
+    """Use ``learning_rate`` from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def learning_rate_at(step: int, *, steps: int, warmup_steps: int, highest: float, final_ratio: float) -> float:
+    """Learning rate of step ``step`` (from 0) of ``steps``: a linear rise, then half a cosine down.
+
+    >>> learning_rate_at(9, steps=100, warmup_steps=10, highest=1.0, final_ratio=0.1)
+    1.0
+    """
+    if step < warmup_steps:
+        return highest * (step + 1) / warmup_steps
+    progress = min(1.0, (step + 1 - warmup_steps) / max(1, steps - warmup_steps))
+    return highest * (final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress)))
