@@ -53,7 +53,7 @@ def test_a_diverged_run_names_a_checkpoint_from_which_it_goes_on(
         newest = latest(folder / "run" / "checkpoints")
         if newest is None:
             assert (
-                f"no checkpoint was saved before; start anew with a lower optimizer.learning-rate ({float(rate)})"
+                f"no checkpoint was saved before; start anew with a lower optimizer.learning-rate than {float(rate):g}"
                 in said
             )
         else:

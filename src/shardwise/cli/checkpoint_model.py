@@ -100,7 +100,6 @@ class OpenCheckpoint:
 
     def _load_weights(self, ranks: Ranks) -> Model:
         import torch
-        import torch.distributed as dist
 
         from shardwise import checkpoint
         from shardwise.checkpoint.checkpoint import check_state_fits
@@ -111,22 +110,20 @@ class OpenCheckpoint:
         from shardwise.sharded_state import sharded_state_dict
         from shardwise.topology import Groups
 
-        world = dist.group.WORLD
-        assert world is not None
         if not self.is_checkpoint:
-            groups = Groups(tp=world)
+            groups = Groups(tp=ranks.world)
             loaded = load_pretrained(self.folder, groups=groups, device=ranks.device)
             assert not isinstance(loaded, ModelChunks)
             return loaded
         # What the settings say is compared with what there is before memory is asked for by it.
         agree(self._check_sizes, group=ranks.control)
         with torch.device("meta"):
-            outline = self._build_model(torch.device("meta"))
-        shapes = sharded_state_dict(outline, "model.", group=world)
+            outline = self._build_model(ranks, torch.device("meta"))
+        shapes = sharded_state_dict(outline, "model.", group=ranks.world)
         agree(lambda: check_state_fits(self.folder, Manifest.read(self.folder), shapes), group=ranks.control)
-        model = self._build_model(ranks.device)
+        model = self._build_model(ranks, ranks.device)
         checkpoint.load(
-            self.folder, sharded_state_dict(model, "model.", group=world), group=ranks.control, allow_extra=True
+            self.folder, sharded_state_dict(model, "model.", group=ranks.world), group=ranks.control, allow_extra=True
         )
         return model
 
@@ -160,21 +157,17 @@ class OpenCheckpoint:
             return ARCHITECTURES[config_to_json(describe_model(model))["model_type"]]
         return self.origin.architecture
 
-    def _build_model(self, device: torch.device) -> Model:
-        import torch.distributed as dist
-
+    def _build_model(self, ranks: Ranks, device: torch.device) -> Model:
         from shardwise.huggingface import build_model, model_config
         from shardwise.topology import Groups
         from shardwise.training import build
         from shardwise.training.settings import ParallelSettings, Settings
 
-        world = dist.group.WORLD
-        assert world is not None
-        groups = Groups(tp=world)
+        groups = Groups(tp=ranks.world)
         if isinstance(self.origin, Settings):
             assert self.tokenizer is not None
             # The run's own split says nothing about this one, and splitting the sequence saves nothing on one token.
-            settings = dataclasses.replace(self.origin, parallel=ParallelSettings(tp=world.size()))
+            settings = dataclasses.replace(self.origin, parallel=ParallelSettings(tp=ranks.world_size))
             return build.build_model(settings, self.tokenizer.vocab_size, groups=groups, device=device)
         config = model_config(
             self.origin.description,

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
 from shardwise.checkpoint.folder import clear_unfinished
 from shardwise.communication.agreement import agree
 from shardwise.folder_lock import FolderLock
@@ -30,10 +28,8 @@ def hold_folder(out: Path, ranks: Ranks) -> Iterator[None]:
     Raises:
         ConfigError: another run is there, which is named, or the folder cannot be written to; on every rank.
     """
-    world = dist.group.WORLD
-    assert world is not None
     with ExitStack() as stack:
-        agree(lambda: stack.enter_context(_cleared(out)) if ranks.is_first else None, group=world)
+        agree(lambda: stack.enter_context(_cleared(out)) if ranks.is_first else None, group=ranks.world)
         yield
 
 

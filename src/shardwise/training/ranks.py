@@ -51,11 +51,16 @@ class Ranks:
     watch: Watch | None = None
 
     @property
-    def control(self) -> ProcessGroup:
-        """All ranks, to agree on what each does alone: one may take hours for it, as the time limit is a day."""
-        group = dist.group.WORLD if self.own_control is None else self.own_control
+    def world(self) -> ProcessGroup:
+        """All ranks, on their devices."""
+        group = dist.group.WORLD
         assert group is not None
         return group
+
+    @property
+    def control(self) -> ProcessGroup:
+        """All ranks, to agree on what each does alone: one may take hours for it, as the time limit is a day."""
+        return self.world if self.own_control is None else self.own_control
 
     def phase(self, doing: str, *, limited: bool = False) -> AbstractContextManager[None]:
         """A context in which this rank is ``doing`` that, for messages; see ``Watch.phase``."""

@@ -206,14 +206,10 @@ class _Training:
 
     def _agreed(self) -> tuple[int, bool]:
         """The signal that came to any of the ranks (0 if none did), and whether the first one's clock says to save."""
-        minutes = self._settings.save_minutes
-        due = self._session.ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
-        world = dist.group.WORLD
-        assert world is not None
-        wishes = torch.tensor(
-            [float(self._signals.signum), float(due)], dtype=torch.float32, device=self._session.ranks.device
-        )
-        signum, save = all_reduce(wishes, group=world, op=dist.ReduceOp.MAX, may_overwrite=True).tolist()
+        ranks, minutes = self._session.ranks, self._settings.save_minutes
+        due = ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        wishes = torch.tensor([float(self._signals.signum), float(due)], dtype=torch.float32, device=ranks.device)
+        signum, save = all_reduce(wishes, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True).tolist()
         return int(signum), bool(save)
 
     def _evaluate(self, done: int) -> float:
@@ -224,7 +220,7 @@ class _Training:
         return value
 
     def _after_divergence(self) -> str:
-        rate = f"a lower optimizer.learning-rate ({self._session.settings.optimizer.learning_rate})"
+        rate = f"a lower optimizer.learning-rate than {self._session.settings.optimizer.learning_rate:g}"
         if self._checkpoint is None:
             return f"no checkpoint was saved before; start anew with {rate}"
         return f"the last good checkpoint is {self._checkpoint}; go on from it with --resume auto and {rate}"
