@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ def draw_loss(
     Returns:
         None, or why there is no picture: matplotlib is not installed.
     """
+    # It tells of folders that it cannot write to.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         import matplotlib
 
@@ -38,10 +42,15 @@ def draw_loss(
             axes.plot(*zip(*points, strict=True), label=label, **style)
     for number, (name, value) in enumerate(references.items()):
         axes.axhline(value, linestyle="--", linewidth=1.0, color=f"C{number + 2}", label=f"{name}: {value:.2f}")
-    axes.set(xlabel="step", ylabel="bits per byte", title=title)
+    axes.set(xlabel="step", ylabel="bits per byte")
+    # A dollar sign in a file's name begins no formula.
+    axes.set_title(title, parse_math=False)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with warnings.catch_warnings():
+        # Its font may lack characters of the title.
+        warnings.simplefilter("ignore")
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return None
