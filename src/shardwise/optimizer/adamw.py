@@ -42,14 +42,15 @@ class AdamW(torch.optim.AdamW):
             {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
             {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
         ]
-        fused = all(
-            why_not_fused_optimizer(param.device.type, has_copies=has_copies(layout)) is None
+        reasons = (
+            why_not_fused_optimizer(param.device.type, has_copies=has_copies(layout))
             for _, param, layout in named_param_layouts(model, 1)
         )
+        self.why_not_fused = next((reason for reason in reasons if reason is not None), None)
         # Where nothing is trained (all of a stage may be frozen), one group without parameters: torch refuses to have
         # none.
         filled = [group for group in groups if group["params"]] or groups[:1]
-        super().__init__(filled, lr=learning_rate, betas=betas, eps=epsilon, fused=fused)
+        super().__init__(filled, lr=learning_rate, betas=betas, eps=epsilon, fused=self.why_not_fused is None)
 
     def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
         """The gradient's mean and its mean square, laid out as the parameter; zeros at first."""

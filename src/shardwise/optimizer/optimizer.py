@@ -17,9 +17,11 @@ class ShardedOptimizer(Protocol):
 
     Attributes:
         param_groups: what it trains, each group with its learning rate ``"lr"``.
+        why_not_fused: why a step is not one kernel for all parameters; None if it is.
     """
 
     param_groups: list[dict[str, Any]]
+    why_not_fused: str | None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""

@@ -18,6 +18,7 @@ from shardwise.communication.collectives import all_reduce, validated_calls
 from shardwise.errors import DivergenceError
 from shardwise.files import write_atomically
 from shardwise.folder_lock import cannot_write
+from shardwise.kernels import dispatch
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.training.finishing import finish
 from shardwise.training.metrics import MetricsWriter
@@ -61,7 +62,32 @@ def banner(session: Session) -> str:
         f"data parallel {dp}"
         + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
         + (f", through {session.carrier}" if tp > 1 else "")
+        + speed(session)
     )
+
+
+def speed(session: Session) -> str:
+    """The lines of the banner that say which fast paths the run takes, and why not the others that it has work for."""
+    settings, trainer = session.settings, session.trainer
+    config, tp = trainer.model.config, session.topology.size("tp")
+    tokens = settings.micro_batch_size(session.topology.size("dp")) * settings.sequence_length
+    logits = tokens * session.texts.tokenizer.vocab_size // tp
+    inner = tokens * (config.ffn_hidden_size or 0) // tp
+    sizes = {dispatch.LOSS_CPU: logits, dispatch.LOSS_TRITON: logits, dispatch.ONEDNN: inner * config.hidden_size}
+    if config.normalization == "RMSNorm":
+        sizes[dispatch.RMS_NORM] = sizes[dispatch.ELEMENTWISE] = tokens * config.hidden_size
+    device_type, refusal = session.ranks.device.type, trainer.optimizer.why_not_fused
+    choices = [
+        dispatch.Choice("fused optimizer step", refusal is None, refusal or "always"),
+        *dispatch.report(device_type, config.params_dtype, sizes=sizes),
+    ]
+    taken = "; ".join(choice.name.removesuffix(f" on {device_type}") for choice in choices if choice.on)
+    left = [
+        f"\n       no {choice.name.removesuffix(f' on {device_type}')}: {choice.why}"
+        for choice in choices
+        if not choice.on
+    ]
+    return f"\nspeed  {taken}{''.join(left)}"
 
 
 def train(session: Session) -> Outcome:
