@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from dense_formulas import assert_gradient_shard, shard_of, transformed
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 
-from shardwise import parallel_state
 from shardwise.communication import moves
 from shardwise.communication.accounting import CollectiveCounter
-from shardwise.errors import ConfigError, NotInitializedError, ShardingError, VocabularyError
+from shardwise.errors import ConfigError, ShardingError, VocabularyError
 from shardwise.kernels import loss_reference
 from shardwise.loss import (
     vocab_parallel_argmax,
@@ -229,9 +228,14 @@ def test_mistakes_are_told(group):
 
 @pytest.mark.parametrize(
     "function",
-    [vocab_parallel_entropy, vocab_parallel_kl_div, vocab_parallel_argmax, vocab_parallel_topk, vocab_parallel_log_probs],
+    [
+        vocab_parallel_entropy,
+        vocab_parallel_kl_div,
+        vocab_parallel_argmax,
+        vocab_parallel_topk,
+        vocab_parallel_log_probs,
+    ],
 )
 def test_the_group_is_required(function):
-    with pytest.raises(TypeError, match="missing .* required keyword-only argument.*: .*'group'"):
+    with pytest.raises(TypeError, match=r"missing .* required keyword-only argument.*: .*'group'"):
         function(*[torch.randn(3, 4)] * (1 if function in (vocab_parallel_entropy, vocab_parallel_argmax) else 2))
-
