@@ -130,20 +130,14 @@ def check_free_target(target: Path) -> None:
     check_free(**lock_of_target(Path(os.path.abspath(target))))
 
 
-def checked_out(name: str, *, flag: str = "--out") -> Path:
-    """The folder that a user named; ConfigError if the name is empty or cannot be one."""
-    if not name or not can_be_a_name(name):
-        raise ConfigError(f"{flag} is {name!r}, which is no folder's name")
-    return Path(name)
-
-
 def check_folder(folder: Path, *, flag: str = "--out") -> None:
     """Check that a folder is there and can be written to, or could be made; without making anything.
 
     Raises:
         ConfigError: it cannot; the message says why.
     """
-    checked_out(str(folder), flag=flag)
+    if not can_be_a_name(str(folder)):
+        raise ConfigError(f"{flag} is {str(folder)!r}, which is no folder's name")
     for place in (folder, *folder.parents):
         try:
             os.lstat(place)

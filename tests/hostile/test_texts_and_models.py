@@ -103,7 +103,7 @@ def test_a_model_says_how_it_generates_also_after_import_and_export(
     out, notes = generate_here(capsys, tmp_path / "run", "--prompt", prompt)
     assert out == prompt + tokenizer.decode(new[:place]) + "\n"
     assert notes == (
-        "shardwise generate: not applied, of generation_config.json: num_beams 3\n"
+        "shardwise generate: generation_config.json asks for what is not supported, and is ignored: num_beams 3\n"
         "shardwise generate: eos_token_id 306 is outside the model's 301 ids and ends no text\n"
     )
     # A flag wins, and prompts of strangers do not spell tokens.

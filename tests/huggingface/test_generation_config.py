@@ -94,10 +94,11 @@ def test_what_is_not_followed_is_said_in_a_line(tmp_path):
     )
     (note,) = choice.notes
     assert note.startswith(
-        "not applied, of generation_config.json: repetition_penalty 1.1, num_beams 4, bad_words_ids [["
+        "generation_config.json asks for what is not supported, and is ignored: repetition_penalty 1.1, num_beams 4, "
+        "bad_words_ids [["
     )
     assert note.endswith("..., new 1")
-    assert len(note) < 250
+    assert len(note) < 280
     (note,) = choose(tmp_path, {"do_sample": False}, top_k=5).notes
     assert note.startswith("--top-k without --temperature: generation_config.json says do_sample false")
 

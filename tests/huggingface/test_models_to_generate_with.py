@@ -196,6 +196,7 @@ def test_a_name_of_the_hub_says_how_to_download_it(tmp_path, monkeypatch, capsys
     for argv in (
         ["generate", name],
         ["generate", f"https://huggingface.co/{name}"],
+        ["generate", ".", "--adapter", name],
         ["import-hf", name, "--out", "x"],
         ["finetune", name, "--data", "stdlib", "--out", "x"],
     ):

@@ -259,3 +259,28 @@ assert "torch" not in sys.modules
 """
     done = run("-c", code)
     assert done.stderr.count("\n") == 6
+
+
+def test_a_path_may_begin_with_the_home_folder_and_may_not_be_empty(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = str(tmp_path / "x")
+    # As shells leave it in --out=~/x.
+    assert Settings(data=("stdlib",), out="~/x").out == home
+    tuned = FinetuneSettings(base="~/x", data=("stdlib",), out="~/x")
+    assert (tuned.base, tuned.out) == (home, home)
+    exported = ExportArguments("~/x", "~/x")
+    assert (exported.checkpoint, exported.out) == (home, home)
+    imported = ImportArguments("~/x", "~/x")
+    assert (imported.folder, imported.out) == (home, home)
+    generated = GenerateArguments("~/x", adapter="~/x")
+    assert (generated.checkpoint, generated.adapter) == (home, home)
+    for make, name in (
+        (lambda: GenerateArguments(""), "checkpoint"),
+        (lambda: GenerateArguments("x", adapter=""), "--adapter"),
+        (lambda: ExportArguments("", "x"), "checkpoint"),
+        (lambda: ImportArguments("", "x"), "folder"),
+        (lambda: ImportArguments("x", ""), "--out"),
+    ):
+        # Or it would be the current folder.
+        with pytest.raises(ConfigError, match=f"^{name} is empty; name a folder"):
+            make()

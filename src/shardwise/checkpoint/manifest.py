@@ -237,7 +237,7 @@ class Manifest:
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         except CheckpointError as error:
-            raise CheckpointError(f"{path} is damaged or of no use: {error}") from error
+            raise CheckpointError(f"{path} is damaged or of another kind: {error}") from error
 
     def check_sizes(self, folder: Path) -> None:
         """Raise CheckpointError unless every recorded file is there and has its recorded size."""

@@ -15,7 +15,7 @@ from shardwise.cli.arguments import LaunchArguments, parse_command
 from shardwise.cli.start import run_in_ranks
 from shardwise.errors import ConfigError
 from shardwise.folder_lock import check_free
-from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Range, resolve_paths_
 from shardwise.training.settings import (
     CorpusSettings,
     ModelSettings,
@@ -48,6 +48,10 @@ class DemoArguments(LaunchArguments):
     pp: Annotated[int, LOCAL_RANKS, tyro.conf.arg(aliases=("--parallel.pp",))] = 1
     steps: Annotated[int, Range(1, 10**9)] = 560
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        resolve_paths_(self, "out", prefix="--")
 
     @property
     def num_ranks(self) -> int:

@@ -11,8 +11,8 @@ import tyro
 from shardwise.cli.arguments import SplitArguments, parse_command
 from shardwise.cli.checkpoint_model import OpenCheckpoint, open_checkpoint
 from shardwise.cli.start import run_in_ranks
-from shardwise.folder_lock import check_free_target, checked_out
-from shardwise.training.bounds import Range
+from shardwise.folder_lock import check_free_target
+from shardwise.training.bounds import Range, resolve_paths_
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class ExportArguments(SplitArguments):
     architecture: str | None = None
     max_file_gb: Annotated[float, Range(1e-9, 1e9)] = 5.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        resolve_paths_(self, "checkpoint")
+        resolve_paths_(self, "out", prefix="--")
+
 
 def main(argv: list[str]) -> int:
     """Export, here if this process is a rank or the only one, else in ranks that this process starts.
@@ -54,7 +59,7 @@ def main(argv: list[str]) -> int:
         argv,
         arguments,
         lambda: _export(arguments),
-        check=lambda: check_free_target(checked_out(arguments.out)),
+        check=lambda: check_free_target(Path(arguments.out)),
         prepare=lambda world_size: _open(arguments, world_size),
     )
 

@@ -17,7 +17,7 @@ from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER, OpenCheckpoint,
 from shardwise.cli.reporting import print_line
 from shardwise.cli.start import run_in_ranks
 from shardwise.errors import ConfigError, DataError
-from shardwise.training.bounds import SEED, Range
+from shardwise.training.bounds import SEED, Range, resolve_paths_
 
 if TYPE_CHECKING:
     from shardwise.huggingface.generation_config import GenerationChoice
@@ -58,6 +58,11 @@ class GenerateArguments(SplitArguments):
     special_tokens: bool = True
     seed: Annotated[int, SEED] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        resolve_paths_(self, "checkpoint")
+        resolve_paths_(self, "adapter", prefix="--")
 
 
 def main(argv: list[str]) -> int:
@@ -112,8 +117,6 @@ def _prepare(arguments: GenerateArguments, world_size: int) -> _Task:
     """Open the checkpoint of a model that continues texts, and read the prompt."""
     from shardwise.training.settings import Settings
 
-    if arguments.adapter == "":
-        raise ConfigError("--adapter is empty; name a folder of adapters")
     adapter = None if arguments.adapter is None else Path(arguments.adapter)
     opened = open_model(Path(arguments.checkpoint), adapter)
     opened.check_fits(world_size)

@@ -14,7 +14,8 @@ from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER
 from shardwise.cli.reporting import print_line
 from shardwise.cli.start import run_in_ranks
 from shardwise.errors import ConfigError, DataError
-from shardwise.folder_lock import check_free, checked_out
+from shardwise.folder_lock import check_free
+from shardwise.training.bounds import resolve_paths_
 
 if TYPE_CHECKING:
     from shardwise.huggingface.folder import PretrainedFolder
@@ -37,6 +38,11 @@ class ImportArguments(SplitArguments):
     out: str
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        resolve_paths_(self, "folder")
+        resolve_paths_(self, "out", prefix="--")
+
 
 def main(argv: list[str]) -> int:
     """Import, here if this process is a rank or the only one, else in ranks that this process starts.
@@ -57,7 +63,7 @@ def main(argv: list[str]) -> int:
         argv,
         arguments,
         lambda: _run_rank(arguments),
-        check=lambda: check_free(checked_out(arguments.out)),
+        check=lambda: check_free(Path(arguments.out)),
         prepare=lambda world_size: _open(arguments, world_size),
     )
 
@@ -66,7 +72,7 @@ def _run_rank(arguments: ImportArguments) -> None:
     from shardwise.training.out_folder import hold_folder
     from shardwise.training.ranks import open_ranks
 
-    with open_ranks("cpu", timeout=arguments.timeout) as ranks, hold_folder(checked_out(arguments.out), ranks):
+    with open_ranks("cpu", timeout=arguments.timeout) as ranks, hold_folder(Path(arguments.out), ranks):
         path, kind, lack = _import(arguments, ranks.world_size)
         if ranks.is_first:
             generates = kind == "gpt" and lack is None

@@ -176,7 +176,11 @@ class GenerationDefaults:
             for name, value in self._fields.values.items()
             if name not in _READ and name not in _WITHOUT_EFFECT and value and value != _NEUTRAL.get(name)
         ]
-        return [f"not applied, of {GENERATION_CONFIG_NAME}: {', '.join(found)}"] if found else []
+        return (
+            [f"{GENERATION_CONFIG_NAME} asks for what is not supported, and is ignored: {', '.join(found)}"]
+            if found
+            else []
+        )
 
 
 def _listed(ids: list[int]) -> str:

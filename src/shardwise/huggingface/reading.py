@@ -105,7 +105,7 @@ def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is of no use: {error}") from error
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files import open_regular, write_atomically
 from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.fields import Fields
-from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME
+from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, no_folder
 from shardwise.huggingface.ranks import agree_everywhere, model_groups, tell_stages
 from shardwise.huggingface.reading import weight_dtype
 from shardwise.json_files import read_json
@@ -72,6 +72,8 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
         ConfigError: a variant of LoRA that is not offered; the message names the field.
     """
     path = Path(folder) / CONFIG_NAME
+    if not os.path.isdir(folder):
+        raise CheckpointError(no_folder(Path(folder)))
     try:
         values = read_json(path)
     except FileNotFoundError:

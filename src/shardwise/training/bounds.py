@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import types
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -114,6 +115,27 @@ def annotations_of(cls: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         name: (arguments[0], arguments[1:]) if get_origin(hint) is Annotated else (hint, ())
         for name, (hint, arguments) in split.items()
     }
+
+
+def resolve_paths_(settings: Any, *names: str, prefix: str = "") -> None:
+    """Put the user's home folder for a leading ``~`` in fields that are paths.
+
+    Shells do so in ``--out ~/run``, but not in ``--out=~/run``, nor in a file of settings.
+
+    Args:
+        settings: an instance, as its ``__post_init__`` finds it; modified.
+        names: of the fields; those that are None stay so.
+        prefix: as in ``check_values``.
+
+    Raises:
+        ConfigError: a path is empty.
+    """
+    for name in names:
+        path = getattr(settings, name)
+        if path == "":
+            raise ConfigError(f"{prefix}{name.replace('_', '-')} is empty; name a folder")
+        if path is not None:
+            object.__setattr__(settings, name, os.path.expanduser(path))
 
 
 @functools.cache

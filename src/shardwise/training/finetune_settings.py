@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from shardwise.errors import ConfigError
-from shardwise.training.bounds import PROBABILITY, STEPS, Range, check_values
+from shardwise.training.bounds import PROBABILITY, STEPS, Range, check_values, resolve_paths_
 from shardwise.training.settings import (
     DECAY,
     RATE,
@@ -137,6 +137,7 @@ class FinetuneSettings(RunSettings):
         if not self.base:
             raise ConfigError("no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
         super().__post_init__()
+        resolve_paths_(self, "base")
         if self.lora.lora_rank is not None and self.parallel.virtual_stages > 1:
             raise ConfigError("--lora-rank and --virtual-stages over 1 exclude each other; use another schedule")
         if self.optimizer.learning_rate is None:

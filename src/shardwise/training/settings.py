@@ -24,6 +24,7 @@ from shardwise.training.bounds import (
     TIMEOUT,
     Range,
     check_values,
+    resolve_paths_,
 )
 from shardwise.training.plain_values import from_plain_values
 
@@ -270,7 +271,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         check_values(self)
         _require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
-        _require(bool(self.out), "out is empty; name a folder with --out")
+        resolve_paths_(self, "out", prefix="--")
 
     @property
     def sequence_length(self) -> int:
