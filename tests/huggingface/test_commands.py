@@ -155,6 +155,7 @@ def test_transformers_computes_what_a_trained_model_does(architecture: Any, tmp_
         (["import-hf", "MODEL", "--out", "x", "--nproc", "0"], "--nproc is 0"),
         (["export-hf", "nowhere", "--out", "x"], "there is no folder nowhere"),
         (["export-hf", "RUN", "--out", "MODEL"], "exists; choose another folder"),
+        (["export-hf", "MODEL", "--out", "x"], "is a Hugging Face folder already; give the --out of a training run"),
         (["export-hf", "RUN", "--out", "x", "--architecture", "gpt2"], "gpt2: "),
         (["export-hf", "RUN", "--out", "x", "--architecture", "gpt3"], "architecture 'gpt3' is unknown"),
         (["export-hf", "RUN", "--out", "x", "--max-file-gb", "0"], "--max-file-gb is 0.0"),

@@ -177,8 +177,12 @@ class OpenCheckpoint:
         return build_model(self.origin.description, config, groups=groups, device=device)
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
     """The checkpoint that ``path`` stands for: itself, or the newest of a run or of its folder of checkpoints.
+
+    Args:
+        path: of a folder.
+        otherwise: what else could have been given, for the message.
 
     Raises:
         CheckpointError: there is none.
@@ -194,8 +198,7 @@ def find_checkpoint(path: Path) -> Path:
     newest = latest(path / "checkpoints") or latest(path)
     if newest is None:
         raise CheckpointError(
-            f"{path} holds no checkpoint; give the --out of a training run or one of its checkpoints/step-*, or "
-            "a Hugging Face folder (with config.json)"
+            f"{path} holds no checkpoint; give the --out of a training run or one of its checkpoints/step-*{otherwise}"
         )
     return newest
 
@@ -219,7 +222,7 @@ def open_model(path: Path, adapter: Path | None = None) -> OpenCheckpoint:
     if adapter is not None:
         # What is wrong with it is told before the model is read.
         read_adapter_config(adapter)
-    is_model, is_adapter = _is_pretrained(path), (path / ADAPTER_CONFIG_NAME).is_file()
+    is_model, is_adapter = is_pretrained(path), (path / ADAPTER_CONFIG_NAME).is_file()
     if is_adapter and not is_model:
         if adapter is not None:
             raise ConfigError(f"{path} holds adapters, not a model for those of {adapter}; give the model's folder")
@@ -228,11 +231,14 @@ def open_model(path: Path, adapter: Path | None = None) -> OpenCheckpoint:
         raise ConfigError(
             f"{path} holds a model and adapters; use both with --adapter {path}, or move its {ADAPTER_CONFIG_NAME} away"
         )
-    opened = _open_pretrained(path, adapter) if is_model else open_checkpoint(path)
+    if is_model:
+        opened = _open_pretrained(path, adapter)
+    else:
+        opened = open_checkpoint(path, otherwise=", or a Hugging Face folder (with config.json)")
     return dataclasses.replace(opened, adapter=adapter)
 
 
-def _is_pretrained(path: Path) -> bool:
+def is_pretrained(path: Path) -> bool:
     """Whether a folder is a Hugging Face folder, and no checkpoint, which may have a ``config.json`` too."""
     from shardwise.checkpoint.manifest import MANIFEST_NAME
     from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME
@@ -258,7 +264,7 @@ def _base_of(adapter: Path) -> Path:
         raise ConfigError(f"{adapter / ADAPTER_CONFIG_NAME} does not name the adapters' model; {hint}")
     if not os.path.isdir(base):
         raise CheckpointError(f"{adapter} holds adapters of the model {base}: {no_folder(Path(base), hint)}")
-    if not _is_pretrained(Path(base)):
+    if not is_pretrained(Path(base)):
         raise CheckpointError(f"{adapter} holds adapters of the model {base}, which is no Hugging Face folder; {hint}")
     return Path(base)
 
@@ -278,11 +284,12 @@ def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
     return OpenCheckpoint(path, origin, tokenizer, is_checkpoint=False)
 
 
-def open_checkpoint(path: Path) -> OpenCheckpoint:
+def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
     """Find a checkpoint, and read all of it but its tensors.
 
     Args:
         path: see ``find_checkpoint``.
+        otherwise: likewise.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it was written by neither a training run nor an import.
@@ -293,7 +300,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     from shardwise.tokenizer import PaddedTokenizer, Tokenizer
     from shardwise.training.settings import Settings
 
-    folder = find_checkpoint(path)
+    folder = find_checkpoint(path, otherwise=otherwise)
     meta = read_meta(folder)
     if "huggingface" in meta:
         imported = meta["huggingface"]

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shardwise.cli.arguments import SplitArguments, parse_command
-from shardwise.cli.checkpoint_model import OpenCheckpoint, open_checkpoint
+from shardwise.cli.checkpoint_model import OpenCheckpoint, is_pretrained, open_checkpoint
 from shardwise.cli.start import run_in_ranks
+from shardwise.errors import ConfigError
 from shardwise.folder_lock import check_free_target
 from shardwise.training.bounds import Range, resolve_paths_
 
@@ -89,7 +90,10 @@ def _export(arguments: ExportArguments) -> None:
 def _open(arguments: ExportArguments, world_size: int) -> OpenCheckpoint:
     from shardwise.huggingface.saving import check_target
 
-    opened = open_checkpoint(Path(arguments.checkpoint))
+    path = Path(arguments.checkpoint)
+    if is_pretrained(path):
+        raise ConfigError(f"{path} is a Hugging Face folder already; give the --out of a training run or an import")
+    opened = open_checkpoint(path)
     opened.check_fits(world_size)
     check_target(Path(arguments.out))
     return opened
