@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
-from torch.utils._python_dispatch import TorchDispatchMode
+from harness.operators import Operators
 from torch.utils._pytree import tree_map_only
 
 from shardwise.communication.accounting import CollectiveCounter
@@ -98,18 +98,6 @@ CHANGES = {
 ON_GPU = {"use_cpu_initialization"}
 
 
-class Operators(TorchDispatchMode):
-    """Records which of PyTorch's operators run, in backward passes too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def model_of(config: ModelConfig, group: dist.ProcessGroup) -> GPT:
     """A model split over the ranks of the group; with several stages the first chunk of this rank's."""
     num_stages = config.pipeline_model_parallel_size
@@ -156,7 +144,7 @@ def observe(group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]
     seen["gradients"] = {name: param.grad for name, param in model.named_parameters()}
     seen["main gradients"] = {name: param.main_grad for name, param in model.named_parameters()}
     seen["collectives"] = [launch.name for launch in collectives.launches]
-    seen["operators"] = sorted(operators.names)
+    seen["operators"] = set(operators.names)
     return plain(seen)
 
 

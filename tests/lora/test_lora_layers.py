@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
+from harness.groups import alone
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_shards
 from torch import nn
 
@@ -24,11 +24,6 @@ from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLi
 TIGHT = 1e-13
 R, S, B, I = 3, 7, 2, 13  # noqa: E741 - the letters of the shapes
 GROUPS, QUERIES, D = 5, 2, 3
-
-
-def alone(group):
-    groups = [dist.new_group([rank]) for rank in range(group.size())]
-    return groups[group.rank()]
 
 
 def config_of(group, sequence_parallel, dtype=torch.float64):

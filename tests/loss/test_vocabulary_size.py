@@ -5,9 +5,9 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.operators import Operators
 from harness.parity import assert_bit_equal, assert_close_to, gather_all
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import loss as engine
 from shardwise.communication.accounting import CollectiveCounter
@@ -119,18 +119,6 @@ def test_sizes_are_told_exactly():
             assert_bit_equal(without_sizes(torch.stack([own, own]), size), torch.stack([own, own])[:, :2])
             with pytest.raises(ShardingError, match=rf"the ranks hold \[{size}, {size + 1}\] logits per token"):
                 without_sizes(torch.stack([own, other]), size)
-
-
-class Operators(TorchDispatchMode):
-    """Notes the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def test_on_a_gpu_the_check_stays_on_the_device():

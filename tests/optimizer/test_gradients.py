@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from harness.groups import alone
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_shards
 from torch import nn
 
@@ -22,12 +23,6 @@ from shardwise.optimizer.gradients import (
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, named_param_layouts
 from shardwise.topology import Topology
-
-
-def alone(group):
-    """A group of this rank only."""
-    groups = [dist.new_group([rank]) for rank in range(group.size())]
-    return groups[group.rank()]
 
 
 def column(group, i, o, dtype=torch.float64, **options):

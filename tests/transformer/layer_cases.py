@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.megatron.config import TransformerConfig
 from shardwise.tensor_parallel.layers import named_param_layouts
@@ -114,8 +113,3 @@ def mask_of(case, config, group):
 def rotary_of(case, config, positions=None):
     positions = torch.arange(S) if positions is None else positions
     return RotaryEmbedding(config.heads[2], case.share)(positions, torch.float64) if case.share else None
-
-
-def alone(group):
-    groups = [dist.new_group([rank]) for rank in range(group.size())]
-    return groups[group.rank()]

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from harness.groups import alone
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 from layer_cases import (
     CASES,
@@ -16,7 +17,6 @@ from layer_cases import (
     Case,
     H,
     S,
-    alone,
     config_of,
     layer_of,
     mask_of,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.groups import alone
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
-from layer_cases import LLAMA, Case, alone, config_of, layer_of
+from layer_cases import LLAMA, Case, config_of, layer_of
 
 from shardwise.checkpoint import load, save
 from shardwise.communication.accounting import CollectiveCounter

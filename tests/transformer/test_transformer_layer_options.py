@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from dense_layer import dense_layer
+from harness.groups import alone
 from harness.parity import assert_close_to, assert_unmodified, gather_shards
-from layer_cases import CASES, SLOPES, B, H, S, alone, layer_of, mask_of, rotary_of
+from layer_cases import CASES, SLOPES, B, H, S, layer_of, mask_of, rotary_of
 
 from shardwise.optimizer.gradients import finalize_gradients_
 from shardwise.sharding import balanced_range

@@ -1,0 +1,23 @@
+"""Which of PyTorch's operators run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators that run inside its ``with`` block, those of backward passes included.
+
+    Attributes:
+        names: such as ``"aten::add.Tensor"``, in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
