@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from shardwise.huggingface import PretrainedConfig
     from shardwise.huggingface.architectures import Architecture
     from shardwise.huggingface.building import Model
+    from shardwise.huggingface.description import ModelDescription
     from shardwise.huggingface.generation_config import GenerationDefaults
     from shardwise.tokenizer import Tokenizer
     from shardwise.training.ranks import Ranks
-    from shardwise.training.settings import Settings
 
 
 TO_BRING_A_TOKENIZER = (
@@ -35,27 +35,21 @@ class OpenCheckpoint:
 
     Attributes:
         folder: of the checkpoint, or the Hugging Face folder.
-        origin: the settings of the run that wrote it, or the ``config.json`` that it was imported with, or lies there.
+        description: of the model.
+        dtype: of its weights.
+        config: the ``config.json`` that it was imported with, or lies there; None of a training run's model.
         tokenizer: the model's; None if it was imported without one that can be read.
         is_checkpoint: whether the folder is a checkpoint, and no Hugging Face folder.
         adapter: folder of adapters to use with the model.
     """
 
     folder: Path
-    origin: Settings | PretrainedConfig
+    description: ModelDescription
+    dtype: torch.dtype | None
+    config: PretrainedConfig | None
     tokenizer: Tokenizer | None
     is_checkpoint: bool = True
     adapter: Path | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the model, which may have more ids than the tokenizer."""
-        from shardwise.training.settings import Settings
-
-        if isinstance(self.origin, Settings):
-            assert self.tokenizer is not None
-            return self.tokenizer.vocab_size
-        return self.origin.description.vocab_size
 
     def generation_defaults(self) -> GenerationDefaults:
         """What the model's files say about generation; nothing for a training run.
@@ -64,20 +58,16 @@ class OpenCheckpoint:
             CheckpointError: they cannot be read.
         """
         from shardwise.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
-        from shardwise.training.settings import Settings
 
-        if isinstance(self.origin, Settings):
+        if self.config is None:
             return GenerationDefaults()
         # Adapters may have been trained to end their texts otherwise.
         beside = self.adapter is not None and (self.adapter / GENERATION_CONFIG_NAME).exists()
-        return GenerationDefaults(self.adapter if beside else self.folder, self.origin.values)
+        return GenerationDefaults(self.adapter if beside else self.folder, self.config.values)
 
     def check_fits(self, world_size: int) -> None:
         """Raise ConfigError unless the model can be split over ``world_size`` ranks."""
-        from shardwise.training.settings import Settings
-
-        origin = self.origin
-        heads = origin.model.num_heads if isinstance(origin, Settings) else origin.description.num_attention_heads
+        heads = self.description.num_attention_heads
         if world_size > heads:
             raise ConfigError(
                 f"the model's {heads} attention heads cannot be split over {world_size} ranks; use --nproc {heads} or "
@@ -130,13 +120,9 @@ class OpenCheckpoint:
     def _check_sizes(self) -> None:
         """Check the sizes that decide on the number of tensors, and of what is made beside them."""
         from shardwise.checkpoint.manifest import Manifest
-        from shardwise.training.settings import Settings
 
-        origin, tensors = self.origin, Manifest.read(self.folder).tensors.values()
-        if isinstance(origin, Settings):
-            layers, width = origin.model.num_layers, origin.model.hidden_size
-        else:
-            layers, width = origin.description.num_layers, origin.description.kv_channels
+        tensors = Manifest.read(self.folder).tensors.values()
+        layers, width = self.description.num_layers, max(self.description.hidden_size, self.description.kv_channels)
         if layers > len(tensors):
             raise CheckpointError(
                 f"checkpoint {self.folder} has {len(tensors)} tensors, and its settings ask for {layers} layers"
@@ -151,30 +137,17 @@ class OpenCheckpoint:
         """The one whose names the adapters' files use; that of an export where a run trained the model."""
         from shardwise.huggingface import config_to_json, describe_model
         from shardwise.huggingface.architectures import ARCHITECTURES
-        from shardwise.training.settings import Settings
 
-        if isinstance(self.origin, Settings):
+        if self.config is None:
             return ARCHITECTURES[config_to_json(describe_model(model))["model_type"]]
-        return self.origin.architecture
+        return self.config.architecture
 
     def _build_model(self, ranks: Ranks, device: torch.device) -> Model:
         from shardwise.huggingface import build_model, model_config
         from shardwise.topology import Groups
-        from shardwise.training import build
-        from shardwise.training.settings import ParallelSettings, Settings
 
-        groups = Groups(tp=ranks.world)
-        if isinstance(self.origin, Settings):
-            assert self.tokenizer is not None
-            # The run's own split says nothing about this one, and splitting the sequence saves nothing on one token.
-            settings = dataclasses.replace(self.origin, parallel=ParallelSettings(tp=ranks.world_size))
-            return build.build_model(settings, self.tokenizer.vocab_size, groups=groups, device=device)
-        config = model_config(
-            self.origin.description,
-            params_dtype=self.origin.dtype,
-            perform_initialization=False,
-        )
-        return build_model(self.origin.description, config, groups=groups, device=device)
+        config = model_config(self.description, params_dtype=self.dtype, perform_initialization=False)
+        return build_model(self.description, config, groups=Groups(tp=ranks.world), device=device)
 
 
 def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
@@ -274,14 +247,13 @@ def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
     from shardwise.tokenizer import PaddedTokenizer
 
     source = PretrainedFolder(path)
-    origin = dataclasses.replace(source.config, description=source.description)
     # The tokenizer beside adapters is the one that they were trained with.
     beside = adapter is not None and (adapter / "tokenizer.json").exists()
     try:
         tokenizer = PaddedTokenizer.load(adapter if adapter is not None and beside else path)
     except DataError as error:
         raise DataError(f"{error}; {TO_BRING_A_TOKENIZER}") from error
-    return OpenCheckpoint(path, origin, tokenizer, is_checkpoint=False)
+    return OpenCheckpoint(path, source.description, source.dtype, source.config, tokenizer, is_checkpoint=False)
 
 
 def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
@@ -298,6 +270,7 @@ def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
     from shardwise.checkpoint import read_meta
     from shardwise.huggingface import config_from_json
     from shardwise.tokenizer import PaddedTokenizer, Tokenizer
+    from shardwise.training.build import DTYPES, describe
     from shardwise.training.settings import Settings
 
     folder = find_checkpoint(path, otherwise=otherwise)
@@ -308,7 +281,8 @@ def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
         if not isinstance(config, dict):
             raise CheckpointError(f"{folder}: huggingface.config in its meta is {shown(config)}; it must be an object")
         origin = config_from_json(config, where=f"{folder}: config.json")
-        return OpenCheckpoint(folder, origin, PaddedTokenizer.load(folder) if "tokenizer_sha256" in meta else None)
+        own = PaddedTokenizer.load(folder) if "tokenizer_sha256" in meta else None
+        return OpenCheckpoint(folder, origin.description, origin.dtype, origin, own)
     if "base_sha256" in meta:
         raise CheckpointError(
             f"{folder} is of shardwise finetune, whose --out is a Hugging Face folder, or adapters, once it is done: "
@@ -321,6 +295,8 @@ def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
     if tokenizer.sha256 != meta["tokenizer_sha256"]:
         raise CheckpointError(f"{folder / 'tokenizer.json'} is not the tokenizer that the model was trained with")
     try:
-        return OpenCheckpoint(folder, Settings.from_json(meta["settings"]), tokenizer)
+        settings = Settings.from_json(meta["settings"])
+        description = describe(settings.model, tokenizer.vocab_size)
+        return OpenCheckpoint(folder, description, DTYPES[settings.training.dtype], None, tokenizer)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error

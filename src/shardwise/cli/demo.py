@@ -28,6 +28,7 @@ from shardwise.training.settings import (
 if TYPE_CHECKING:
     from shardwise.training.outcome import Outcome
     from shardwise.training.parity import Parity
+    from shardwise.training.ranks import Ranks
     from shardwise.training.session import Session
 
 
@@ -105,32 +106,26 @@ def main(argv: list[str]) -> int:
 
 def _run_rank(settings: Settings) -> None:
     # Late, because PyTorch takes seconds to import, and a wrong argument should not.
-    from shardwise.training.finishing import finish
-    from shardwise.training.out_folder import hold_folder
     from shardwise.training.parity import check_parity
-    from shardwise.training.ranks import open_ranks
-    from shardwise.training.run import banner, train
-    from shardwise.training.session import gather_texts, open_session
+    from shardwise.training.run import open_new, run
 
-    with open_ranks(settings.device, timeout=settings.timeout) as ranks, hold_folder(Path(settings.out), ranks):
-        say = print if ranks.is_first else _say_nothing
-        settings.check_world(ranks.world_size)
-        say("reading the standard library and learning its vocabulary (kept for the next time) ...", flush=True)
-        texts = gather_texts(settings, ranks)
-        session = open_session(settings, ranks, texts)
-        say(banner(session), flush=True)
-        say(f"proving that tp={settings.parallel.tp} equals tp=1 before training ...", flush=True)
-        parity = check_parity(session)
-        say(f"       {parity.line()}", flush=True)
+    found: list[Parity] = []
+
+    def opened(settings: Settings, ranks: Ranks) -> Session:
         if ranks.is_first:
+            print("reading the standard library and learning its vocabulary (kept for the next time) ...", flush=True)
+        return open_new(settings, ranks)
+
+    def prove(session: Session) -> None:
+        if session.ranks.is_first:
+            print(f"proving that tp={settings.parallel.tp} equals tp=1 before training ...", flush=True)
+        found.append(check_parity(session))
+        if session.ranks.is_first:
+            print(f"       {found[0].line()}", flush=True)
             session.out.mkdir(parents=True, exist_ok=True)
             (session.out / "DEMO").write_text("made by `shardwise demo`, which replaces it\n", encoding="utf-8")
-        outcome = finish(session, train(session))
-        say(report(session, parity, outcome))
 
-
-def _say_nothing(*values: object, flush: bool = False) -> None:
-    pass
+    run(settings, opened, before=prove, report=lambda session, outcome: report(session, found[0], outcome))
 
 
 def report(session: Session, parity: Parity, outcome: Outcome) -> str:

@@ -101,8 +101,6 @@ def _open(arguments: ExportArguments, world_size: int) -> OpenCheckpoint:
 
 def _fields(opened: OpenCheckpoint) -> dict[str, Any]:
     """What a run knows beside its model: which token ends a text, and so begins one."""
-    from shardwise.training.settings import Settings
-
-    if not isinstance(opened.origin, Settings) or opened.tokenizer is None:
+    if opened.config is not None or opened.tokenizer is None:
         return {}
     return {"bos_token_id": opened.tokenizer.eos_id, "eos_token_id": opened.tokenizer.eos_id}

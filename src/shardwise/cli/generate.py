@@ -115,14 +115,12 @@ class _Task:
 
 def _prepare(arguments: GenerateArguments, world_size: int) -> _Task:
     """Open the checkpoint of a model that continues texts, and read the prompt."""
-    from shardwise.training.settings import Settings
-
     adapter = None if arguments.adapter is None else Path(arguments.adapter)
     opened = open_model(Path(arguments.checkpoint), adapter)
     opened.check_fits(world_size)
-    if not isinstance(opened.origin, Settings) and opened.origin.description.kind != "gpt":
+    if opened.config is not None and opened.description.kind != "gpt":
         raise ConfigError(
-            f"{opened.folder} holds a {opened.origin.architecture.model_type} model, which adds no tokens"
+            f"{opened.folder} holds a {opened.config.architecture.model_type} model, which adds no tokens"
         )
     tokenizer = opened.tokenizer
     if tokenizer is None:
@@ -140,7 +138,7 @@ def _prepare(arguments: GenerateArguments, world_size: int) -> _Task:
         top_p=arguments.top_p,
         max_new_tokens=arguments.max_new_tokens,
         num_prompt_tokens=len(prompt_ids),
-        vocab_size=opened.vocab_size,
+        vocab_size=opened.description.vocab_size,
         eos_id=tokenizer.eos_id,
     )
     return _Task(opened, tokenizer, prompt_ids, choice)

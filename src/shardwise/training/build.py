@@ -3,26 +3,66 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from shardwise.config import ModelConfig
+from shardwise import huggingface
+from shardwise.huggingface import model_config
+from shardwise.huggingface.description import ModelDescription
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.topology import Groups
-from shardwise.training.settings import ModelSettings, Settings
+from shardwise.training.settings import ModelSettings, RunSettings, Settings
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
-def ffn_hidden_size(model: ModelSettings) -> int:
-    """Width of the MLP; where it is not set, such that both architectures have about the same number of weights."""
-    if model.ffn_hidden_size is not None:
-        return model.ffn_hidden_size
-    if model.architecture == "gpt":
-        return 4 * model.hidden_size
-    return -(-8 * model.hidden_size // 3 // 32) * 32
+def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
+    """The model that the settings ask for, its weights' initial values included."""
+    llama = model.architecture == "llama"
+    # Where it is not set, such that both architectures have about the same number of weights.
+    usual_ffn_hidden_size = -(-8 * model.hidden_size // 3 // 32) * 32 if llama else 4 * model.hidden_size
+    return ModelDescription(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_query_groups or model.num_heads,
+        kv_channels=model.hidden_size // model.num_heads,
+        ffn_hidden_size=model.ffn_hidden_size or usual_ffn_hidden_size,
+        vocab_size=vocab_size,
+        max_sequence_length=model.sequence_length,
+        activation="silu" if llama else "gelu",
+        gated_linear_unit=llama,
+        normalization="RMSNorm" if llama else "LayerNorm",
+        attention_bias=not llama,
+        qkv_bias=not llama,
+        mlp_bias=not llama,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="rope" if llama else "learned_absolute",
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        # Nguyen and Salazar 2019 (arXiv:1910.05895), "small init": about 0.02 at the width of GPT-2, more for narrower
+        # models, which learn nothing for a hundred steps otherwise.
+        init_method_std=math.sqrt(2 / (5 * model.hidden_size)),
+    )
+
+
+def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
+    """The fields of a model's config that say how it is trained and split, not which model it is."""
+    parallel, pp = settings.parallel, groups.num_stages
+    # Nothing is interleaved on one stage, as of the whole model that parity is proved against.
+    chunks = parallel.virtual_stages if pp > 1 else 1
+    return {
+        "params_dtype": DTYPES[settings.training.dtype],
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "delay_wgrad_compute": pp > 1 and parallel.pipeline_schedule == "zero-bubble",
+        "sequence_parallel": parallel.sequence_parallel,
+        "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
+        # So that a run starts from the same weights on every device.
+        "use_cpu_initialization": True,
+    }
 
 
 def build_model(
@@ -45,46 +85,11 @@ def build_model(
         device: where the model goes.
         vp_stage: which of the stage's chunks, with interleaving.
     """
-    model = settings.model
-    llama = model.architecture == "llama"
-    stage, pp = groups.stage, groups.num_stages
-    # Nothing is interleaved on one stage, as of the whole model that parity is proved against.
-    num_chunks = settings.parallel.virtual_stages if pp > 1 else 1
-    config = ModelConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_heads,
-        num_query_groups=model.num_query_groups,
-        ffn_hidden_size=ffn_hidden_size(model),
-        normalization="RMSNorm" if llama else "LayerNorm",
-        gated_linear_unit=llama,
-        activation_func=F.silu if llama else F.gelu,
-        add_bias_linear=not llama,
-        hidden_dropout=model.dropout,
-        attention_dropout=model.dropout,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
-        delay_wgrad_compute=pp > 1 and settings.parallel.pipeline_schedule == "zero-bubble",
-        sequence_parallel=settings.parallel.sequence_parallel,
-        fuse_output_layer_and_loss=settings.training.loss == "linear_fused",
-        use_cpu_initialization=True,
-        params_dtype=DTYPES[settings.training.dtype],
-        # Nguyen and Salazar 2019 (arXiv:1910.05895), "small init": about 0.02 at the width of GPT-2, more for narrower
-        # models, which learn nothing for a hundred steps otherwise.
-        init_method_std=math.sqrt(2 / (5 * model.hidden_size)),
-    )
-    built = GPT(
-        config,
-        vocab_size,
-        model.sequence_length,
-        pre_process=stage == 0 and not vp_stage,
-        post_process=stage == pp - 1 and (vp_stage or 0) == num_chunks - 1,
-        share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type="rope" if llama else "learned_absolute",
-        groups=groups,
-        vp_stage=vp_stage,
-    )
-    return built.to(device)
+    description = describe(settings.model, vocab_size)
+    config = model_config(description, **config_fields(settings, groups))
+    model = huggingface.build_model(description, config, groups=groups, vp_stage=vp_stage)
+    assert isinstance(model, GPT)
+    return model.to(device)
 
 
 def build_chunks(settings: Settings, vocab_size: int, *, groups: Groups, device: torch.device) -> ModelChunks:

@@ -25,13 +25,10 @@ from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.tokenizer import PaddedTokenizer
 from shardwise.topology import Groups, Topology
-from shardwise.training.build import DTYPES
+from shardwise.training.build import config_fields
 from shardwise.training.finetune_settings import FinetuneSettings
-from shardwise.training.finishing import finish
-from shardwise.training.out_folder import hold_folder
-from shardwise.training.ranks import Ranks, open_ranks
-from shardwise.training.run import banner, summary, train
-from shardwise.training.saving import find_newest
+from shardwise.training.ranks import Ranks
+from shardwise.training.run import run
 from shardwise.training.session import Session, assemble_session, share_texts, trainer_of
 from shardwise.training.texts import Texts, encode_texts, read_data
 from shardwise.training.trainer import Trainer
@@ -140,15 +137,14 @@ def _check_out(out: Path, base: Path) -> None:
 
 def finetune(settings: FinetuneSettings) -> None:
     """Fine-tune as ``settings`` say; every rank calls, and ends with the same error if one cannot go on."""
-    with open_ranks(settings.device, timeout=settings.timeout) as ranks, hold_folder(Path(settings.out), ranks):
-        session, base = open_finetuning(settings, ranks)
-        if ranks.is_first:
-            print(banner(session), flush=True)
-        outcome = train(session)
-        export(session, base)
-        outcome = finish(session, outcome)
-        if ranks.is_first:
-            print(summary(session, outcome))
+    base: list[Base] = []
+
+    def opened(settings: FinetuneSettings, ranks: Ranks) -> Session:
+        session, read = open_finetuning(settings, ranks)
+        base.append(read)
+        return session
+
+    run(settings, opened, after=lambda session: export(session, base[0]))
 
 
 def open_finetuning(settings: FinetuneSettings, ranks: Ranks) -> tuple[Session, Base]:
@@ -157,8 +153,6 @@ def open_finetuning(settings: FinetuneSettings, ranks: Ranks) -> tuple[Session, 
     Raises:
         ShardwiseError: see ``Base`` and ``assemble_session``; the same on every rank.
     """
-    settings.check_world(ranks.world_size)
-    agree(lambda: find_newest(settings), group=ranks.control)
     base = agree(lambda: Base.open(Path(settings.base)), group=ranks.control)
     resolved = agree(lambda: base.resolve(settings), group=ranks.control)
 
@@ -178,22 +172,12 @@ def open_finetuning(settings: FinetuneSettings, ranks: Ranks) -> tuple[Session, 
 
 def build_trainer(settings: FinetuneSettings, base: Base, topology: Topology, device: torch.device) -> Trainer:
     """The base model on this rank, with adapters if asked, and an optimizer of what is trained; every rank calls."""
-    parallel, dropout = settings.parallel, settings.model.dropout
-    stages, is_split = topology.size("pp"), topology.size("tp") > 1
-    options: dict[str, Any] = {} if dropout is None else {"hidden_dropout": dropout, "attention_dropout": dropout}
-    if stages > 1 and parallel.virtual_stages > 1:
-        options["virtual_pipeline_model_parallel_size"] = parallel.virtual_stages
-    loaded = load_pretrained(
-        base.folder.path,
-        groups=Groups.of(topology),
-        dtype=DTYPES[settings.training.dtype],
-        device=device,
-        sequence_parallel=parallel.sequence_parallel and is_split,
-        fuse_output_layer_and_loss=settings.training.loss == "linear_fused",
-        use_cpu_initialization=True,
-        delay_wgrad_compute=stages > 1 and parallel.pipeline_schedule == "zero-bubble",
-        **options,
-    )
+    groups, dropout = Groups.of(topology), settings.model.dropout
+    fields = config_fields(settings, groups)
+    fields["sequence_parallel"] &= topology.size("tp") > 1
+    if dropout is not None:
+        fields |= {"hidden_dropout": dropout, "attention_dropout": dropout}
+    loaded = load_pretrained(base.folder.path, groups=groups, device=device, **fields)
     model: Any = ModelChunks(loaded) if isinstance(loaded, list) else loaded
     lora = settings.lora
     if lora.lora_rank is not None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from shardwise.errors import ConfigError
 from shardwise.json_files import shown
-from shardwise.training.bounds import annotations_of
+from shardwise.training.bounds import annotations_of, check_value
 
 _T = TypeVar("_T")
 
@@ -48,11 +48,11 @@ def from_plain_values(cls: type[_T], values: object, where: str) -> _T:
     Raises:
         ConfigError: an unknown name, a value of another type, or one that the class itself refuses.
     """
-    _check_names(cls, values, where)
+    _check(cls, values, where)
     return with_values(cls, cast(Mapping[str, Any], values))
 
 
-def _check_names(cls: type, values: object, where: str) -> None:
+def _check(cls: type, values: object, where: str) -> None:
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is {shown(values)}; it must be an object")
     known = annotations_of(cls)
@@ -61,4 +61,6 @@ def _check_names(cls: type, values: object, where: str) -> None:
             raise ConfigError(f"{where} are settings of another version: {shown(name)} is unknown")
         annotation = known[name][0]
         if dataclasses.is_dataclass(annotation):
-            _check_names(cast(type, annotation), value, f"{where}.{name}")
+            _check(cast(type, annotation), value, f"{where}.{name}")
+        else:
+            check_value(f"{where}.{name}", tuple(value) if isinstance(value, list) else value, annotation)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,25 +26,48 @@ from shardwise.training.metrics import MetricsWriter
 from shardwise.training.out_folder import hold_folder
 from shardwise.training.outcome import Outcome
 from shardwise.training.progress import Progress
-from shardwise.training.ranks import open_ranks
+from shardwise.training.ranks import Ranks, open_ranks
 from shardwise.training.saving import find_newest, save_run, start_or_resume
 from shardwise.training.session import Session, gather_texts, open_session
-from shardwise.training.settings import Settings
+from shardwise.training.settings import RunSettings, Settings
 from shardwise.training.stopping import Interrupted, Postponed, signals_postponed
 
 
-def run(settings: Settings) -> None:
-    """Train as ``settings`` say; every rank calls, and ends with the same error if one cannot go on."""
+def open_new(settings: Settings, ranks: Ranks) -> Session:
+    """A run that trains a new model."""
+    return open_session(settings, ranks, gather_texts(settings, ranks))
+
+
+def run(
+    settings: RunSettings,
+    opened: Callable[[Any, Ranks], Session] = open_new,
+    *,
+    before: Callable[[Session], None] | None = None,
+    after: Callable[[Session], None] | None = None,
+    report: Callable[[Session, Outcome], str] | None = None,
+) -> None:
+    """A whole run; every rank calls, and ends with the same error if one cannot go on.
+
+    Args:
+        settings: of the run.
+        opened: sets it up.
+        before: what is to be done before the first step.
+        after: what is to be done once the last step is saved.
+        report: what is printed at the end; ``summary`` if None.
+    """
     with open_ranks(settings.device, timeout=settings.timeout) as ranks, hold_folder(Path(settings.out), ranks):
-        settings.check_world(ranks.world_size)
         agree(lambda: find_newest(settings), group=ranks.control)
-        texts = gather_texts(settings, ranks)
-        session = open_session(settings, ranks, texts)
+        session = opened(settings, ranks)
         if ranks.is_first:
             print(banner(session), flush=True)
-        outcome = finish(session, train(session))
+        if before is not None:
+            before(session)
+        outcome = train(session)
+        if after is not None:
+            after(session)
+        outcome = finish(session, outcome)
         if ranks.is_first:
-            print(summary(session, outcome))
+            print((report or summary)(session, outcome))
 
 
 def banner(session: Session) -> str:
