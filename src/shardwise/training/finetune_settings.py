@@ -81,13 +81,6 @@ class FinetuneOptimizerSettings(OptimizerSettings):
 
     Attributes:
         learning_rate: highest learning rate; 2e-5, or 2e-4 for adapters, if not given.
-        final_learning_rate_ratio: last learning rate as a share of the highest, from 0 to 1.
-        warmup_steps: steps over which the learning rate rises from 0.
-        weight_decay: decoupled decay of weight matrices and embeddings, per unit of learning rate.
-        beta1: decay of the gradient's mean.
-        beta2: decay of the gradient's mean square.
-        epsilon: added to the root mean square.
-        clip_grad_norm: largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     """
 
     # A number once the settings of the run are made, which know whether it is for adapters.
@@ -103,21 +96,9 @@ class FinetuneSettings(RunSettings):
 
     Attributes:
         base: Hugging Face folder to start from: config.json, safetensors and tokenizer.json.
-        data: files and folders of text, JSON lines or JSON arrays; "stdlib" is this machine's Python standard library.
         out: folder for the fine-tuned model or its adapters, for checkpoints, metrics and pictures.
-        resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
-            a folder that has checkpoints; "restart" starts anew and deletes them.
-        device: "auto", "cpu" or "cuda".
         special_tokens: read the names of special tokens in the text, such as <|im_end|>, as these tokens, as
             transformers does; as letters with --no-special-tokens, for text of people whom you don't trust.
-        timeout: seconds that a rank waits for another in a step before all end with an error that names it. Preparing
-            and saving may take longer, but a rank that shows no sign of life for that long ends the run there too.
-        validate: compare each collective's shapes and dtypes between the ranks before it is made, in every step; by
-            default in the first step only. Costs a message more for each; for finding errors.
-        parallel: how the model is split.
-        optimizer: AdamW and its schedule.
-        training: how long, in which steps, and what is kept.
-        corpus: how the text is read.
         model: what of the model may be chosen.
         lora: low-rank adapters.
     """

@@ -339,22 +339,7 @@ class Settings(RunSettings):
     """One training run of a new model.
 
     Attributes:
-        data: files and folders of text, JSON lines or JSON arrays; "stdlib" is this machine's Python standard library.
-        out: folder for checkpoints, metrics, pictures and the tokenizer.
-        resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
-            a folder that has checkpoints; "restart" starts anew and deletes them.
-        device: "auto", "cpu" or "cuda".
-        special_tokens: read the names of special tokens in the text, such as <|endoftext|>, as these tokens, for text
-            that was joined with them; otherwise they are letters, and no document can end itself.
-        timeout: seconds that a rank waits for another in a step before all end with an error that names it. Preparing
-            and saving may take longer, but a rank that shows no sign of life for that long ends the run there too.
-        validate: compare each collective's shapes and dtypes between the ranks before it is made, in every step; by
-            default in the first step only. Costs a message more for each; for finding errors.
         model: the model's sizes and kind.
-        parallel: how the model is split.
-        optimizer: AdamW and its schedule.
-        training: how long, in which steps, and what is kept.
-        corpus: how the text is read.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
