@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from shardwise.communication import moves
 from shardwise.config import ModelConfig
 from shardwise.errors import ShardingError
 from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm, parameter_device
-from shardwise.models.embedding import PositionEmbedding
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.sharding import balanced_sizes
 from shardwise.topology import Groups
@@ -21,7 +21,6 @@ from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.block import TransformerBlock
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
-from shardwise.transformer.rotary import RotaryScaling
 
 __all__ = ["Bert", "BertLMHead", "Pooler"]
 
@@ -100,16 +99,8 @@ class Bert(TransformerModel):
         num_tokentypes: number of token types; 0 for none.
         layer_spec: what a layer is made of. Its ``SelfAttention`` is not causal here, unless one is given that says
             what it forbids (``functools.partial(SelfAttention, attn_mask_type=...)``).
-        pre_process: the model begins here: there is an embedding.
-        post_process: the model ends here: there are heads and an output layer.
-        parallel_output: return this rank's part of the logits in place of all.
-        share_embeddings_and_output_weights: the output layer uses the embedding's weight.
-        position_embedding_type: ``"learned_absolute"``, ``"rope"``, ``"alibi"`` or ``"none"``.
-        rotary_percent: share of a head that is rotated.
-        rotary_base: base of the rotary wavelengths.
         add_binary_head: there are a pooler and a head for the next sentence.
-        rope_scaling: lowers the rotary frequencies, for longer contexts.
-        vp_stage: which of the stage's chunks this is, with interleaving.
+        options: ``pre_process`` and what follows it, as for ``GPT``.
 
     Attributes:
         embedding: ``TokenEmbedding``; on the first stage.
@@ -125,6 +116,7 @@ class Bert(TransformerModel):
 
     _block_name = "encoder"
     _attention_is_masked = True
+    _output_bias = True
     encoder: TransformerBlock
 
     def __init__(
@@ -136,50 +128,26 @@ class Bert(TransformerModel):
         groups: Groups,
         num_tokentypes: int = 0,
         layer_spec: TransformerLayerSpec | None = None,
-        pre_process: bool = True,
-        post_process: bool = True,
-        parallel_output: bool = True,
-        share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: PositionEmbedding = "learned_absolute",
-        rotary_percent: float = 1.0,
-        rotary_base: float = 10000.0,
         add_binary_head: bool = True,
-        rope_scaling: RotaryScaling | None = None,
-        vp_stage: int | None = None,
+        **options: Any,
     ) -> None:
         spec = layer_spec or TransformerLayerSpec()
         if spec.attention is SelfAttention:
             spec = dataclasses.replace(spec, attention=partial(SelfAttention, attn_mask_type=AttnMaskType.padding))
-        super().__init__(
-            config,
-            vocab_size,
-            max_sequence_length,
-            groups=groups,
-            layer_spec=spec,
-            pre_process=pre_process,
-            post_process=post_process,
-            parallel_output=parallel_output,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-            position_embedding_type=position_embedding_type,
-            rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            rope_scaling=rope_scaling,
-            num_tokentypes=num_tokentypes,
-            output_bias=True,
-            vp_stage=vp_stage,
-        )
-        self.add_binary_head = add_binary_head
+        # All parts are made by the base, which asks for these.
+        self.num_tokentypes, self.add_binary_head = num_tokentypes, add_binary_head
         self.pooler: Pooler | None = None
         self.binary_head: ReplicatedLinear | None = None
-        if post_process:
-            with self._seeded("lm_head"):
-                self.lm_head = BertLMHead(self.config, self.tp_group)
-            if add_binary_head:
-                with self._seeded("pooler"):
-                    self.pooler = Pooler(self.config, self.tp_group)
-                with self._seeded("binary_head"):
-                    self.binary_head = _dense(self.config, 2, self.tp_group)
-        self._finish_construction()
+        super().__init__(config, vocab_size, max_sequence_length, groups=groups, layer_spec=spec, **options)
+
+    def _make_heads(self) -> None:
+        with self._seeded("lm_head"):
+            self.lm_head = BertLMHead(self.config, self.tp_group)
+        if self.add_binary_head:
+            with self._seeded("pooler"):
+                self.pooler = Pooler(self.config, self.tp_group)
+            with self._seeded("binary_head"):
+                self.binary_head = _dense(self.config, 2, self.tp_group)
 
     def forward(
         self,

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardwise.config import ModelConfig
-from shardwise.models.embedding import PositionEmbedding
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.topology import Groups
 from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.block import TransformerBlock
-from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask
-from shardwise.transformer.rotary import RotaryScaling
 
 __all__ = ["GPT"]
 
@@ -50,42 +45,6 @@ class GPT(TransformerModel):
 
     _block_name = "decoder"
     decoder: TransformerBlock
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab_size: int,
-        max_sequence_length: int,
-        *,
-        groups: Groups,
-        layer_spec: TransformerLayerSpec | None = None,
-        pre_process: bool = True,
-        post_process: bool = True,
-        parallel_output: bool = True,
-        share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: PositionEmbedding = "learned_absolute",
-        rotary_percent: float = 1.0,
-        rotary_base: float = 10000.0,
-        rope_scaling: RotaryScaling | None = None,
-        vp_stage: int | None = None,
-    ) -> None:
-        super().__init__(
-            config,
-            vocab_size,
-            max_sequence_length,
-            groups=groups,
-            layer_spec=layer_spec or TransformerLayerSpec(),
-            pre_process=pre_process,
-            post_process=post_process,
-            parallel_output=parallel_output,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-            position_embedding_type=position_embedding_type,
-            rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            rope_scaling=rope_scaling,
-            vp_stage=vp_stage,
-        )
-        self._finish_construction()
 
     def forward(
         self,

@@ -36,7 +36,7 @@ class TransformerModel(FixedTensors, LanguageModel):
 
     Args:
         config: sizes of the model.
-        layer_spec: what a layer is made of.
+        layer_spec: what a layer is made of; ``SelfAttention`` and ``MLP`` if None.
         vocab_size: number of token ids, of any size.
         max_sequence_length: longest sequence; the size of a learned position embedding.
         pre_process: the model begins here.
@@ -45,8 +45,6 @@ class TransformerModel(FixedTensors, LanguageModel):
         share_embeddings_and_output_weights: the output layer uses the embedding's weight.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, ``"alibi"`` or ``"none"``.
         rotary_percent, rotary_base, rope_scaling: see ``RotaryEmbedding``.
-        num_tokentypes: number of token types; 0 for none.
-        output_bias: the output layer has a bias.
         groups: process groups.
         vp_stage: which of the stage's chunks this is, with interleaving.
 
@@ -58,6 +56,9 @@ class TransformerModel(FixedTensors, LanguageModel):
     # Name of the attribute that holds the transformer block.
     _block_name: str
     _fixed = ("alibi_slopes",)
+    # A model with token types, or with a bias of the output layer, sets them before its parts are made.
+    num_tokentypes = 0
+    _output_bias = False
     output_layer: ColumnLinear
 
     def __init__(
@@ -67,18 +68,16 @@ class TransformerModel(FixedTensors, LanguageModel):
         max_sequence_length: int,
         *,
         groups: Groups,
-        layer_spec: TransformerLayerSpec,
-        pre_process: bool,
-        post_process: bool,
-        parallel_output: bool,
-        share_embeddings_and_output_weights: bool,
-        position_embedding_type: PositionEmbedding,
-        rotary_percent: float,
-        rotary_base: float,
-        rope_scaling: RotaryScaling | None,
-        num_tokentypes: int = 0,
-        output_bias: bool = False,
-        vp_stage: int | None,
+        layer_spec: TransformerLayerSpec | None = None,
+        pre_process: bool = True,
+        post_process: bool = True,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: PositionEmbedding = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000.0,
+        rope_scaling: RotaryScaling | None = None,
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, groups)
         # False is Megatron's way to say none.
@@ -96,7 +95,6 @@ class TransformerModel(FixedTensors, LanguageModel):
         self.position_embedding_type = position_embedding_type
         self.rotary_percent = rotary_percent
         self.rotary_base = rotary_base
-        self.num_tokentypes = num_tokentypes
         self.sequence_parallel = config.sequence_parallel
         self.vp_stage = vp_stage
         self._check_stages()
@@ -112,7 +110,7 @@ class TransformerModel(FixedTensors, LanguageModel):
                     vocab_size,
                     max_sequence_length,
                     position_embedding_type,
-                    num_tokentypes,
+                    self.num_tokentypes,
                     tp_group=self.tp_group,
                 )
         self.rotary: RotaryEmbedding | None = None
@@ -127,7 +125,7 @@ class TransformerModel(FixedTensors, LanguageModel):
             self._check_attention_backend()
         block = TransformerBlock(
             config,
-            layer_spec,
+            layer_spec or TransformerLayerSpec(),
             self.tp_group,
             layers=layers,
             post_process=post_process,
@@ -139,7 +137,13 @@ class TransformerModel(FixedTensors, LanguageModel):
             self.output_queue = WeightGradientQueue(limit=config.wgrad_deferral_limit, inputs=[])
         if post_process:
             with self._seeded("output_layer"):
-                self.output_layer = self._make_output_layer(vocab_size, output_bias)
+                self.output_layer = self._make_output_layer(vocab_size, self._output_bias)
+            self._make_heads()
+        self._setup_embeddings()
+        self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
+
+    def _make_heads(self) -> None:
+        """Make what a model has beside the output layer, where it ends."""
 
     def _make_output_layer(self, vocab_size: int, bias: bool) -> ColumnLinear:
         return ColumnLinear(
@@ -219,11 +223,6 @@ class TransformerModel(FixedTensors, LanguageModel):
 
     def _seeded(self, part: str) -> AbstractContextManager[None]:
         return part_seeded(self._seed, part)
-
-    def _finish_construction(self) -> None:
-        """What comes last, when all parts are there."""
-        self._setup_embeddings()
-        self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """As PyTorch's; where parameters are made anew (``to_empty``), they get the attributes that they had."""
