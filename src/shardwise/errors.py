@@ -6,7 +6,7 @@
     ├── ConfigError      (ValueError)    a setting that cannot be, or two that contradict each other
     │   ├── AssertedConfigError   (AssertionError)  an argument that is missing, or contradicts an earlier call
     │   ├── ContradictionError    (RuntimeError)    settings that exclude each other
-    │   └── UnwritableError                         a file or folder that cannot be written
+    │   └── UnwritableError       (ValueError)      a file or folder that cannot be written
     ├── ShardingError    (ValueError)    a size, shape or split that does not fit the ranks
     │   ├── IndivisibleError      (AssertionError)  a quotient that is not whole
     │   ├── AssertedShardingError (AssertionError)  a view in place of a tensor, lists that are not as long

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from training.test_run import losses, open_tiny
 from training.tiny import tiny_settings
 
-from shardwise.training.run import banner, train
+from shardwise.training.run import train
 from shardwise.training.saving import run_state
 from shardwise.training.settings import OptimizerSettings
+from shardwise.training.wording import banner
 
 
 class Momentum(torch.optim.SGD):

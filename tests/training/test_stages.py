@@ -19,9 +19,10 @@ from shardwise.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.topology import Topology
 from shardwise.training.metrics import read_metrics
 from shardwise.training.parity import check_parity
-from shardwise.training.run import banner, train
+from shardwise.training.run import train
 from shardwise.training.session import count_parameters, make_trainer
 from shardwise.training.settings import ParallelSettings
+from shardwise.training.wording import banner
 
 VOCAB = 101
 STEPS = 10

@@ -130,7 +130,7 @@ def _run_rank(settings: Settings) -> None:
 
 def report(session: Session, parity: Parity, outcome: Outcome) -> str:
     """The demo's last screen."""
-    from shardwise.training.run import banner
+    from shardwise.training.wording import banner
 
     held_out, settings = session.texts.held_out, session.settings
     tokens = settings.training.steps * settings.training.global_batch_size * settings.sequence_length

@@ -19,7 +19,6 @@ from shardwise.communication.collectives import all_reduce, validated_calls
 from shardwise.errors import DivergenceError
 from shardwise.files import write_atomically
 from shardwise.folder_lock import cannot_write
-from shardwise.kernels import dispatch
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.training.finishing import finish
 from shardwise.training.metrics import MetricsWriter
@@ -31,6 +30,7 @@ from shardwise.training.saving import find_newest, save_run, start_or_resume
 from shardwise.training.session import Session, gather_texts, open_session
 from shardwise.training.settings import RunSettings, Settings
 from shardwise.training.stopping import Interrupted, Postponed, signals_postponed
+from shardwise.training.wording import banner, summary
 
 
 def open_new(settings: Settings, ranks: Ranks) -> Session:
@@ -68,50 +68,6 @@ def run(
         outcome = finish(session, outcome)
         if ranks.is_first:
             print((report or summary)(session, outcome))
-
-
-def banner(session: Session) -> str:
-    """What is about to be trained, on what and how, in a few lines."""
-    texts, settings, topology = session.texts, session.settings, session.topology
-    size = f"{session.num_parameters / 1e6:.1f} M parameters"
-    tp, pp, dp = topology.size("tp"), topology.size("pp"), topology.size("dp")
-    schedule = settings.parallel.pipeline_schedule
-    chunks = settings.parallel.virtual_stages
-    stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
-    return (
-        f"text   {texts.corpus.name}, sha256 {texts.corpus.sha256[:12]}\n"
-        f"model  {settings.model_name}, {size}, {settings.training.dtype}, "
-        f"vocabulary {texts.tokenizer.vocab_size:,}\n"
-        f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
-        f"data parallel {dp}"
-        + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
-        + (f", through {session.carrier}" if tp > 1 else "")
-        + speed(session)
-    )
-
-
-def speed(session: Session) -> str:
-    """The lines of the banner that say which fast paths the run takes, and why not the others that it has work for."""
-    settings, trainer = session.settings, session.trainer
-    config, tp = trainer.model.config, session.topology.size("tp")
-    tokens = settings.micro_batch_size(session.topology.size("dp")) * settings.sequence_length
-    logits = tokens * session.texts.tokenizer.vocab_size // tp
-    inner = tokens * (config.ffn_hidden_size or 0) // tp
-    sizes = {dispatch.LOSS_CPU: logits, dispatch.LOSS_TRITON: logits, dispatch.ONEDNN: inner * config.hidden_size}
-    if config.normalization == "RMSNorm":
-        sizes[dispatch.RMS_NORM] = sizes[dispatch.ELEMENTWISE] = tokens * config.hidden_size
-    device_type, refusal = session.ranks.device.type, trainer.optimizer.why_not_fused
-    choices = [
-        dispatch.Choice("fused optimizer step", refusal is None, refusal or "always"),
-        *dispatch.report(device_type, config.params_dtype, sizes=sizes),
-    ]
-    taken = "; ".join(choice.name.removesuffix(f" on {device_type}") for choice in choices if choice.on)
-    left = [
-        f"\n       no {choice.name.removesuffix(f' on {device_type}')}: {choice.why}"
-        for choice in choices
-        if not choice.on
-    ]
-    return f"\nspeed  {taken}{''.join(left)}"
 
 
 def train(session: Session) -> Outcome:
@@ -290,15 +246,3 @@ def _leave_settings(session: Session) -> None:
         session.texts.tokenizer.save(session.out)
         text = json.dumps(session.settings.to_json(), indent=2) + "\n"
         write_atomically(session.out / "settings.json", lambda file: file.write(text.encode()))
-
-
-def summary(session: Session, outcome: Outcome) -> str:
-    """What came of it, and where it is."""
-    compared = ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())
-    lines = [
-        f"held-out text: {outcome.held_out_bits_per_byte:.3f} bits per byte" + (f" ({compared})" if compared else "")
-    ]
-    if outcome.first_loss is not None and outcome.last_loss is not None:
-        lines.append(f"loss {outcome.first_loss:.3f} -> {outcome.last_loss:.3f} in {outcome.seconds:.0f} s")
-    lines.append(f"files: {session.out} (checkpoint {outcome.checkpoint.name})")
-    return "\n".join([*lines, *outcome.notes])

@@ -1,0 +1,63 @@
+"""What a run says of itself before its first step and after its last."""
+
+from __future__ import annotations
+
+from shardwise.kernels import dispatch
+from shardwise.training.outcome import Outcome
+from shardwise.training.session import Session
+
+
+def banner(session: Session) -> str:
+    """What is about to be trained, on what and how, in a few lines."""
+    texts, settings, topology = session.texts, session.settings, session.topology
+    size = f"{session.num_parameters / 1e6:.1f} M parameters"
+    tp, pp, dp = topology.size("tp"), topology.size("pp"), topology.size("dp")
+    schedule = settings.parallel.pipeline_schedule
+    chunks = settings.parallel.virtual_stages
+    stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
+    return (
+        f"text   {texts.corpus.name}, sha256 {texts.corpus.sha256[:12]}\n"
+        f"model  {settings.model_name}, {size}, {settings.training.dtype}, "
+        f"vocabulary {texts.tokenizer.vocab_size:,}\n"
+        f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
+        f"data parallel {dp}"
+        + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
+        + (f", through {session.carrier}" if tp > 1 else "")
+        + speed(session)
+    )
+
+
+def speed(session: Session) -> str:
+    """The lines of the banner that say which fast paths the run takes, and why not the others that it has work for."""
+    settings, trainer = session.settings, session.trainer
+    config, tp = trainer.model.config, session.topology.size("tp")
+    tokens = settings.micro_batch_size(session.topology.size("dp")) * settings.sequence_length
+    logits = tokens * session.texts.tokenizer.vocab_size // tp
+    inner = tokens * (config.ffn_hidden_size or 0) // tp
+    sizes = {dispatch.LOSS_CPU: logits, dispatch.LOSS_TRITON: logits, dispatch.ONEDNN: inner * config.hidden_size}
+    if config.normalization == "RMSNorm":
+        sizes[dispatch.RMS_NORM] = sizes[dispatch.ELEMENTWISE] = tokens * config.hidden_size
+    device_type, refusal = session.ranks.device.type, trainer.optimizer.why_not_fused
+    choices = [
+        dispatch.Choice("fused optimizer step", refusal is None, refusal or "always"),
+        *dispatch.report(device_type, config.params_dtype, sizes=sizes),
+    ]
+    taken = "; ".join(choice.name.removesuffix(f" on {device_type}") for choice in choices if choice.on)
+    left = [
+        f"\n       no {choice.name.removesuffix(f' on {device_type}')}: {choice.why}"
+        for choice in choices
+        if not choice.on
+    ]
+    return f"\nspeed  {taken}{''.join(left)}"
+
+
+def summary(session: Session, outcome: Outcome) -> str:
+    """What came of it, and where it is."""
+    compared = ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())
+    lines = [
+        f"held-out text: {outcome.held_out_bits_per_byte:.3f} bits per byte" + (f" ({compared})" if compared else "")
+    ]
+    if outcome.first_loss is not None and outcome.last_loss is not None:
+        lines.append(f"loss {outcome.first_loss:.3f} -> {outcome.last_loss:.3f} in {outcome.seconds:.0f} s")
+    lines.append(f"files: {session.out} (checkpoint {outcome.checkpoint.name})")
+    return "\n".join([*lines, *outcome.notes])
