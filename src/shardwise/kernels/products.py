@@ -34,17 +34,14 @@ _SWITCH = "SHARDWISE_ONEDNN"
 
 
 def autocast(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of a linear layer in the dtype that PyTorch's own multiplies them in under autocast.
+    """The factors of a linear layer in the dtype that PyTorch's own multiplies them in; call it where autocast is on.
 
     Autocast ends with the forward; what the backward of an autograd function multiplies must have one dtype by then.
     """
-    device_type = input_.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return input_, weight, bias
 
     def cast(tensor: Tensor) -> Tensor:
         # As in PyTorch's own linear, fp64 stays.
-        return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(device_type))
+        return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
     return cast(input_), cast(weight), None if bias is None else cast(bias)
 

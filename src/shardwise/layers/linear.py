@@ -195,7 +195,8 @@ def tensor_parallel_linear(
             assert group is not None
             input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=context_of(group).buffers)
         return _multiply_and_reduce(input_, weight, bias, parallelism, group)
-    input_, weight, bias = products.autocast(input_, weight, bias)
+    if torch.is_autocast_enabled(input_.device.type):
+        input_, weight, bias = products.autocast(input_, weight, bias)
     is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
     fused = LinearParallelism.LOCAL if is_row and is_kept_briefly() else parallelism
     output: Tensor = TensorParallelLinear.apply(input_, weight, bias, fused, group, sizes, weight_gradient)

@@ -128,7 +128,8 @@ def vocab_parallel_linear_cross_entropy(
     target_local, ignored = columns_of(target, head.own_ids, ignore_index)
 
     hidden = hidden.reshape(hidden.shape[:-1].numel(), hidden.size(-1))
-    hidden, weight, bias = products.autocast(hidden, weight, bias)
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden, weight, bias = products.autocast(hidden, weight, bias)
     if not hidden.dtype == weight.dtype == (weight if bias is None else bias).dtype:
         raise ConfigError(
             f"hidden is {hidden.dtype}, weight {weight.dtype}{'' if bias is None else f', bias {bias.dtype}'}; they "
