@@ -98,24 +98,17 @@ class FastPath:
             size: how much work there is; the first tensor's number of elements if None.
             fits: whether the tensors' layout and the options are such as the kernel takes.
         """
-        first, *others = tensors
-        if torch.compiler.is_compiling() or first.device.type != self.device_type:
+        first = tensors[0]
+        size = first.numel() if size is None else size
+        # First what costs least and most often decides: small tensors pass here many times in a step.
+        if torch.compiler.is_compiling() or size < self.min_size or first.device.type != self.device_type:
             return False
-        if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
-            return False
-        call = Call(
-            self.device_type,
-            first.dtype,
-            first.numel() if size is None else size,
-            first.device.index or 0,
-            torch.is_autocast_enabled(self.device_type),
-        )
-        return (
-            all(other.dtype == first.dtype for other in others)
-            and self._refusal(call) is None
-            and fits()
-            and self.missing(call) is None
-        )
+        for tensor in tensors:
+            if type(tensor) not in (Tensor, Parameter) or tensor.dtype != first.dtype:
+                return False
+        is_autocast = torch.is_autocast_enabled(self.device_type)
+        call = Call(self.device_type, first.dtype, size, first.device.index or 0, is_autocast)
+        return self._refusal(call) is None and fits() and self.missing(call) is None
 
     def _refusal(self, call: Call) -> str | None:
         if call.device_type != self.device_type:
