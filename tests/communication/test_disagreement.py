@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 
-from shardwise.communication import collectives
+from shardwise.communication import collectives, context
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.communication.collectives import all_reduce, all_to_all
 from shardwise.communication.transports.shared_memory.channel import SLOT_BYTES
@@ -33,7 +33,7 @@ def test_a_tensor_of_as_many_numbers_but_another_shape(group, monkeypatch):
     shape = [(4, 4), (2, 8)][group.rank()]
     # What gloo does by itself, and why there is something to validate.
     assert all_reduce(torch.ones(shape), group=own).shape == shape
-    collectives.validate_calls(own)
+    context.validate_calls(own)
     with fails_alike(DesyncError, r"rank 0 has 'all_reduce \[4, 4\] float32 .*rank 1 has 'all_reduce \[2, 8\]", group):
         all_reduce(torch.ones(shape), group=own)
 
@@ -43,7 +43,7 @@ def test_calls_are_compared_within_a_block_alone_and_not_counted(group, monkeypa
     monkeypatch.setattr(collectives, "channel_of", lambda _: None)
     own, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     shape = [(4, 4), (2, 8)][group.rank()]
-    with collectives.validated_calls([own]):
+    with context.validated_calls([own]):
         with fails_alike(DesyncError, "ranks disagree on the collective to be made", group):
             all_reduce(torch.ones(shape), group=own)
         with CollectiveCounter() as counter:
@@ -52,8 +52,8 @@ def test_calls_are_compared_within_a_block_alone_and_not_counted(group, monkeypa
         assert all_reduce(torch.ones(shape), group=other).shape == shape
     assert all_reduce(torch.ones(shape), group=own).shape == shape
     # What is compared for good stays so.
-    collectives.validate_calls(own)
-    with collectives.validated_calls([own]):
+    context.validate_calls(own)
+    with context.validated_calls([own]):
         pass
     with fails_alike(DesyncError, "ranks disagree on the collective to be made", group):
         all_reduce(torch.ones(shape), group=own)
@@ -63,7 +63,7 @@ def test_calls_are_compared_within_a_block_alone_and_not_counted(group, monkeypa
 def test_rows_that_another_rank_does_not_expect(group):
     group = dist.new_group([0, 1, 2])
     # By gloo alone what is missing is left as it is found, and what is too much ends the process.
-    collectives.validate_calls(group)
+    context.validate_calls(group)
     sent = [[1, 2, 0], [0, 1, 1], [2, 0, 1]]
     expected = [[1, 0, 2], [3, 1, 0], [0, 1, 1]]
     me = group.rank()
@@ -137,7 +137,7 @@ def test_a_scalar_cannot_be_split_nor_concatenated(group, name):
 @pytest.mark.ranks(2)
 def test_an_id_that_is_wrong_on_one_rank(group):
     own = dist.new_group([0, 1])
-    collectives.validate_calls(own)
+    context.validate_calls(own)
     target = torch.tensor([0, 99 if group.rank() == 1 else 1])
     embedding = VocabParallelEmbedding(
         8, 3, init_method=torch.nn.init.ones_, config=ModelParallelConfig(), tp_group=own

@@ -18,7 +18,7 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from harness.program import Program
 from harness.time_limit import set_time_limit
 
-from shardwise.communication import collectives
+from shardwise.communication import collectives, context
 from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.collectives import (
     all_gather,
@@ -333,7 +333,7 @@ def test_what_it_cannot_carry_goes_by_gloo(group):
 def test_validated_calls_by_gloo(group, monkeypatch):
     monkeypatch.setattr(collectives, "channel_of", lambda _: None)
     own = dist.new_group([0, 1])
-    collectives.validate_calls(own)
+    context.validate_calls(own)
     assert all_reduce(torch.ones(2), group=own).tolist() == [2, 2]
     assert all_gather(torch.ones(2 - group.rank()), group=own, sizes=[2, 1]).tolist() == [1, 1, 1]
     for first, second in (

@@ -9,7 +9,7 @@ from harness.time_limit import set_time_limit
 from harness.watchdog import wait_until
 
 from shardwise.communication import waiting
-from shardwise.communication.agreement import tell_all
+from shardwise.communication.agreement import gather_objects
 from shardwise.communication.collectives import all_reduce
 from shardwise.communication.point_to_point import Letter, exchange
 from shardwise.communication.transports.shared_memory import channel_of
@@ -85,7 +85,7 @@ def test_a_wait_names_operation_layer_and_tensor(group):
     found = watched(group, lambda: outputs[0].sum().backward(), store_of_its_own())
     if group.rank() == 0:
         assert found[0] == "all_reduce of the backward pass ([2, 3] float32)"
-    found = watched(group, lambda: tell_all(1, "the weather", group=own), store_of_its_own())
+    found = watched(group, lambda: gather_objects(1, "the weather", group=own), store_of_its_own())
     if group.rank() == 0:
         assert found == ("an exchange of the weather", [0, 1], None)
     assert waiting.waits() == {}
@@ -134,7 +134,7 @@ def test_who_has_not_come_has_started_fewer_collectives(group, monkeypatch):
     assert waiting.num_collectives(own) == before + 3
     if own.rank() == 0:
         work = dist.all_reduce(torch.ones(1), group=own, async_op=True)
-    assert tell_all(waiting.num_collectives(own) - before, "numbers", group=group) == [4, 3]
+    assert gather_objects(waiting.num_collectives(own) - before, "numbers", group=group) == [4, 3]
     if own.rank() == 0:
         dist.barrier(group=group)
         work.wait()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_close_to
 
-from shardwise.communication.agreement import tell_all
+from shardwise.communication.agreement import gather_objects
 from shardwise.errors import ShardingError
 from shardwise.loss import vocab_parallel_cross_entropy as of_the_engine
 from shardwise.megatron.config import TransformerConfig
@@ -51,7 +51,7 @@ def test_every_split_gives_the_dense_loss_or_one_error_on_all_ranks(group):
                 expected = F.cross_entropy(whole.double().flatten(0, 1), target.flatten(), reduction="none").view(6, 2)
                 assert_close_to(loss.detach().double(), expected, rtol_of_norm=2e-6, name=f"loss of {sizes}")
             # The ranks are where they were: the next exchange is the same on all.
-            outcomes = tell_all(outcome, "the outcome of a loss", group=group)
+            outcomes = gather_objects(outcome, "the outcome of a loss", group=group)
             assert len(set(outcomes)) == 1, (sizes, outcomes)
             assert bool(outcome) == (len(set(sizes)) > 1), (sizes, outcome)
             assert not outcome or (str(sizes) in outcome and "pass vocab_size=" in outcome)

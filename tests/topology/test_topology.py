@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal
 
 from shardwise import parallel_state
-from shardwise.communication import collectives
+from shardwise.communication import context
 from shardwise.errors import ConfigError, DesyncError, NotInitializedError, TopologyError
 from shardwise.topology import ParallelSizes, Topology
 
@@ -155,7 +155,7 @@ def test_ranks_that_ask_for_different_sizes(group):
 @pytest.mark.ranks(2)
 def test_validation_reaches_every_group(group, monkeypatch):
     validated = []
-    monkeypatch.setattr(collectives, "validate_calls", validated.append)
+    monkeypatch.setattr(context, "validate_calls", validated.append)
     topology = Topology.create(tp=2, validate=True)
     assert topology.validate
     assert {id(one) for one in validated} == {id(one) for one in topology._groups.values()}
@@ -196,7 +196,7 @@ def test_a_failure_on_one_rank_leaves_no_group_there(group, monkeypatch):
         if group.rank() == 1:
             raise RuntimeError("here only")
 
-    monkeypatch.setattr(collectives, "validate_calls", fail_on_rank_1)
+    monkeypatch.setattr(context, "validate_calls", fail_on_rank_1)
     if group.rank() == 1:
         with pytest.raises(RuntimeError, match="here only"):
             Topology.create(tp=2, validate=True)

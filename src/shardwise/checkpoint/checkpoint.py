@@ -17,12 +17,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-from shardwise.checkpoint.agreement import checkpoint_errors, decide
+from shardwise.checkpoint.failures import checkpoint_errors
 from shardwise.checkpoint.folder import fsync, next_serial, prepare, prune, publish, step_path
 from shardwise.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, TensorRecord, json_copy
 from shardwise.checkpoint.planning import tensors_of
 from shardwise.checkpoint.reading import SafetensorsReader
 from shardwise.checkpoint.storage import SafetensorsWriter
+from shardwise.communication.agreement import decide
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.sharding import ParamLayout, ParamShard, TensorPieces
 
@@ -75,11 +76,13 @@ def save(
     mine: dict[str, TensorPieces] = {}
     partial: Path | None = None
 
+    @checkpoint_errors()
     def describe_mine() -> tuple[int, dict[str, Description]]:
         described = describe_state(state)
         mine.update(tensors_of(state))
         return step, described
 
+    @checkpoint_errors()
     def begin(ranks: list[tuple[int, dict[str, Description]]]) -> Path:
         if any(other != step for other, _ in ranks):
             raise CheckpointError(f"the ranks save different steps: {[other for other, _ in ranks]}")
@@ -102,6 +105,7 @@ def save(
         if keep is not None:
             prune(root, keep)
 
+    @checkpoint_errors()
     def clear() -> None:
         if rank == 0 and partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -150,6 +154,7 @@ def load(
     manifest: Manifest | None = None
     mine: dict[str, TensorPieces] = {}
 
+    @checkpoint_errors()
     def examine() -> tuple[int, int, dict[str, Description]]:
         nonlocal manifest
         manifest = Manifest.read(path)
@@ -164,6 +169,7 @@ def load(
         mine.update(tensors_of(state, {key: tensor.shape for key, tensor in manifest.tensors.items()}))
         return manifest.step, manifest.serial, described
 
+    @checkpoint_errors()
     def compare(ranks: list[tuple[int, int, dict[str, Description]]]) -> None:
         assert manifest is not None
         if len({(step, serial) for step, serial, _ in ranks}) > 1:
@@ -185,7 +191,7 @@ def load(
             planner=DefaultLoadPlanner(flatten_state_dict=False),
             process_group=group,
         )
-    decide(lambda: reader.sums, reader.check_sums, group=group)
+    decide(lambda: reader.sums, checkpoint_errors()(reader.check_sums), group=group)
     return manifest.meta
 
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint.agreement import describe
 from shardwise.checkpoint.checksum import slice_checksum
+from shardwise.checkpoint.failures import describe
 from shardwise.checkpoint.folder import fsync
 from shardwise.checkpoint.manifest import ChunkRecord, FileRecord
 from shardwise.errors import CheckpointError

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.communication import accounting
+from shardwise.communication.context import context_of
 from shardwise.communication.waiting import Wait
 from shardwise.errors import DesyncError, ShardwiseError
 
@@ -61,24 +64,38 @@ def decide(local: Callable[[], T], judge: Callable[[list[T]], R], *, group: Proc
     raise failure from own
 
 
-def agree(function: Callable[[], T], *, group: ProcessGroup) -> T:
+def agree(
+    function: Callable[[], T], *, group: ProcessGroup | Sequence[ProcessGroup], only_validated: bool = False
+) -> T:
     """Run ``function`` on every rank; if it raises on any, raise that error on all, as ``decide`` does.
 
     Collective, for set-up and input and output.
 
     Args:
         function: this rank's work; without collectives of its own.
-        group: the ranks that must agree.
+        group: the ranks that must agree; of several groups, first those of the first, and then these with the next's.
+        only_validated: only in a group whose calls are validated; in any other the function just runs. A rank that
+            fails alone there is missed by the others in their next collective: an error once it has died, else at the
+            group's time limit.
 
     Returns:
         What ``function`` returned on this rank.
     """
+    groups = [group] if isinstance(group, ProcessGroup) else group
+    if only_validated:
+        if torch.compiler.is_compiling() or not any(context_of(each).validates for each in groups):
+            return function()
+        with accounting.uncounted():
+            return agree(function, group=groups)
+    *inner, outermost = groups
     results: list[T] = []
-    decide(lambda: results.append(function()), lambda _: None, group=group)
+    decide(
+        lambda: results.append(agree(function, group=inner) if inner else function()), lambda _: None, group=outermost
+    )
     return results[0]
 
 
-def tell_all(value: Any, what: str, *, group: ProcessGroup) -> list[Any]:
+def gather_objects(value: Any, what: str, *, group: ProcessGroup) -> list[Any]:
     """Every rank's ``value``, in rank order. Collective.
 
     Args:
@@ -103,7 +120,7 @@ def check_same(value: object, what: str, *, group: ProcessGroup) -> None:
         what: what it is, for the message.
         group: the ranks that must agree.
     """
-    values = tell_all(value, what, group=group)
+    values = gather_objects(value, what, group=group)
     for rank, other in enumerate(values):
         if other != values[0]:
             raise DesyncError(f"ranks disagree on {what}: rank 0 has {values[0]!r}, rank {rank} has {other!r}")

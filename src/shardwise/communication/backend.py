@@ -6,8 +6,10 @@ A group may have a backend for each type of device (``"cpu:gloo,cuda:nccl"``), o
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,13 @@ def _by_device_type(config: str) -> dict[str, str]:
 def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
     """Whether gloo carries the tensors: the host does the work, and waits for it up to the group's time limit."""
     return backend_of(group, device) == "gloo"
+
+
+def time_limit(group: ProcessGroup, device: torch.device) -> datetime.timedelta:
+    """How long the backend that carries tensors on ``device`` waits for another rank."""
+    backend: Any = group._get_backend(device)
+    limit: datetime.timedelta = backend.options._timeout
+    return limit
 
 
 def sends_by_tag(group: ProcessGroup, device: torch.device) -> bool:

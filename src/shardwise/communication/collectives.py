@@ -11,9 +11,7 @@ file, which chooses how it travels:
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,9 +21,10 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.communication import accounting
-from shardwise.communication.agreement import agree, check_same, tell_all
+from shardwise.communication.agreement import check_same, gather_objects
 from shardwise.communication.backend import backend_of
 from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.context import context_of
 from shardwise.communication.pending import Pending
 from shardwise.communication.transports import torch_distributed, traced
 from shardwise.communication.transports.shared_memory import (
@@ -51,63 +50,17 @@ __all__ = [
     "all_to_all",
     "broadcast_",
     "carrier",
-    "check_alike",
     "reduce_scatter",
     "reduce_scatter_async",
     "split_for_rank",
-    "validate_calls",
-    "validated_calls",
 ]
 
 _CONTIGUOUS = torch.contiguous_format
 _BUFFER_NAME = "all_gather"
 
-# Groups whose every call is compared between the ranks before it is made.
-_validated: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-
-
-def validate_calls(group: ProcessGroup) -> None:
-    """From now on compare every collective of ``group`` (operation, shape, dtype, sizes) between its ranks.
-
-    A disagreement is a DesyncError on every rank that names what each is about to do. Costs an exchange per call; in
-    shared memory calls are always compared, at no cost. Where neither is so, PyTorch's backends count bytes at best:
-    gloo sums a tensor of shape [4, 4] with one of [2, 8] without a word.
-    """
-    _validated.add(group)
-
-
-@contextlib.contextmanager
-def validated_calls(groups: Iterable[ProcessGroup]) -> Iterator[None]:
-    """Within the block compare every collective of ``groups`` as ``validate_calls`` does from then on."""
-    added = [group for group in groups if group not in _validated]
-    for group in added:
-        _validated.add(group)
-    try:
-        yield
-    finally:
-        for group in added:
-            _validated.discard(group)
-
-
-def check_alike(check: Callable[[], None], *, group: ProcessGroup) -> None:
-    """Run a check of this rank's values; under ``validate_calls`` what fails on one rank fails on all.
-
-    Without it a rank that fails alone is missed by the others in the next collective: an error once it has died, else
-    at the group's time limit.
-
-    Args:
-        check: raises if something is wrong; without collectives of its own.
-        group: the ranks that check the same.
-    """
-    if torch.compiler.is_compiling() or group not in _validated:
-        check()
-    else:
-        with accounting.uncounted():
-            agree(check, group=group)
-
 
 def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object, but_dim: int | None = None) -> None:
-    if not _validated or group not in _validated or torch.compiler.is_compiling():
+    if not context_of(group).validates:
         return
     shape = [size if dim != but_dim else "any" for dim, size in enumerate(tensor.shape)]
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -346,9 +299,9 @@ def all_to_all(
         return AllToAll(channel, tensor.detach(), received, sent).wait()
     # The number of rows is compared by itself, since ranks may exchange different ones.
     _validate("all_to_all", tensor, group, but_dim=0)
-    if group in _validated:
+    if context_of(group).validates:
         with accounting.uncounted():
-            asked = tell_all((sent, received), "the sizes of an all_to_all", group=group)
+            asked = gather_objects((sent, received), "the sizes of an all_to_all", group=group)
         check_exchange([sizes[0] for sizes in asked], [sizes[1] for sizes in asked])
     given = input_sizes is not None or output_sizes is not None
     return torch_distributed.all_to_all(tensor, group, list(received) if given else None, list(sent) if given else None)

@@ -1,24 +1,41 @@
-"""What a process group has for as long as it lives: here its communication buffers."""
+"""What a process group has for as long as it lives, in one place."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
 from shardwise.communication.buffers import GlobalMemoryBuffer
 
+if TYPE_CHECKING:
+    from shardwise.communication.transports.shared_memory import Channel
 
-@dataclass
+
+@dataclass(eq=False)
 class GroupContext:
     """What belongs to one group.
 
     Attributes:
         buffers: memory that is used again and again for what the group gathers.
+        validates: every call is compared between the ranks before it is made.
+        channel: the memory that the ranks share; None if they share none, or have not tried.
+        has_tried_to_share: the ranks have found out whether they share memory.
+        time_limits: by type of device, how long a rank waits for another; None where waiting is the stream's affair.
+        num_messages: how many messages between two ranks this rank has sent and received.
     """
 
     buffers: GlobalMemoryBuffer = field(default_factory=GlobalMemoryBuffer)
+    validates: bool = False
+    channel: Channel | None = None
+    has_tried_to_share: bool = False
+    time_limits: dict[str, datetime.timedelta | None] = field(default_factory=dict)
+    num_messages: int = 0
 
 
 _contexts: weakref.WeakKeyDictionary[ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()
@@ -30,3 +47,26 @@ def context_of(group: ProcessGroup) -> GroupContext:
     if context is None:
         context = _contexts[group] = GroupContext()
     return context
+
+
+def validate_calls(group: ProcessGroup) -> None:
+    """From now on compare every collective of ``group`` (operation, shape, dtype, sizes) between its ranks.
+
+    A disagreement is a DesyncError on every rank that names what each is about to do. Costs an exchange per call; in
+    shared memory calls are always compared, at no cost. Where neither is so, PyTorch's backends count bytes at best:
+    gloo sums a tensor of shape [4, 4] with one of [2, 8] without a word.
+    """
+    context_of(group).validates = True
+
+
+@contextlib.contextmanager
+def validated_calls(groups: Iterable[ProcessGroup]) -> Iterator[None]:
+    """Within the block compare every collective of ``groups`` as ``validate_calls`` does from then on."""
+    contexts = [context for context in map(context_of, groups) if not context.validates]
+    for context in contexts:
+        context.validates = True
+    try:
+        yield
+    finally:
+        for context in contexts:
+            context.validates = False

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.communication.backend import sends_by_tag
+from shardwise.communication.context import context_of
 from shardwise.communication.pending import Pending
 from shardwise.communication.transports.torch_distributed import _Work
-from shardwise.communication.waiting import count_messages
 
 
 class Letter(NamedTuple):
@@ -52,7 +52,7 @@ def exchange(
     """
     if not all(sends_by_tag(group, letter.tensor.device) for letter in (*sends, *receives)):
         return _exchange_in_one(sends, receives, group)
-    count_messages(len(sends) + len(receives), group)
+    context_of(group).num_messages += len(sends) + len(receives)
     return (
         [
             _pending(dist.isend(tensor, group=group, group_dst=rank, tag=tag), "send", tensor, group, rank)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, cast
@@ -18,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+
+from shardwise.communication.context import context_of
 
 
 class Wait:
@@ -84,9 +85,6 @@ class Wait:
 
 _waits: dict[int, Wait] = {}
 
-# gloo numbers messages together with collectives, and ranks of a group may send different numbers of them.
-_messages: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-
 _MODULE_CALL = nn.Module._call_impl.__code__
 
 
@@ -95,19 +93,15 @@ def waits() -> dict[int, Wait]:
     return dict(_waits)
 
 
-def count_messages(number: int, group: ProcessGroup) -> None:
-    """Note that this rank sends or receives so many messages more in ``group``."""
-    _messages[group] = _messages.get(group, 0) + number
-
-
 def num_collectives(group: ProcessGroup) -> int:
     """How many collectives this rank has started in ``group`` through its backend; not those in shared memory.
 
     Ranks that wait for each other in the same collective have the same number; one that has not come has a lower one.
     """
-    # PyTorch's stubs leave it out.
+    # gloo numbers messages together with collectives, and ranks of a group may send different numbers of them. The
+    # method is missing in PyTorch's stubs.
     number: int = cast(Any, group)._get_sequence_number_for_group()
-    return number - _messages.get(group, 0)
+    return number - context_of(group).num_messages
 
 
 def layer_of(thread: int) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from shardwise.communication.agreement import agree
 from shardwise.communication.backend import default_device
 from shardwise.errors import CheckpointError
 from shardwise.huggingface.building import Model, build_model, chunks_of, model_config
 from shardwise.huggingface.filling import check_copies, check_shapes, fill_shard_
 from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.mapping import Composition, compose
-from shardwise.huggingface.ranks import agree_everywhere, tell_stages
+from shardwise.huggingface.ranks import gather_from_stages, model_groups
 from shardwise.models.chunks import ModelChunks
 from shardwise.sharding import ParamShard
 from shardwise.topology import Groups
@@ -52,16 +53,16 @@ def load_pretrained(
         CheckpointError: a file or tensor that is missing, one too many, or of another shape than the config says;
             all errors alike on every rank, naming the field or tensor.
     """
-    source = agree_everywhere(lambda: PretrainedFolder(folder), groups)
+    source = agree(lambda: PretrainedFolder(folder), group=model_groups(groups))
     settings = {
         "params_dtype": dtype or source.dtype,
         "pipeline_model_parallel_size": groups.num_stages,
         **settings,
     }
-    config = agree_everywhere(
+    config = agree(
         # Every value comes from the files.
         lambda: model_config(source.description, perform_initialization=False, **settings),
-        groups,
+        group=model_groups(groups),
     )
     where = torch.device(device) if device is not None else default_device(groups.tp)
 
@@ -79,7 +80,7 @@ def load_pretrained(
         ]
 
     # A size that is not that of the tensors is told before memory is asked for by it.
-    agree_everywhere(lambda: _check_sizes(source), groups)
+    agree(lambda: _check_sizes(source), group=model_groups(groups))
     _plan(built(torch.device("meta")), source, groups)
     models = built(where)
     for model in models:
@@ -109,7 +110,7 @@ def load_weights_(
             fill_shard_(shard, composition, source.tensors, names)
             check_copies(shard, composition, source, names)
 
-    agree_everywhere(fill, groups)
+    agree(fill, group=model_groups(groups))
 
 
 def _check_sizes(source: PretrainedFolder) -> None:
@@ -139,9 +140,9 @@ def _plan(
             for key, shard in model.sharded_state_dict().items()
         }
 
-    parts = agree_everywhere(compositions, groups)
+    parts = agree(compositions, group=model_groups(groups))
     own = sorted({name for _, composition in parts.values() for name in composition.stored_shapes})
-    expected = {name for names in tell_stages(own, "the names of tensors", groups) for name in names}
+    expected = {name for names in gather_from_stages(own, "the names of tensors", groups) for name in names}
 
     def check() -> dict[str, str]:
         names = source.stored_names(expected)
@@ -149,4 +150,4 @@ def _plan(
             check_shapes(source.tensors, composition, names)
         return names
 
-    return parts, agree_everywhere(check, groups)
+    return parts, agree(check, group=model_groups(groups))

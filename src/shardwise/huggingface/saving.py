@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.checkpoint.folder import fsync
-from shardwise.communication.agreement import agree, tell_all
+from shardwise.communication.agreement import agree, gather_objects
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.folder_lock import FolderLock, lock_of_target
 from shardwise.huggingface.architectures import ARCHITECTURES
 from shardwise.huggingface.building import Model, describe_model
 from shardwise.huggingface.mapping import Composition, Shape, compose
 from shardwise.huggingface.pretrained import CONFIG_NAME, config_to_json
-from shardwise.huggingface.ranks import agree_everywhere, model_groups, tell_stages
+from shardwise.huggingface.ranks import gather_from_stages, model_groups
 from shardwise.huggingface.reading import INDEX_NAME, WEIGHTS_NAME, read_json
 from shardwise.huggingface.writing import TensorFile, tensor_size
 from shardwise.models.chunks import ModelChunks
@@ -92,7 +92,7 @@ def save_pretrained(
 
     def export() -> None:
         if replicas is None or replicas.rank() == 0:
-            plan = agree_everywhere(lambda: _plan(models, source, architecture, dtype, fields or {}), groups)
+            plan = agree(lambda: _plan(models, source, architecture, dtype, fields or {}), group=model_groups(groups))
             _write_folder(target, plan, groups, max_file_size)
 
     if replicas is None or replicas.size() == 1:
@@ -161,25 +161,25 @@ def _plan(
 
 def _write_folder(target: Path, plan: _Plan, groups: Groups, max_file_size: int) -> None:
     is_first = all(group.rank() == 0 for group in model_groups(groups))
-    keys = tell_stages(list(plan.parts), "the names of parameters", groups)
+    keys = gather_from_stages(list(plan.parts), "the names of parameters", groups)
     # With several stages there is their group.
     stage = 0 if len(keys) == 1 else groups.pp.rank()  # type: ignore[union-attr]
     # The last stage's copy of a tied weight is not written again.
     before = {key for earlier in keys[:stage] for key in earlier}
     own_files = _dealt_out([part for key, part in plan.parts.items() if key not in before], max_file_size)
-    files = tell_stages([_names_and_size(parts) for parts in own_files], "the files to be written", groups)
+    files = gather_from_stages([_names_and_size(parts) for parts in own_files], "the files to be written", groups)
     names = _file_names(sum(map(len, files)))
     first = sum(map(len, files[:stage]))
     index = _index(names, [file for stage_files in files for file in stage_files])
     token = secrets.token_hex(4)
     for group in model_groups(groups):
-        token = tell_all(token, "a name for the unfinished folder", group=group)[0]
+        token = gather_objects(token, "a name for the unfinished folder", group=group)[0]
     partial = target.with_name(f".{target.name}.{token}.partial")
     with ExitStack() as stack:
-        agree_everywhere(lambda: stack.enter_context(_begun(target, partial)) if is_first else None, groups)
+        agree(lambda: stack.enter_context(_begun(target, partial)) if is_first else None, group=model_groups(groups))
         failure = _write_files(partial, dict(zip(names[first:], own_files, strict=False)), groups)
-        agree_everywhere(lambda: _raise(failure), groups)
-        agree_everywhere(lambda: _finish(target, partial, plan, index) if is_first else None, groups)
+        agree(lambda: _raise(failure), group=model_groups(groups))
+        agree(lambda: _finish(target, partial, plan, index) if is_first else None, group=model_groups(groups))
 
 
 def _dealt_out(parts: Sequence[_Part], max_file_size: int) -> list[list[_Part]]:

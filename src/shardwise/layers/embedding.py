@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.communication import moves
-from shardwise.communication.collectives import check_alike
+from shardwise.communication.agreement import agree
 from shardwise.initialization import InitMethod
 from shardwise.layers.module import ShardedModule
 from shardwise.sharding import ParamLayout
@@ -78,7 +78,7 @@ class VocabEmbedding(ShardedModule):
         Raises:
             VocabularyError: an id outside the vocabulary.
         """
-        check_alike(partial(check_ids, input_, self.num_embeddings, what="token id"), group=self.group)
+        agree(partial(check_ids, input_, self.num_embeddings, what="token id"), group=self.group, only_validated=True)
         if self.group.size() == 1:
             output = self._look_up(input_)
             return output.transpose(0, 1).contiguous() if self.sequence_parallel else output

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.collectives import check_alike
+from shardwise.communication.agreement import agree
 from shardwise.initialization import InitMethod
 from shardwise.layers.module import ShardedModule
 from shardwise.sharding import ParamLayout
@@ -54,7 +54,7 @@ class ReplicatedEmbedding(ShardedModule):
         Raises:
             VocabularyError: a number that is no row.
         """
-        check_alike(partial(check_ids, input_, self.weight.size(0), what=self.what), group=self.group)
+        agree(partial(check_ids, input_, self.weight.size(0), what=self.what), group=self.group, only_validated=True)
         return F.embedding(input_, self.weight)
 
     def first(self, count: int) -> Tensor:

@@ -19,12 +19,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from shardwise.communication.agreement import agree
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files import open_regular, write_atomically
 from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, no_folder
-from shardwise.huggingface.ranks import agree_everywhere, model_groups, tell_stages
+from shardwise.huggingface.ranks import gather_from_stages, model_groups
 from shardwise.huggingface.reading import weight_dtype
 from shardwise.json_files import read_json
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
@@ -138,7 +139,7 @@ def load_adapter_(model: LanguageModel, folder: str | os.PathLike[str], architec
     """
     known, sites = all_paths(model, architecture), sites_of(model, architecture)
     others = layers_without_adapters(model, architecture)
-    config, tensors = agree_everywhere(lambda: _read(Path(folder), known, sites, others), model.groups)
+    config, tensors = agree(lambda: _read(Path(folder), known, sites, others), group=model_groups(model.groups))
     chosen = [site for site in sites if (site.path, "lora_A") in tensors]
     add_adapters_(model, config, chosen)
     with torch.no_grad():
@@ -177,7 +178,7 @@ def save_adapter(
         for name, layout in adapter.param_layouts.items()
     }
     facts = [(_lora_config(site), site.transposed) for site, _ in pairs[:1]]
-    of_stages = tell_stages((tensors, facts), "the adapters of each pipeline stage", model.groups)
+    of_stages = gather_from_stages((tensors, facts), "the adapters of each pipeline stage", model.groups)
     tensors = {key: tensor for of_stage, _ in of_stages for key, tensor in of_stage.items()}
     facts = [fact for _, of_stage in of_stages for fact in of_stage]
     if not facts:
@@ -188,7 +189,7 @@ def save_adapter(
     exact = isinstance(model, GPT) and named == set(paths)
     config = _config_json(*facts[0], paths, names_will_do=exact, base_model=base_model)
     config["task_type"] = "CAUSAL_LM" if isinstance(model, GPT) else None
-    agree_everywhere(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, model.groups)
+    agree(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, group=model_groups(model.groups))
 
 
 def _writes(model: LanguageModel) -> bool:

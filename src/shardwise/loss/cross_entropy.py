@@ -42,7 +42,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.collectives import check_alike
+from shardwise.communication.agreement import agree
 from shardwise.kernels.dispatch import loss_kernels
 from shardwise.loss.combine import combine, gather_statistics
 from shardwise.loss.equal_shards import equal_ranges, with_size, without_sizes
@@ -215,13 +215,13 @@ def cross_entropy_of_ranges(
     if sizes_are_known:
         options.check_vocabulary(vocab_size)
         if validate:
-            check_alike(check, group=group)
+            agree(check, group=group, only_validated=True)
     loss: Tensor = _VocabParallelCrossEntropy.apply(
         logits, target, ranges, options, ignore_index, inplace_, check_finite, sizes_are_known, group
     )
     if validate and not sizes_are_known:
         # Not earlier: of ranks whose sizes differ, some would take a target for wrong and never reach the all-gather.
-        check_alike(check, group=group)
+        agree(check, group=group, only_validated=True)
     return reduce_loss(
         loss,
         target,

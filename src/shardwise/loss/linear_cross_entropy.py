@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.collectives import check_alike
+from shardwise.communication.agreement import agree
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.kernels import products
 from shardwise.loss.linear_chunked import ChunkedLoss
@@ -114,7 +114,7 @@ def vocab_parallel_linear_cross_entropy(
     options.check_vocabulary(ranges[-1][1])
     if validate:
         check = partial(check_ids, target, ranges[-1][1], what="target", ignore_index=ignore_index)
-        check_alike(check, group=group)
+        agree(check, group=group, only_validated=True)
     head = Head(
         ranges,
         options,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.communication import context
 from shardwise.communication.agreement import check_same
 from shardwise.communication.backend import device_of
 from shardwise.communication.transports.shared_memory import close_channel
@@ -209,11 +210,9 @@ def _new_group(
 
 
 def _validate(groups: Iterable[ProcessGroup | None]) -> None:
-    from shardwise.communication.collectives import validate_calls
-
     for group in groups:
         if group is not None:
-            validate_calls(group)
+            context.validate_calls(group)
 
 
 def _make_dtensor_forget() -> None:

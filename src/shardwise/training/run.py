@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.communication.agreement import agree
-from shardwise.communication.collectives import all_reduce, validated_calls
+from shardwise.communication.collectives import all_reduce
+from shardwise.communication.context import validated_calls
 from shardwise.errors import DivergenceError
 from shardwise.files import write_atomically
 from shardwise.folder_lock import cannot_write

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.communication.agreement import agree, check_same, tell_all
+from shardwise.communication.agreement import agree, check_same, gather_objects
 from shardwise.communication.collectives import carrier
 from shardwise.data import DataLoader, EvaluationWindows, TokenDataset
 from shardwise.layers import named_param_layouts
@@ -173,4 +173,4 @@ def count_parameters(model: nn.Module, topology: Topology) -> int:
     )
     if topology.size("pp") == 1:
         return own
-    return sum(tell_all(own, "the number of parameters", group=topology.group("pp")))
+    return sum(gather_objects(own, "the number of parameters", group=topology.group("pp")))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import math
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -20,7 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.communication import accounting
-from shardwise.communication.backend import is_gloo
+from shardwise.communication.backend import is_gloo, time_limit
+from shardwise.communication.context import context_of
 from shardwise.communication.pending import Pending
 from shardwise.communication.waiting import Wait
 from shardwise.errors import DesyncError
@@ -67,15 +67,11 @@ class _Work:
         return [dist.get_global_rank(self._group, cast(int, self._peer))]
 
 
-_limits: weakref.WeakKeyDictionary[ProcessGroup, dict[str, datetime.timedelta | None]] = weakref.WeakKeyDictionary()
-
-
 def _limit_of_waiting(group: ProcessGroup, device: torch.device) -> datetime.timedelta | None:
     """The time limit of gloo's work; None where waiting is the stream's affair and not the host's."""
-    limits = _limits.setdefault(group, {})
+    limits = context_of(group).time_limits
     if device.type not in limits:
-        backend: Any = group._get_backend(device) if is_gloo(group, device) else None
-        limits[device.type] = None if backend is None else backend.options._timeout
+        limits[device.type] = time_limit(group, device) if is_gloo(group, device) else None
     return limits[device.type]
 
 

@@ -7,7 +7,6 @@ import os
 import platform
 import secrets
 import tempfile
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,8 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.communication.accounting import uncounted
-from shardwise.communication.agreement import tell_all
-from shardwise.communication.backend import is_gloo
+from shardwise.communication.agreement import gather_objects
+from shardwise.communication.backend import is_gloo, time_limit
+from shardwise.communication.context import context_of
 from shardwise.communication.transports.shared_memory.channel import Channel, channel_bytes
 from shardwise.processes import Process, machine, temporary_prefix
 
@@ -27,9 +27,7 @@ SWITCH = "SHARDWISE_SHARED_MEMORY"
 """Environment variable; 0 leaves everything to gloo."""
 
 _MAX_RANKS = 8
-
-# The channels are communication buffers, kept for as long as their group.
-_channels: weakref.WeakKeyDictionary[ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
+_WHAT = "how to share memory"
 
 T = TypeVar("T")
 
@@ -50,53 +48,48 @@ def channel_of(group: ProcessGroup) -> Channel | None:
 
     A channel is opened for a gloo group of 2 to 8 ranks on one machine, if each of them can map the same memory.
     """
-    try:
-        return _channels[group]
-    except KeyError:
-        pass
-    # Whatever watches or records operators shall not see the setting up.
-    with _disable_current_modes(), uncounted(), torch.inference_mode(False):
-        channel = _channels[group] = _open(group)
-    return channel
+    context = context_of(group)
+    if not context.has_tried_to_share:
+        # Whatever watches or records operators shall not see the setting up.
+        with _disable_current_modes(), uncounted(), torch.inference_mode(False):
+            context.channel = _open(group)
+        context.has_tried_to_share = True
+    return context.channel
 
 
 def close_channel(group: ProcessGroup) -> None:
-    """Unmap the group's memory; without effect if it has none."""
-    _channels.pop(group, None)
+    """Unmap the group's memory, if it has any; the next call finds out anew whether the ranks share memory."""
+    context = context_of(group)
+    context.channel, context.has_tried_to_share = None, False
 
 
 def _open(group: ProcessGroup) -> Channel | None:
     t, rank = group.size(), group.rank()
     if not 2 <= t <= _MAX_RANKS or not is_gloo(group, torch.device("cpu")):
         return None
-    hellos = _tell_all(None if why_not_here() is not None else _attempt(_where_and_who), group)
+    hellos = gather_objects(None if why_not_here() is not None else _attempt(_where_and_who), _WHAT, group=group)
     if None in hellos or len({where for where, _ in hellos}) > 1:
         return None
     with contextlib.ExitStack() as stack:
         path, token = None, secrets.token_bytes(32)
         if rank == 0:
             path = _attempt(lambda: stack.enter_context(_reserved_file(channel_bytes(t), token)))
-        path, token = _tell_all((path, token), group)[0]
+        path, token = gather_objects((path, token), _WHAT, group=group)[0]
         memory = None if path is None else _attempt(lambda: _map(path, channel_bytes(t), token))
-        if not all(_tell_all(memory is not None, group)):
+        if not all(gather_objects(memory is not None, _WHAT, group=group)):
             return None
     assert memory is not None
     # Everybody has read the token before any flag is written in its place.
     if rank == 0:
         memory[: len(token)].zero_()
-    _tell_all(True, group)
-    return Channel(
-        rank, memory, [process for _, process in hellos], _timeout(group), dist.get_process_group_ranks(group)
-    )
+    gather_objects(True, _WHAT, group=group)
+    limit = time_limit(group, torch.device("cpu")).total_seconds()
+    return Channel(rank, memory, [process for _, process in hellos], limit, dist.get_process_group_ranks(group))
 
 
 def _where_and_who() -> tuple[str | None, Process | None]:
     """The machine, as this process sees it, and the process."""
     return machine(), Process.find(os.getpid())
-
-
-def _tell_all(value: Any, group: ProcessGroup) -> list[Any]:
-    return tell_all(value, "how to share memory", group=group)
 
 
 def _attempt(function: Callable[[], T]) -> T | None:
@@ -132,9 +125,3 @@ def _map(path: str, num_bytes: int, token: bytes) -> Tensor:
     if bytes(memory[: len(token)].tolist()) != token:
         raise ValueError(f"{path} is not the file that the first rank made")
     return memory
-
-
-def _timeout(group: ProcessGroup) -> float:
-    backend: Any = group._get_backend(torch.device("cpu"))
-    seconds: float = backend.options._timeout.total_seconds()
-    return seconds

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwise.communication import agreement
 from shardwise.errors import CheckpointError, ShardwiseError
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 def describe(error: BaseException) -> str:
     """``error`` as one line; the type is named unless the message stands for itself."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ShardwiseError | OSError) else f"{type(error).__name__}: {text}"
-
-
-def decide(local: Callable[[], T], judge: Callable[[list[T]], R], *, group: ProcessGroup) -> R:
-    """``communication.agreement.decide``, with whatever error there is as the same CheckpointError on every rank."""
-
-    def checked_local() -> T:
-        with checkpoint_errors():
-            return local()
-
-    def checked_judge(contributions: list[T]) -> R:
-        with checkpoint_errors():
-            return judge(contributions)
-
-    return agreement.decide(checked_local, checked_judge, group=group)
 
 
 @contextmanager
