@@ -68,7 +68,7 @@ def is_recomputing() -> bool:
 
 def is_kept_briefly() -> bool:
     """Whether either is so: what is saved now is dropped and saved again just before the backward, or used just now."""
-    return _innermost() is not None
+    return bool(_PHASES.entered) and not torch.compiler.is_compiling()
 
 
 class _Forward(AbstractContextManager[None]):

@@ -10,9 +10,8 @@ from harness.on_pretended_gpu import fake_tensors, join
 
 import shardwise
 from shardwise.communication.backend import backend_of, backends_of, default_device, device_of, is_gloo, sends_by_tag
-from shardwise.communication.collectives import carrier
-from shardwise.communication.point_to_point import Letter, exchange
-from shardwise.communication.transports import torch_distributed
+from shardwise.communication.point_to_point import Transfer, exchange
+from shardwise.communication.transports import torch_distributed, transport_name
 from shardwise.errors import ConfigError, TopologyError
 from shardwise.parallel_state import (
     destroy_model_parallel,
@@ -42,8 +41,8 @@ def undecided():
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="PyTorch chooses the accelerator's backend")
 def test_a_backend_that_pytorch_chose_has_its_name(undecided):
     assert backends_of(undecided) == {"cpu": "gloo"}
-    assert carrier(undecided, CPU) == "gloo"
-    assert carrier(undecided, CUDA) == "no backend for cuda"
+    assert transport_name(undecided, CPU) == "gloo"
+    assert transport_name(undecided, CUDA) == "no backend for cuda"
     assert torch_distributed._limit_of_waiting(undecided, CPU) == dist.distributed_c10d.default_pg_timeout
     assert device_of(undecided) == default_device(undecided) == CPU
     initialize_model_parallel(pipeline_model_parallel_comm_backend="gloo")
@@ -56,7 +55,7 @@ def test_a_backend_that_pytorch_chose_has_its_name(undecided):
 @pytest.mark.ranks(2)
 def test_a_backend_given_by_device_communicates_as_well(group, monkeypatch):
     by_device = dist.new_group(backend="cpu:gloo")
-    assert carrier(by_device, CPU) == "shared memory"
+    assert transport_name(by_device, CPU) == "shared memory"
     assert torch_distributed._limit_of_waiting(by_device, CPU) is not None
     # gloo's own reduce-scatter costs as much as its all-reduce.
     monkeypatch.delattr(torch_distributed, "_reduce_scatter_into")
@@ -72,8 +71,8 @@ def of_both():
             dict(backends_of(each)),
             str(device_of(each)),
             str(default_device(each)),
-            carrier(each, CPU),
-            carrier(each, CUDA),
+            transport_name(each, CPU),
+            transport_name(each, CUDA),
         )
         for each in (group, half)
     ]
@@ -133,8 +132,8 @@ def messages():
 
     dist.batch_isend_irecv = noted
     with fake_tensors():
-        letters = [Letter(torch.ones(2, device="cuda"), 0, tag) for tag in (5, 6)]
-        sent, received = exchange(letters[:1], letters, group=group)
+        transfers = [Transfer(torch.ones(2, device="cuda"), 0, tag) for tag in (5, 6)]
+        sent, received = exchange(transfers[:1], transfers, group=group)
         for pending in (*sent, *received):
             pending.wait()
     assert exchange([], [], group=group) == ([], [])

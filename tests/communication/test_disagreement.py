@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 
-from shardwise.communication import collectives, context
+from shardwise.communication import context, transports
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.communication.collectives import all_reduce, all_to_all
 from shardwise.communication.transports.shared_memory.channel import SLOT_BYTES
@@ -28,7 +28,7 @@ def fails_alike(error, match, group):
 
 @pytest.mark.ranks(2)
 def test_a_tensor_of_as_many_numbers_but_another_shape(group, monkeypatch):
-    monkeypatch.setattr(collectives, "channel_of", lambda _: None)
+    monkeypatch.setattr(transports, "channel_of", lambda _: None)
     own = dist.new_group([0, 1])
     shape = [(4, 4), (2, 8)][group.rank()]
     # What gloo does by itself, and why there is something to validate.
@@ -40,7 +40,7 @@ def test_a_tensor_of_as_many_numbers_but_another_shape(group, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_calls_are_compared_within_a_block_alone_and_not_counted(group, monkeypatch):
-    monkeypatch.setattr(collectives, "channel_of", lambda _: None)
+    monkeypatch.setattr(transports, "channel_of", lambda _: None)
     own, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     shape = [(4, 4), (2, 8)][group.rank()]
     with context.validated_calls([own]):
@@ -93,7 +93,7 @@ def test_sizes_of_an_exchange_that_cannot_be(group):
 
 @pytest.mark.ranks(2)
 def test_shared_memory_compares_rows_unasked(group):
-    if collectives.carrier(group, torch.device("cpu")) != "shared memory":
+    if transports.transport_name(group, torch.device("cpu")) != "shared memory":
         pytest.skip("without shared memory only validated calls are compared")
     me = group.rank()
     with fails_alike(DesyncError, "rank 0 sends 1 rows to rank 1, which expects 2", group):

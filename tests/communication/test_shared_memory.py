@@ -1,7 +1,7 @@
 """Shared memory between the ranks of one machine: its protocol, its failures, and when it is left alone.
 
-What the collectives compute is tested with both carriers in test_collectives.py; here are messages of several chunks,
-several in flight, and what only this carrier has.
+What the collectives compute is tested with both transports in test_collectives.py; here are messages of several chunks,
+several in flight, and what only this transport has.
 """
 
 import errno
@@ -18,7 +18,7 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from harness.program import Program
 from harness.time_limit import set_time_limit
 
-from shardwise.communication import collectives, context
+from shardwise.communication import context, transports
 from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.collectives import (
     all_gather,
@@ -38,8 +38,8 @@ SLOT = SLOT_BYTES // 4
 
 
 @pytest.fixture(scope="module", params=["1"], ids=[""], autouse=True)
-def carrier(request):
-    """In place of the folder's: these tests are of one carrier."""
+def transport(request):
+    """In place of the folder's: these tests are of one transport."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv(SWITCH, request.param)
         yield
@@ -331,7 +331,7 @@ def test_what_it_cannot_carry_goes_by_gloo(group):
 
 @pytest.mark.ranks(2)
 def test_validated_calls_by_gloo(group, monkeypatch):
-    monkeypatch.setattr(collectives, "channel_of", lambda _: None)
+    monkeypatch.setattr(transports, "channel_of", lambda _: None)
     own = dist.new_group([0, 1])
     context.validate_calls(own)
     assert all_reduce(torch.ones(2), group=own).tolist() == [2, 2]

@@ -11,7 +11,7 @@ from harness.watchdog import wait_until
 from shardwise.communication import waiting
 from shardwise.communication.agreement import gather_objects
 from shardwise.communication.collectives import all_reduce
-from shardwise.communication.point_to_point import Letter, exchange
+from shardwise.communication.point_to_point import Transfer, exchange
 from shardwise.communication.transports.shared_memory import channel_of
 from shardwise.errors import DesyncError
 
@@ -100,7 +100,7 @@ def test_a_message_waits_for_its_sender_alone(group):
     release = store_of_its_own()
     if group.rank() == 2:
         release.wait(["go"])
-        exchange([Letter(torch.ones(4), 0)], [], group=own)[0][0].wait()
+        exchange([Transfer(torch.ones(4), 0)], [], group=own)[0][0].wait()
         dist.barrier(group=group)
         return
     said, caller = [], threading.get_ident()
@@ -112,7 +112,7 @@ def test_a_message_waits_for_its_sender_alone(group):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    exchange([], [Letter(torch.empty(4), 1)], group=own)[1][0].wait()
+    exchange([], [Transfer(torch.empty(4), 1)], group=own)[1][0].wait()
     watcher.join()
     assert said == [("receive ([4] float32)", [2])]
     release.delete_key("go")
@@ -127,8 +127,8 @@ def test_who_has_not_come_has_started_fewer_collectives(group, monkeypatch):
         dist.all_reduce(torch.ones(1), group=own)
     # Messages do not count, of which ranks may have different numbers.
     other = 1 - own.rank()
-    letters = [Letter(torch.ones(1), other)] * (1 + own.rank()), [Letter(torch.ones(1), other)] * (2 - own.rank())
-    sends, receives = exchange(*letters, group=own)
+    transfers = [Transfer(torch.ones(1), other)] * (1 + own.rank()), [Transfer(torch.ones(1), other)] * (2 - own.rank())
+    sends, receives = exchange(*transfers, group=own)
     for pending in [*sends, *receives]:
         pending.wait()
     assert waiting.num_collectives(own) == before + 3

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_GATHERED = "all_gather"
+
 
 class GlobalMemoryBuffer:
     """Named scratch memory that grows to the largest request and is handed out again and again.
@@ -49,3 +51,11 @@ class GlobalMemoryBuffer:
             with torch.inference_mode(False), (mem_alloc_context or contextlib.nullcontext)():
                 held = self.buffer[key] = torch.empty(numel, dtype=dtype, device=where, requires_grad=False)
         return held[:numel].view(tuple(tensor_shape))
+
+
+def gather_buffer(buffer: GlobalMemoryBuffer | None, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor | None:
+    """Memory for what ranks gather along ``dim``, until the next gather into ``buffer``; None without a buffer."""
+    if buffer is None:
+        return None
+    shape = (*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
+    return buffer.get_tensor(shape, tensor.dtype, _GATHERED, device=tensor.device)

@@ -2,11 +2,7 @@
 
 Every function takes its group as a required keyword, returns a new tensor and leaves its input as it was (on a group of
 one rank there is nothing to do, and the input itself comes back). All communication of the hot path goes through this
-file, which chooses how it travels:
-
-- ``traced``, while ``torch.compile`` traces;
-- ``shared_memory``, between CPU ranks of one machine;
-- ``torch_distributed``, PyTorch's own collectives, everywhere else.
+file; ``transports.choose_transport`` says how it travels.
 """
 
 from __future__ import annotations
@@ -14,30 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
-from shardwise.communication import accounting
-from shardwise.communication.agreement import check_same, gather_objects
-from shardwise.communication.backend import backend_of
 from shardwise.communication.buffers import GlobalMemoryBuffer
-from shardwise.communication.context import context_of
 from shardwise.communication.pending import Pending
-from shardwise.communication.transports import torch_distributed, traced
-from shardwise.communication.transports.shared_memory import (
-    MOVABLE,
-    SUMMABLE,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Channel,
-    ReduceScatter,
-    channel_of,
-    check_exchange,
-)
+from shardwise.communication.transports import choose_transport, torch_distributed
 from shardwise.errors import ShardingError
 from shardwise.sharding import balanced_sizes, checked_dim, checked_sizes
 
@@ -49,38 +28,10 @@ __all__ = [
     "all_reduce_async",
     "all_to_all",
     "broadcast_",
-    "carrier",
     "reduce_scatter",
     "reduce_scatter_async",
     "split_for_rank",
 ]
-
-_CONTIGUOUS = torch.contiguous_format
-_BUFFER_NAME = "all_gather"
-
-
-def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object, but_dim: int | None = None) -> None:
-    if not context_of(group).validates:
-        return
-    shape = [size if dim != but_dim else "any" for dim, size in enumerate(tensor.shape)]
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    with accounting.uncounted():
-        check_same(" ".join(map(str, (name, shape, dtype, *settings))), "the collective to be made", group=group)
-
-
-def _shared_memory(tensor: Tensor, group: ProcessGroup, dtypes: frozenset[torch.dtype]) -> Channel | None:
-    # A subclass (fake, functional, distributed) has no memory of its own to copy.
-    if not tensor.is_cpu or type(tensor) not in (Tensor, Parameter) or tensor.dtype not in dtypes:
-        return None
-    return channel_of(group)
-
-
-def carrier(group: ProcessGroup, device: torch.device) -> str:
-    """How tensors on ``device`` travel in ``group``: ``"shared memory"``, or the backend's name. Collective."""
-    channel = channel_of(group) if device.type == "cpu" else None
-    if channel is not None:
-        return "shared memory"
-    return backend_of(group, device) or f"no backend for {device.type}"
 
 
 def _sizes_along(size: int, t: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
@@ -95,16 +46,7 @@ def all_reduce_async(
     """Start ``all_reduce``; see there."""
     if group.size() == 1:
         return Pending(None, lambda: tensor)
-    if torch.compiler.is_compiling():
-        return traced.all_reduce(tensor, group, op)
-    channel = _shared_memory(tensor, group, SUMMABLE)
-    if channel is not None and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-        accounting.record("all_reduce", tensor)
-        own = tensor.detach()
-        result = own if may_overwrite and own.is_contiguous() else torch.empty_like(own, memory_format=_CONTIGUOUS)
-        return AllReduce(channel, own, result, maximum=op == dist.ReduceOp.MAX)
-    _validate("all_reduce", tensor, group, op)
-    return torch_distributed.all_reduce(tensor, group, op, may_overwrite)
+    return choose_transport("all_reduce", tensor, group, op).all_reduce(tensor, group, op, may_overwrite)
 
 
 def all_reduce(
@@ -140,7 +82,8 @@ def all_gather_async(
     t = group.size()
     if t == 1:
         return Pending(None, lambda: tensor)
-    dim = checked_dim(dim, tensor.shape)
+    if not 0 <= dim < tensor.dim():
+        dim = checked_dim(dim, tensor.shape)
     if sizes is None:
         sizes = (tensor.size(dim),) * t
     elif len(sizes) != t or sizes[group.rank()] != tensor.size(dim):
@@ -148,21 +91,7 @@ def all_gather_async(
             f"all_gather on rank {group.rank()} of {t}: sizes {list(sizes)} do not fit a shard of "
             f"{tensor.size(dim)} along dimension {dim}; pass one size per rank"
         )
-    if torch.compiler.is_compiling():
-        return traced.all_gather(tensor, group, dim, sizes)
-    channel = _shared_memory(tensor, group, MOVABLE)
-    if channel is not None:
-        accounting.record("all_gather", tensor)
-        return AllGather(channel, tensor.detach(), dim, sizes, _out(tensor, dim, sizes, buffer))
-    _validate("all_gather", tensor, group, dim, list(sizes), but_dim=dim)
-    return torch_distributed.all_gather(tensor, group, dim, sizes, _out(tensor, dim, sizes, buffer))
-
-
-def _out(tensor: Tensor, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | None) -> Tensor | None:
-    if buffer is None:
-        return None
-    shape = (*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
-    return buffer.get_tensor(shape, tensor.dtype, _BUFFER_NAME, device=tensor.device)
+    return choose_transport("all_gather", tensor, group).all_gather(tensor, group, dim, sizes, buffer)
 
 
 def all_gather(
@@ -201,14 +130,7 @@ def reduce_scatter_async(
         return Pending(None, lambda: tensor)
     dim = checked_dim(dim, tensor.shape)
     sizes = _sizes_along(tensor.size(dim), t, sizes)
-    if torch.compiler.is_compiling():
-        return traced.reduce_scatter(tensor, group, dim, sizes)
-    channel = _shared_memory(tensor, group, SUMMABLE)
-    if channel is not None:
-        accounting.record("reduce_scatter", tensor)
-        return ReduceScatter(channel, tensor.detach(), dim, sizes)
-    _validate("reduce_scatter", tensor, group, dim, list(sizes))
-    return torch_distributed.reduce_scatter(tensor, group, dim, sizes)
+    return choose_transport("reduce_scatter", tensor, group).reduce_scatter(tensor, group, dim, sizes)
 
 
 def reduce_scatter(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -285,31 +207,17 @@ def all_to_all(
             raise ShardingError(f"all_to_all of {rows} rows over {t} ranks: they do not divide; pass {name}")
     equal = (rows // t,) * t
     sent = equal if input_sizes is None else checked_sizes(input_sizes, rows, t, "all_to_all's rows")
-    if torch.compiler.is_compiling():
-        return traced.all_to_all(tensor, group, output_sizes or equal, sent)
     received = equal if output_sizes is None else tuple(map(int, output_sizes))
     if len(received) != t or min(received) < 0 or received[group.rank()] != sent[group.rank()]:
         raise ShardingError(
             f"all_to_all on rank {group.rank()} of {t}: output_sizes {list(received)} must be {t} counts, and what the "
             f"rank keeps the same as in input_sizes {list(sent)}"
         )
-    channel = _shared_memory(tensor, group, MOVABLE)
-    if channel is not None:
-        accounting.record("all_to_all", tensor)
-        return AllToAll(channel, tensor.detach(), received, sent).wait()
-    # The number of rows is compared by itself, since ranks may exchange different ones.
-    _validate("all_to_all", tensor, group, but_dim=0)
-    if context_of(group).validates:
-        with accounting.uncounted():
-            asked = gather_objects((sent, received), "the sizes of an all_to_all", group=group)
-        check_exchange([sizes[0] for sizes in asked], [sizes[1] for sizes in asked])
-    given = input_sizes is not None or output_sizes is not None
-    return torch_distributed.all_to_all(tensor, group, list(received) if given else None, list(sent) if given else None)
+    return choose_transport("all_to_all", tensor, group).all_to_all(tensor, group, received, sent).wait()
 
 
 def broadcast_(tensor: Tensor, *, group: ProcessGroup, group_src: int = 0) -> Tensor:
     """Overwrite ``tensor`` with that of rank ``group_src`` (counted within the group), and return it."""
     if group.size() > 1:
-        _validate("broadcast", tensor, group, group_src)
         torch_distributed.broadcast_(tensor, group, group_src)
     return tensor

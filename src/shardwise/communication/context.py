@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from shardwise.communication.buffers import GlobalMemoryBuffer
 
 if TYPE_CHECKING:
-    from shardwise.communication.transports.shared_memory import Channel
+    from shardwise.communication.transports.shared_memory import SharedMemory
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class GroupContext:
 
     buffers: GlobalMemoryBuffer = field(default_factory=GlobalMemoryBuffer)
     validates: bool = False
-    channel: Channel | None = None
+    channel: SharedMemory | None = None
     has_tried_to_share: bool = False
     time_limits: dict[str, datetime.timedelta | None] = field(default_factory=dict)
     num_messages: int = 0

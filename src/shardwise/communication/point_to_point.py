@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 from shardwise.communication.backend import sends_by_tag
 from shardwise.communication.context import context_of
 from shardwise.communication.pending import Pending
-from shardwise.communication.transports.torch_distributed import _Work
+from shardwise.communication.transports.torch_distributed import Work
 
 
-class Letter(NamedTuple):
+class Transfer(NamedTuple):
     """A tensor on its way: what is sent, or where what is received goes (which is overwritten).
 
     Attributes:
@@ -34,7 +34,7 @@ class Letter(NamedTuple):
 
 
 def exchange(
-    sends: Sequence[Letter], receives: Sequence[Letter], *, group: ProcessGroup
+    sends: Sequence[Transfer], receives: Sequence[Transfer], *, group: ProcessGroup
 ) -> tuple[list[Pending], list[Pending]]:
     """Start sending and receiving.
 
@@ -50,38 +50,23 @@ def exchange(
     Raises:
         DesyncError: from ``wait()``: the other side is gone, or does not come within the group's time limit.
     """
-    if not all(sends_by_tag(group, letter.tensor.device) for letter in (*sends, *receives)):
-        return _exchange_in_one(sends, receives, group)
-    context_of(group).num_messages += len(sends) + len(receives)
-    return (
-        [
-            _pending(dist.isend(tensor, group=group, group_dst=rank, tag=tag), "send", tensor, group, rank)
-            for tensor, rank, tag in sends
-        ],
-        [
-            _pending(dist.irecv(tensor, group=group, group_src=rank, tag=tag), "receive", tensor, group, rank)
-            for tensor, rank, tag in receives
-        ],
-    )
-
-
-def _exchange_in_one(
-    sends: Sequence[Letter], receives: Sequence[Letter], group: ProcessGroup
-) -> tuple[list[Pending], list[Pending]]:
+    by_tag = all(sends_by_tag(group, transfer.tensor.device) for transfer in (*sends, *receives))
+    if by_tag:
+        context_of(group).num_messages += len(sends) + len(receives)
+    calls = [(dist.isend, "send", each) for each in sends] + [(dist.irecv, "receive", each) for each in receives]
     operations = [
-        dist.P2POp(operation, letter.tensor, group=group, group_peer=letter.rank, tag=letter.tag)
-        for operation, letters in ((dist.isend, sends), (dist.irecv, receives))
-        for letter in letters
+        dist.P2POp(call, each.tensor, group=group, group_peer=each.rank, tag=each.tag) for call, _, each in calls
     ]
-    works = dist.batch_isend_irecv(operations)
+    # Where a message is found by its tag, each travels by itself, in this order.
+    works = dist.batch_isend_irecv(operations) if operations else []
     # The messages of one call may share one work.
-    works = works if len(works) == len(operations) else works[:1] * len(operations)
+    works = works if len(works) == len(calls) else works[:1] * len(calls)
     pending = [
-        _pending(work, "exchange", letter.tensor, group, letter.rank)
-        for work, letter in zip(works, [*sends, *receives], strict=True)
+        _pending(work, name if by_tag else "exchange", each, group)
+        for work, (_, name, each) in zip(works, calls, strict=True)
     ]
     return pending[: len(sends)], pending[len(sends) :]
 
 
-def _pending(work: Any, name: str, tensor: Tensor, group: ProcessGroup, peer: int) -> Pending:
-    return Pending(_Work(work, name, tensor, group, peer), lambda: tensor, tensor)
+def _pending(work: Any, name: str, transfer: Transfer, group: ProcessGroup) -> Pending:
+    return Pending(Work(work, name, transfer.tensor, group, transfer.rank), lambda: transfer.tensor)

@@ -134,7 +134,8 @@ class ColumnLinear(ParallelLinear):
     def _apply_linear(
         self, input_: Tensor, weight: Tensor | None, bias: Tensor | None, sequence_length: int | None
     ) -> Tensor:
-        self._check_width(input_, self.in_features)
+        if input_.shape[-1:] != (self.in_features,):
+            raise self._wrong_width(input_, self.in_features)
         if weight is None:
             weight = self.weight
             if weight is None:

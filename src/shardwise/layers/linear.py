@@ -88,7 +88,7 @@ class TensorParallelLinear(Function):
             keeps_gathered = kept is not None and is_kept_briefly() and not defers
             # What is dropped after the product lies in memory that every layer uses in turn.
             buffer = None if keeps_gathered else context_of(group).buffers
-            input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
+            input_ = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer).wait()
             if keeps_gathered:
                 kept = input_
         elif parallelism is LinearParallelism.ROW_SEQUENCE:

@@ -113,12 +113,11 @@ class ShardedModule(GroupModule):
         param, layout = getattr(self, name), self.param_layouts[name]
         initialize_shard_(param, layout, self.group.rank(), self._init_methods[name], on_cpu=self.init_on_cpu)
 
-    def _check_width(self, input_: Tensor, width: int) -> None:
-        if input_.shape[-1:] != (width,):
-            raise ShardingError(
-                f"the input has shape {list(input_.shape)}; rank {self.group.rank()} of {self.group.size()} needs "
-                f"{width} features in the last dimension"
-            )
+    def _wrong_width(self, input_: Tensor, width: int) -> ShardingError:
+        return ShardingError(
+            f"the input has shape {list(input_.shape)}; rank {self.group.rank()} of {self.group.size()} needs "
+            f"{width} features in the last dimension"
+        )
 
     def reset_parameters(self) -> None:
         """Give the parameters their initial values, as when the layer was made.

@@ -112,7 +112,8 @@ class RowLinear(ParallelLinear):
         return self._add_bias(output) if adds_later else output
 
     def _apply_linear(self, input_: Tensor, bias: Tensor | None) -> Tensor:
-        self._check_width(input_, self.local_features)
+        if input_.shape[-1:] != (self.local_features,):
+            raise self._wrong_width(input_, self.local_features)
         assert self.weight is not None
         return tensor_parallel_linear(
             input_,

@@ -264,7 +264,8 @@ class LoraRow(LoraLinear):
             plain: Any = super()
             result: Tensor = plain._apply_linear(input_, bias)
             return result
-        self._check_width(input_, self.local_features)
+        if input_.shape[-1:] != (self.local_features,):
+            raise self._wrong_width(input_, self.local_features)
         output = tensor_parallel_linear(
             input_,
             self.weight,

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from shardwise.communication.agreement import agree, check_same
 from shardwise.communication.collectives import all_reduce
 from shardwise.communication.pending import Pending
-from shardwise.communication.point_to_point import Letter, exchange
+from shardwise.communication.point_to_point import Transfer, exchange
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.pipeline_parallel.actions import Action, Kind, Schedule
 from shardwise.pipeline_parallel.messages import Exchange, Message, Program, made_by, needed_by, programs
@@ -209,9 +209,11 @@ class _Step(Generic[T]):
             raise self._failure
 
     def _exchange(self, step: Exchange) -> None:
-        sends = [Letter(self._made.pop(message), message.target, self._tag(message)) for message in step.sends]
+        sends = [Transfer(self._made.pop(message), message.target, self._tag(message)) for message in step.sends]
         receives = [
-            Letter(torch.empty(self._shape, dtype=self._dtype, device=self._device), message.source, self._tag(message))
+            Transfer(
+                torch.empty(self._shape, dtype=self._dtype, device=self._device), message.source, self._tag(message)
+            )
             for message in step.receives
         ]
         sent, coming = exchange(sends, receives, group=self._pipeline.group)

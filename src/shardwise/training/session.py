@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.communication.agreement import agree, check_same, gather_objects
-from shardwise.communication.collectives import carrier
+from shardwise.communication.transports import transport_name
 from shardwise.data import DataLoader, EvaluationWindows, TokenDataset
 from shardwise.layers import named_param_layouts
 from shardwise.models.chunks import ModelChunks
@@ -37,7 +37,7 @@ class Session:
         loader: training batches.
         windows: held-out windows.
         trainer: model and optimizer.
-        carrier: how the tensor-parallel ranks' tensors travel.
+        transport: how the tensor-parallel ranks' tensors travel.
         num_parameters: of the whole model, tied weights counted once.
         build: the run's model, with an optimizer, as it starts, on the groups of any topology.
         base: what the model starts from, as checkpoints record it.
@@ -50,7 +50,7 @@ class Session:
     loader: DataLoader
     windows: EvaluationWindows
     trainer: Trainer
-    carrier: str
+    transport: str
     num_parameters: int
     build: Callable[[Topology], Trainer]
     base: Mapping[str, Any] = field(default_factory=dict)
@@ -157,7 +157,7 @@ def assemble_session(
         loader,
         windows,
         trainer,
-        carrier=carrier(topology.group("tp"), ranks.device),
+        transport=transport_name(topology.group("tp"), ranks.device),
         num_parameters=count_parameters(trainer.model, topology),
         build=build,
         base=base or {},

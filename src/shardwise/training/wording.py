@@ -22,7 +22,7 @@ def banner(session: Session) -> str:
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
         f"data parallel {dp}"
         + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
-        + (f", through {session.carrier}" if tp > 1 else "")
+        + (f", through {session.transport}" if tp > 1 else "")
         + speed(session)
     )
 

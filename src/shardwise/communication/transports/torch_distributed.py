@@ -19,9 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.communication import accounting
+from shardwise.communication.agreement import check_same, gather_objects
 from shardwise.communication.backend import is_gloo, time_limit
+from shardwise.communication.buffers import GlobalMemoryBuffer, gather_buffer
 from shardwise.communication.context import context_of
 from shardwise.communication.pending import Pending
+from shardwise.communication.transports.transport import check_exchange
 from shardwise.communication.waiting import Wait
 from shardwise.errors import DesyncError
 
@@ -30,7 +33,7 @@ _all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) 
 _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Work:
+class Work:
     """A backend's work whose failure names the call.
 
     ``peer`` is the one rank that a message waits for, counted within the group.
@@ -80,20 +83,33 @@ def is_even(sizes: Sequence[int]) -> bool:
     return min(sizes) == max(sizes)
 
 
+def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object, but_dim: int | None = None) -> None:
+    """Compare the call between the ranks, in a group that validates."""
+    if not context_of(group).validates:
+        return
+    shape = [size if dim != but_dim else "any" for dim, size in enumerate(tensor.shape)]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    with accounting.uncounted():
+        check_same(" ".join(map(str, (name, shape, dtype, *settings))), "the collective to be made", group=group)
+
+
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
     """Start an all-reduce."""
+    _validate("all_reduce", tensor, group, op)
     if may_overwrite and tensor.is_contiguous():
         result = tensor
     else:
         result = tensor.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(result, op=op, group=group, async_op=True)
-    return Pending(_Work(work, "all_reduce", tensor, group), lambda: result)
+    return Pending(Work(work, "all_reduce", tensor, group), lambda: result)
 
 
 def all_gather(
-    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], out: Tensor | None = None
+    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | None = None
 ) -> Pending:
-    """Start an all-gather of shards with ``sizes`` along ``dim``, into ``out`` if given."""
+    """Start an all-gather of shards with ``sizes`` along ``dim``, into ``buffer`` if there is one."""
+    _validate("all_gather", tensor, group, dim, list(sizes), but_dim=dim)
+    out = gather_buffer(buffer, tensor, dim, sizes)
     t, even = len(sizes), is_even(sizes)
     shard = tensor.contiguous() if even else _padded(tensor, dim, max(sizes))
     is_result = dim == 0 and even
@@ -102,7 +118,7 @@ def all_gather(
     with accounting.as_one("all_gather", tensor):
         work = _all_gather_into(gathered, shard, group=group, async_op=True)
     return Pending(
-        _Work(work, "all_gather", tensor, group), lambda: join_gathered(gathered, shard.shape, dim, sizes, out), shard
+        Work(work, "all_gather", tensor, group), lambda: join_gathered(gathered, shard.shape, dim, sizes, out), shard
     )
 
 
@@ -127,6 +143,7 @@ def join_gathered(
 
 def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
     """Start a reduce-scatter into shards with ``sizes`` along ``dim``."""
+    _validate("reduce_scatter", tensor, group, dim, list(sizes))
     if is_gloo(group, tensor.device):
         return _exchange_and_sum(tensor, group, dim, sizes)
     t, own = len(sizes), sizes[group.rank()]
@@ -134,7 +151,7 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequenc
         packed = tensor.contiguous()
         result = packed.new_empty((own, *packed.shape[1:]))
         work = _reduce_scatter_into(result, packed, group=group, async_op=True)
-        return Pending(_Work(work, "reduce_scatter", tensor, group), lambda: result, packed)
+        return Pending(Work(work, "reduce_scatter", tensor, group), lambda: result, packed)
     shape = list(tensor.shape)
     shape[dim] = max(sizes)
     packed = tensor.new_zeros((t, *shape))
@@ -143,9 +160,7 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequenc
     result = packed.new_empty(shape)
     with accounting.as_one("reduce_scatter", tensor):
         work = _reduce_scatter_into(result, packed.flatten(0, 1), group=group, async_op=True)
-    return Pending(
-        _Work(work, "reduce_scatter", tensor, group), lambda: result.narrow(dim, 0, own).contiguous(), packed
-    )
+    return Pending(Work(work, "reduce_scatter", tensor, group), lambda: result.narrow(dim, 0, own).contiguous(), packed)
 
 
 def _exchange_and_sum(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
@@ -160,7 +175,7 @@ def _exchange_and_sum(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequ
         work = dist.all_to_all_single(received, packed, received_sizes, sent_sizes, group=group, async_op=True)
     shape = (len(sizes), *tensor.shape[:dim], sizes[group.rank()], *tensor.shape[dim + 1 :])
     return Pending(
-        _Work(work, "reduce_scatter", tensor, group), lambda: received.view(shape).sum(0, dtype=tensor.dtype), packed
+        Work(work, "reduce_scatter", tensor, group), lambda: received.view(shape).sum(0, dtype=tensor.dtype), packed
     )
 
 
@@ -174,24 +189,27 @@ def packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) ->
     return packed, [sizes[rank] * others] * len(sizes), [size * others for size in sizes]
 
 
-def all_to_all(
-    tensor: Tensor, group: ProcessGroup, output_sizes: list[int] | None, input_sizes: list[int] | None
-) -> Tensor:
-    """Exchange rows with every rank."""
+def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Pending:
+    """Start an exchange of rows with every rank."""
+    # The number of rows is compared by itself, since ranks may exchange different ones.
+    _validate("all_to_all", tensor, group, but_dim=0)
+    if context_of(group).validates:
+        with accounting.uncounted():
+            asked = gather_objects((input_sizes, output_sizes), "the sizes of an all_to_all", group=group)
+        check_exchange([sent for sent, _ in asked], [expected for _, expected in asked])
     tensor = tensor.contiguous()
-    rows = tensor.size(0) if output_sizes is None else sum(output_sizes)
-    result = tensor.new_empty((rows, *tensor.shape[1:]))
-    work = dist.all_to_all_single(result, tensor, output_sizes, input_sizes, group=group, async_op=True)
-    _Work(work, "all_to_all", tensor, group).wait()
-    return result
+    result = tensor.new_empty((sum(output_sizes), *tensor.shape[1:]))
+    work = dist.all_to_all_single(result, tensor, list(output_sizes), list(input_sizes), group=group, async_op=True)
+    return Pending(Work(work, "all_to_all", tensor, group), lambda: result, tensor)
 
 
 def broadcast_(tensor: Tensor, group: ProcessGroup, group_src: int) -> Tensor:
-    """Overwrite ``tensor`` with the source's."""
+    """Overwrite ``tensor`` with the source's. No other transport broadcasts: it happens at set-up."""
+    _validate("broadcast", tensor, group, group_src)
     # What travels is memory, in whatever order each rank's strides put it.
     packed = tensor.contiguous()
     work = dist.broadcast(packed, group=group, group_src=group_src, async_op=True)
-    _Work(work, "broadcast", tensor, group).wait()
+    Work(work, "broadcast", tensor, group).wait()
     if packed is not tensor:
         tensor.copy_(packed)
     return tensor

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.pending import Pending
 from shardwise.communication.transports.torch_distributed import is_even, join_gathered, packed_by_rank
 
@@ -24,14 +25,16 @@ def _pending(launched: Tensor, finish: Callable[[Tensor], Tensor]) -> Pending:
     return Pending(None, lambda: finish(_operators.wait_tensor(launched)))
 
 
-def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any) -> Pending:
-    """Start an all-reduce."""
+def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
+    """Start an all-reduce; the compiler plans memory."""
     name = "max" if op == dist.ReduceOp.MAX else "min" if op == dist.ReduceOp.MIN else "sum"
     return _pending(_operators.all_reduce(tensor.contiguous(), name, group.group_name), lambda result: result)
 
 
-def all_gather(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
-    """Start an all-gather of shards with ``sizes`` along ``dim``."""
+def all_gather(
+    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | None = None
+) -> Pending:
+    """Start an all-gather of shards with ``sizes`` along ``dim``; the compiler plans memory."""
     shard = tensor.contiguous()
     if not is_even(sizes):
         short = max(sizes) - tensor.size(dim)
@@ -53,10 +56,9 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequenc
     return _pending(launched, lambda received: received.view(shape).sum(0, dtype=tensor.dtype))
 
 
-def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Tensor:
-    """Exchange rows with every rank."""
+def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Pending:
+    """Start an exchange of rows with every rank."""
     launched = _operators.all_to_all_single(
         tensor.contiguous(), list(output_sizes), list(input_sizes), group.group_name
     )
-    exchanged: Tensor = _operators.wait_tensor(launched)
-    return exchanged
+    return _pending(launched, lambda result: result)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.communication.transports.shared_memory.channel import SLOT_BYTES, Channel, Message
-from shardwise.errors import DesyncError
+from shardwise.communication.transports.transport import check_exchange
 
 SUMMABLE = frozenset(
     {
@@ -254,20 +254,3 @@ class AllToAll(Message):
         for lanes, part in zip(every, self._parts, strict=True):
             piece = part[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
             piece.copy_(lanes[channel.rank, : piece.numel()])
-
-
-def check_exchange(sent: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
-    """Raise DesyncError unless every rank sends what every other expects.
-
-    Args:
-        sent: for each rank, the rows that it sends to each.
-        expected: for each rank, the rows that it expects from each.
-    """
-    for source, to in enumerate(sent):
-        for target, rows in enumerate(to):
-            if rows != expected[target][source]:
-                raise DesyncError(
-                    f"all_to_all: rank {source} sends {rows} rows to rank {target}, which expects "
-                    f"{expected[target][source]}; input_sizes are {[list(sizes) for sizes in sent]}, output_sizes "
-                    f"{[list(sizes) for sizes in expected]}"
-                )

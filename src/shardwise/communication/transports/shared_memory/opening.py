@@ -20,7 +20,8 @@ from shardwise.communication.accounting import uncounted
 from shardwise.communication.agreement import gather_objects
 from shardwise.communication.backend import is_gloo, time_limit
 from shardwise.communication.context import context_of
-from shardwise.communication.transports.shared_memory.channel import Channel, channel_bytes
+from shardwise.communication.transports.shared_memory.channel import channel_bytes
+from shardwise.communication.transports.shared_memory.transport import SharedMemory
 from shardwise.processes import Process, machine, temporary_prefix
 
 SWITCH = "SHARDWISE_SHARED_MEMORY"
@@ -43,7 +44,7 @@ def why_not_here() -> str | None:
     return None
 
 
-def channel_of(group: ProcessGroup) -> Channel | None:
+def channel_of(group: ProcessGroup) -> SharedMemory | None:
     """The group's channel, or None if its ranks do not share memory. The first call of a group is collective.
 
     A channel is opened for a gloo group of 2 to 8 ranks on one machine, if each of them can map the same memory.
@@ -63,7 +64,7 @@ def close_channel(group: ProcessGroup) -> None:
     context.channel, context.has_tried_to_share = None, False
 
 
-def _open(group: ProcessGroup) -> Channel | None:
+def _open(group: ProcessGroup) -> SharedMemory | None:
     t, rank = group.size(), group.rank()
     if not 2 <= t <= _MAX_RANKS or not is_gloo(group, torch.device("cpu")):
         return None
@@ -84,7 +85,7 @@ def _open(group: ProcessGroup) -> Channel | None:
         memory[: len(token)].zero_()
     gather_objects(True, _WHAT, group=group)
     limit = time_limit(group, torch.device("cpu")).total_seconds()
-    return Channel(rank, memory, [process for _, process in hellos], limit, dist.get_process_group_ranks(group))
+    return SharedMemory(rank, memory, [process for _, process in hellos], limit, dist.get_process_group_ranks(group))
 
 
 def _where_and_who() -> tuple[str | None, Process | None]:
