@@ -25,7 +25,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SOURCES = Path(shardwise.__file__).parent
 
 
-@pytest.fixture(name="carrier", scope="module", autouse=True)
+@pytest.fixture(name="transport", scope="module", autouse=True)
 def _as_it_comes():
     """These tests are about the backend alone, and run once."""
 
