@@ -118,7 +118,8 @@ def _run_rank(settings: Settings) -> None:
 
     def prove(session: Session) -> None:
         if session.ranks.is_first:
-            print(f"proving that tp={settings.parallel.tp} equals tp=1 before training ...", flush=True)
+            split = f"tp={settings.parallel.tp}" + (f" pp={settings.parallel.pp}" if settings.parallel.pp > 1 else "")
+            print(f"proving that {split} equals tp=1 before training ...", flush=True)
         found.append(check_parity(session))
         if session.ranks.is_first:
             print(f"       {found[0].line()}", flush=True)
@@ -141,6 +142,7 @@ def report(session: Session, parity: Parity, outcome: Outcome) -> str:
         if outcome.held_out_bits_per_byte < value
     )
     command = _command_name()
+    sample = "sample.txt " if settings.parallel.pp == 1 else ""
     rows = {
         "parity": parity.line(),
         "loss": f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f} nats per token, {tokens:,} tokens in "
@@ -149,7 +151,7 @@ def report(session: Session, parity: Parity, outcome: Outcome) -> str:
         "": f"the same bytes: {compared}" + (f"; the model is {under}" if under else ""),
         "traffic": f"{outcome.collectives_per_step} collectives and {outcome.bytes_per_step / 1e6:.1f} MB per rank "
         "and step",
-        "files": f"{session.out}/: loss.png metrics.jsonl sample.txt checkpoints/{outcome.checkpoint.name}/",
+        "files": f"{session.out}/: loss.png metrics.jsonl {sample}checkpoints/{outcome.checkpoint.name}/",
     }
     body = "\n".join(f"{name:<9}{text}" for name, text in rows.items())
     notes = "".join(f"\n         {note}" for note in outcome.notes)
