@@ -228,7 +228,7 @@ def _chosen_sizes(arguments: argparse.Namespace) -> dict[str, BlockSizes]:
     """The sizes to measure.
 
     Raises:
-        ConfigError: sizes that cannot be, or numbers given for two sizes at once.
+        ConfigError: sizes out of range, or numbers given for two sizes at once.
     """
     chosen = SIZES if arguments.size == "both" else {arguments.size: SIZES[arguments.size]}
     given = given_sizes(arguments, BlockSizes)

@@ -230,7 +230,7 @@ def _chosen_models(arguments: argparse.Namespace) -> dict[str, LlamaSizes]:
     """The models to measure.
 
     Raises:
-        ConfigError: sizes that cannot be, or given for two models at once.
+        ConfigError: sizes out of range, or given for two models at once.
     """
     models = MODELS if arguments.model == "both" else {arguments.model: MODELS[arguments.model]}
     given = given_sizes(arguments, LlamaSizes)

@@ -1,6 +1,6 @@
 """The public surface, both ways: nothing of it is missing, and nothing is public that is not documented.
 
-``signatures.json`` lists what programs written for the reference call: module, name, parameters in order. DEFAULTS has
+``signatures.json`` lists what programs written for Megatron call: module, name, parameters in order. DEFAULTS has
 what they leave out.
 """
 
@@ -30,7 +30,7 @@ MODULES = sorted({module for module, _, _ in NAMES})
 MODELS = ("shardwise.megatron.models.bert", "shardwise.megatron.models.embedding", "shardwise.megatron.models.gpt")
 
 
-# Of each name the parameters that have a default, with the reference's; "*" comes before those by keyword alone.
+# Of each name the parameters that have a default, with Megatron's; "*" comes before those by keyword alone.
 DEFAULTS = {
     "tensor_parallel.cross_entropy": {"vocab_parallel_cross_entropy": "label_smoothing=0.0, tp_group=None"},
     "tensor_parallel.data": {"broadcast_data": "tp_group=None"},
@@ -138,7 +138,7 @@ def test_nothing_is_missing(module, name, parameters):
     [(module, name, expected) for module, names in DEFAULTS.items() for name, expected in names.items()],
 )
 def test_defaults_are_the_references(module, name, expected):
-    """Where one may be given by position, it has the reference's place among them."""
+    """Where one may be given by position, it has Megatron's place among them."""
     parameters = inspect.signature(found(f"shardwise.{module}", name)).parameters
     (call,) = ast.parse(f"f({expected.removeprefix('*, ')})").body
     given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.value.keywords}

@@ -32,7 +32,7 @@ class BlockSizes:
         bias: whether the linear layers have biases.
 
     Raises:
-        ConfigError: sizes that cannot be.
+        ConfigError: sizes out of range.
     """
 
     hidden_size: int

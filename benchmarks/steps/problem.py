@@ -42,7 +42,7 @@ class LlamaSizes:
         tie_embeddings: the output layer uses the embedding's weight.
 
     Raises:
-        ConfigError: sizes that cannot be.
+        ConfigError: sizes out of range.
     """
 
     hidden_size: int

@@ -3,7 +3,7 @@
 ::
 
     ShardwiseError
-    ├── ConfigError      (ValueError)    a setting that cannot be, or two that contradict each other
+    ├── ConfigError      (ValueError)    a setting out of range, or two that contradict each other
     │   ├── AssertedConfigError   (AssertionError)  an argument that is missing, or contradicts an earlier call
     │   ├── ContradictionError    (RuntimeError)    settings that exclude each other
     │   └── UnwritableError       (ValueError)      a file or folder that cannot be written
@@ -24,7 +24,7 @@
     └── LaunchError      (RuntimeError)  a rank that died, or could not be started
 
 Each is also the builtin in brackets, so that callers who do not know Shardwise catch what they expect. The second level
-is for programs written for the reference, which has no errors of its own: where it has an ``assert``, or raises a
+is for programs written for Megatron, which has no errors of its own: where it has an ``assert``, or raises a
 RuntimeError for what is a ValueError here, the error is that as well.
 
 A message carries the values that broke the rule and says what to do.
@@ -36,15 +36,15 @@ class ShardwiseError(Exception):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A setting that cannot be, or two settings that contradict each other."""
+    """A setting out of range, or two settings that contradict each other."""
 
 
 class AssertedConfigError(ConfigError, AssertionError):
-    """An argument that the call needs and lacks, or that contradicts an earlier one; the reference asserts it."""
+    """An argument that the call needs and lacks, or that contradicts an earlier one; Megatron asserts it."""
 
 
 class ContradictionError(ConfigError, RuntimeError):
-    """Settings that exclude each other, which the reference says by a RuntimeError."""
+    """Settings that exclude each other, which Megatron says by a RuntimeError."""
 
 
 class UnwritableError(ConfigError):
@@ -56,15 +56,15 @@ class ShardingError(ShardwiseError, ValueError):
 
 
 class IndivisibleError(ShardingError, AssertionError):
-    """A quotient that is not whole, which the reference asserts."""
+    """A quotient that is not whole, which Megatron asserts."""
 
 
 class AssertedShardingError(ShardingError, AssertionError):
-    """A view where a tensor of its own is needed, or lists of different lengths; the reference asserts it."""
+    """A view where a tensor of its own is needed, or lists of different lengths; Megatron asserts it."""
 
 
 class WeightError(ShardingError, RuntimeError):
-    """A layer called without its weight, or with one of another shape; a RuntimeError in the reference."""
+    """A layer called without its weight, or with one of another shape; a RuntimeError in Megatron."""
 
 
 class VocabularyError(ShardwiseError, ValueError):
@@ -76,7 +76,7 @@ class DataError(ShardwiseError, ValueError):
 
 
 class AssertedDataError(DataError, AssertionError):
-    """Tensors that are not what they were announced to be, which the reference asserts."""
+    """Tensors that are not what they were announced to be, which Megatron asserts."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
@@ -88,11 +88,11 @@ class TopologyError(ShardwiseError, RuntimeError):
 
 
 class NotInitializedError(TopologyError, AssertionError):
-    """Process groups used before initialisation, which the reference asserts."""
+    """Process groups used before initialisation, which Megatron asserts."""
 
 
 class AssertedTopologyError(TopologyError, AssertionError):
-    """Initialised already, or a group that this rank is not in; the reference asserts it."""
+    """Initialised already, or a group that this rank is not in; Megatron asserts it."""
 
 
 class DesyncError(ShardwiseError, RuntimeError):

@@ -28,7 +28,7 @@ GLOBAL_STREAM = "global-rng"
 Rule = Literal["per_rank", "global"]
 """Whose numbers a shard's dropout draws: the rank's own, or its slice of numbers that belong to the whole tensor."""
 
-# From the reference's rule, so that programs find the numbers they know.
+# From Megatron's rule, so that programs find the numbers they know.
 _TENSOR_PARALLEL_OFFSET = 2718
 _EXPERT_PARALLEL_OFFSET = 1024
 _EXPERT_STEP = 100

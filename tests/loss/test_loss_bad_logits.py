@@ -1,4 +1,4 @@
-"""Logits that are no numbers: told alike on every rank, with rank and position, when the check is on."""
+"""Logits that are NaN: told alike on every rank, with rank and position, when the check is on."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_one_bad_logit_is_told_with_rank_and_position(group, dtype, value):
     target = torch.randint(9, (2, 3))
     whole[1, 2, 9] = value
     last = group.size() - 1
-    message = rf"^at token \[1, 2\] the logit of id 9 on rank {last} is {value}; the loss is no number"
+    message = rf"^at token \[1, 2\] the logit of id 9 on rank {last} is {value}; the loss is NaN"
     with pytest.raises(DivergenceError, match=message):
         check(whole, target, group)
     # The first of several.

@@ -1,4 +1,4 @@
-"""``get_forward_backward_func`` does what programs written for the reference expect of it."""
+"""``get_forward_backward_func`` does what programs written for Megatron expect of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door for programs written for the reference: aliases, and nothing behind them twice."""
+"""The door for programs written for Megatron: aliases, and nothing behind them twice."""
 
 import importlib
 import re

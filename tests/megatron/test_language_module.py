@@ -1,4 +1,4 @@
-"""What ``LanguageModule`` offers to a model written against the reference, which knows no other class of ours."""
+"""What ``LanguageModule`` offers to a model written for Megatron, which knows no other class of ours."""
 
 from __future__ import annotations
 

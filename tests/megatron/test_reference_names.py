@@ -1,4 +1,4 @@
-"""What programs written for the reference reach into besides the public names, and the kinds of errors they catch."""
+"""What programs written for Megatron reach into besides the public names, and the kinds of errors they catch."""
 
 import builtins
 import re

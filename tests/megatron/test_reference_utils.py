@@ -1,4 +1,4 @@
-"""Functions that programs import from the reference's ``utils``."""
+"""Functions that programs import from Megatron's ``utils``."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """The oracle: a dense BERT in plain PyTorch, which shares no code with the library.
 
 It reads a dictionary of whole weights under the names that the library's model gives them, and has the norms that are
-in it: those of a layer come after its additions (BERT's own) or before attention and MLP (the reference's).
+in it: those of a layer come after its additions (BERT's own) or before attention and MLP (Megatron's).
 """
 
 from __future__ import annotations

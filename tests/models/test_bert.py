@@ -21,7 +21,7 @@ from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttnMaskType
 
 V, B, S = 103, 3, 13
-# BERT's own, as in Hugging Face, and the reference's.
+# BERT's own, as in Hugging Face, and Megatron's.
 POST_NORM = {"norm_position": "post", "embedding_layernorm": True, "final_layernorm": False}
 KINDS = {"post-norm": POST_NORM, "pre-norm": {}}
 

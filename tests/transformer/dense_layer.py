@@ -81,7 +81,7 @@ def attention(config, weights, x, sees, *, positions, share, slopes):
         scores = torch.einsum("qbd,kbd->bqk", query, key) * scale
         if slopes:
             scores = scores - slopes[head] * distance
-        # Not the whole row, which would be no number where a token sees nothing.
+        # Not the whole row, which would be NaN where a token sees nothing.
         exponentials = torch.where(sees, scores - scores.detach().amax(-1, keepdim=True), -torch.inf).exp()
         weighting = exponentials / exponentials.sum(-1, keepdim=True).clamp(min=1e-300)
         contexts.append(torch.einsum("bqk,kbd->qbd", weighting, value))

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         The exit code.
 
     Raises:
-        ConfigError: a flag that cannot be, a model that Hugging Face has no architecture for, ``--out`` exists.
+        ConfigError: a flag out of range, a model that Hugging Face has no architecture for, ``--out`` exists.
         CheckpointError: no checkpoint, or a damaged one; the folder cannot be written.
     """
     arguments = parse_command(ExportArguments, argv, "shardwise export-hf")

@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         The exit code.
 
     Raises:
-        ConfigError: a flag that cannot be, or more ranks than the model can be split over.
+        ConfigError: a flag out of range, or more ranks than the model can be split over.
         CheckpointError: no checkpoint there, or a damaged one.
     """
     arguments = parse_command(GenerateArguments, argv, "shardwise generate")

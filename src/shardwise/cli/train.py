@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         The exit code.
 
     Raises:
-        ConfigError: a setting that cannot be, or that does not fit the number of ranks.
+        ConfigError: a setting out of range, or that does not fit the number of ranks.
     """
     arguments = parse_train_arguments(argv)
 

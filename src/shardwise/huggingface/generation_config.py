@@ -106,7 +106,7 @@ class GenerationDefaults:
             eos_id: the tokenizer's end of a text, which is one in any case.
 
         Raises:
-            ConfigError: a value that cannot be; the message names file, field and value.
+            ConfigError: a value out of range; the message names file, field and value.
         """
         notes = list(self._unsupported())
         samples = self._fields.flag("do_sample") if self._says("do_sample") else None

@@ -38,7 +38,7 @@ class Sampling:
             off.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a value out of range.
     """
 
     temperature: float = 1.0

@@ -26,7 +26,7 @@ class LoraConfig:
         use_rslora: divide the strength by ``sqrt(r)`` in place of ``r``.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a value out of range.
 
     Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for ``use_rslora``.
     """

@@ -166,10 +166,10 @@ def vocab_parallel_cross_entropy(
         ``[...]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
 
     Raises:
-        ConfigError: an option that cannot be.
+        ConfigError: an option out of range.
         ShardingError: the shapes of logits and target do not match, or the shard does not fit the vocabulary.
         VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
-        DivergenceError: logits that are no numbers, with ``check_finite``.
+        DivergenceError: logits that are NaN, with ``check_finite``.
     """
     return cross_entropy_of_ranges(
         vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group),

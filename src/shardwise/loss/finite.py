@@ -1,4 +1,4 @@
-"""Logits that are no numbers: found from what the ranks exchange anyway, told alike on every rank."""
+"""Logits that are NaN: found from what the ranks exchange anyway, told alike on every rank."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ def check_finite_logits(
         token = int(forbidden.nonzero()[0])
         what = "every logit is -inf"
     position = [int(index) for index in torch.unravel_index(torch.tensor(token), shape)]
-    raise DivergenceError(f"at token {position} {what}; the loss is no number, the model has diverged")
+    raise DivergenceError(f"at token {position} {what}; the loss is NaN, the model has diverged")

@@ -134,7 +134,7 @@ def vocab_parallel_kl_div(
         to an id that is forbidden.
 
     Raises:
-        ConfigError: an option that cannot be.
+        ConfigError: an option out of range.
         ShardingError: the two shapes differ, or the shard does not fit the vocabulary.
     """
     if logits.shape != teacher_logits.shape:

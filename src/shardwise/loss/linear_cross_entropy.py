@@ -99,10 +99,10 @@ def vocab_parallel_linear_cross_entropy(
         ``[s, b]``, or a scalar if reduced; fp32 (fp64 for fp64 hidden states), the same on every rank.
 
     Raises:
-        ConfigError: an option that cannot be, tensors of different dtypes; in the backward, a missing ``main_grad``.
+        ConfigError: an option out of range, tensors of different dtypes; in the backward, a missing ``main_grad``.
         ShardingError: shapes that do not match, or a shard that does not fit the vocabulary or the sequence.
         VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
-        DivergenceError: logits that are no numbers, with ``check_finite``.
+        DivergenceError: logits that are NaN, with ``check_finite``.
     """
     options = LossOptions(label_smoothing, z_loss, softcap, temperature)
     check_reduction(reduction)

@@ -39,7 +39,7 @@ class Head:
         sizes: how many tokens each rank holds then; None if all hold as many.
         main_grad_weight: the parameter whose ``main_grad`` the weight gradient is added to; None to return it.
         target_shape: in which positions are told.
-        check_finite: look for logits that are no numbers.
+        check_finite: look for logits that are NaN.
         group: the ranks that split the vocabulary.
     """
 

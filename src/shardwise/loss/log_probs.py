@@ -42,7 +42,7 @@ def vocab_parallel_log_probs(
         ``[...]``, fp32 (fp64 for fp64 logits), the same on every rank.
 
     Raises:
-        ConfigError: an option that cannot be.
+        ConfigError: an option out of range.
         ShardingError: the shapes of logits and ids do not match, or the shard does not fit the vocabulary.
         VocabularyError: an id is outside the vocabulary and not ``ignore_index``.
     """

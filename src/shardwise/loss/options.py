@@ -21,7 +21,7 @@ class LossOptions:
         temperature: divides the logits.
 
     Raises:
-        ConfigError: an option that cannot be.
+        ConfigError: an option out of range.
     """
 
     label_smoothing: float = 0.0

@@ -1,4 +1,4 @@
-"""A door for programs written for the reference: ``import megatron.core...`` finds this library.
+"""A door for programs written for Megatron: ``import megatron.core...`` finds this library.
 
 ::
 
@@ -60,7 +60,7 @@ _SCHEDULES: dict[str, tuple[str, str | None]] = {
 _NAMES: dict[str, dict[str, tuple[str, str | None]]] = {
     "megatron.core": {
         "ModelParallelConfig": ("shardwise.megatron.config", "ModelParallelConfig"),
-        # The reference's own second name.
+        # Megatron's own second name.
         "mpu": ("shardwise.parallel_state", None),
     },
     "megatron.core.models.bert": {"BertModel": ("shardwise.megatron.models.bert", "BertModel")},
@@ -77,7 +77,7 @@ def install() -> None:
     """Let ``megatron.core`` and its modules name Shardwise's; a second call changes nothing.
 
     Raises:
-        ConfigError: the reference itself, or another package of its name, is imported already; nothing has changed.
+        ConfigError: Megatron itself, or another package of its name, is imported already; nothing has changed.
     """
     foreign = sorted(
         name for name in sys.modules if name.partition(".")[0] == "megatron" and not _is_ours(sys.modules[name])
@@ -90,7 +90,7 @@ def install() -> None:
     modules: dict[str, ModuleType] = {}
     for name in _PACKAGES:
         package = ModuleType(name, "An alias of Shardwise; see shardwise.megatron.")
-        # A package without a folder: what is not offered is not found, even where the reference is installed.
+        # A package without a folder: what is not offered is not found, even where Megatron is installed.
         package.__path__ = []
         setattr(package, _MARK, True)
         for attribute, (where, member) in _NAMES.get(name, {}).items():

@@ -1,4 +1,4 @@
-"""Small functions that programs written for the reference import from its ``utils``.
+"""Small functions that programs written for Megatron import from its ``utils``.
 
 Most live where they belong in this library and are only named here; what is defined here serves such programs alone.
 """

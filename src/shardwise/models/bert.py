@@ -110,7 +110,7 @@ class Bert(TransformerModel):
         pooler, binary_head: or None.
 
     Raises:
-        ConfigError: a size or an option that cannot be.
+        ConfigError: a size or an option out of range.
         TopologyError: not the groups that the stages need.
     """
 

@@ -39,7 +39,7 @@ class GPT(TransformerModel):
             last backward before the optimizer's step.
 
     Raises:
-        ConfigError: a size or an option that cannot be.
+        ConfigError: a size or an option out of range.
         TopologyError: not the groups that the stages need.
     """
 

@@ -49,7 +49,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         vp_stage: which of the stage's chunks this is, with interleaving.
 
     Raises:
-        ConfigError: a size or an option that cannot be.
+        ConfigError: a size or an option out of range.
         TopologyError: not the groups that the stages need.
     """
 

@@ -62,5 +62,5 @@ __all__ += stages.__all__
 
 
 def __getattr__(name: str) -> object:
-    # The reference's globals; everything else is defined above.
+    # Megatron's globals; everything else is defined above.
     return _look_up(name)

@@ -85,7 +85,7 @@ def initialize_model_parallel(
         NotInitializedError: ``torch.distributed`` is not initialised.
         TopologyError: the ambient topology is there already, the sizes do not divide the world, the interleaving has
             one stage only, or a group could not be made.
-        ConfigError: sizes that cannot be, or an option that is not offered.
+        ConfigError: sizes out of range, or an option that is not offered.
         DesyncError: ranks ask for different sizes; found under ``validate``.
     """
     if AMBIENT.topology is not None:
@@ -156,7 +156,7 @@ def _check_interleaving(virtual_size: int | None, num_stages: int) -> None:
     if virtual_size < 1:
         raise ConfigError(f"virtual_pipeline_model_parallel_size is {virtual_size}; it must be at least 1, or None")
     if num_stages <= 1:
-        # Of the kind that the reference raises.
+        # Of the kind that Megatron raises.
         raise TopologyError(
             f"virtual_pipeline_model_parallel_size is {virtual_size} and pipeline_model_parallel_size is {num_stages}; "
             "interleaving needs at least 2 stages"
@@ -192,6 +192,6 @@ def is_initialized() -> bool:
 
 
 def is_unitialized() -> bool:
-    """Whether there is no ambient topology; deprecated, by this spelling the reference's."""
+    """Whether there is no ambient topology; deprecated, by this spelling Megatron's."""
     warnings.warn("is_unitialized is deprecated; use not is_initialized()", DeprecationWarning, stacklevel=2)
     return not model_parallel_is_initialized()

@@ -1,4 +1,4 @@
-"""The reference's module globals, which tests and tools written for it read: looked up when read, from the one state.
+"""Megatron's module globals, which tests and tools written for it read: looked up when read, from the one state.
 
 Reading only: a program that assigns to one of these names hides what is told here, and changes nothing else.
 """
@@ -44,7 +44,7 @@ _RANKS = {
     "_POSITION_EMBEDDING_GLOBAL_RANKS": "pos_embd",
     "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
 }
-# Those of which the reference makes a second one for tensors on the CPU; see `get_data_parallel_group_gloo`.
+# Those of which Megatron makes a second one for tensors on the CPU; see `get_data_parallel_group_gloo`.
 _WITH_GLOO = {
     "_DATA_PARALLEL_GROUP",
     "_DATA_PARALLEL_GROUP_WITH_CP",
@@ -62,10 +62,10 @@ _OVERRIDDEN = {
 
 
 def look_up(name: str) -> object:
-    """What the reference's global ``name`` would hold: None where there is no such group, override or buffer.
+    """What Megatron's global ``name`` would hold: None where there is no such group, override or buffer.
 
     Raises:
-        AttributeError: the reference has no such global, or it has no counterpart here.
+        AttributeError: Megatron has no such global, or it has no counterpart here.
     """
     if name in _GROUPS:
         return group_or_none(_GROUPS[name], check_initialized=False)

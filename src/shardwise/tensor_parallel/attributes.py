@@ -1,4 +1,4 @@
-"""The attributes by which programs written for the reference know how a parameter is split."""
+"""The attributes by which programs written for Megatron know how a parameter is split."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class VocabParallelCrossEntropy:
 
 
 class _VocabParallelCrossEntropy:
-    """The reference's autograd function, for programs that call its ``apply``."""
+    """Megatron's autograd function, for programs that call its ``apply``."""
 
     @staticmethod
     def apply(
@@ -156,12 +156,12 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         TopologyError: no group given and none initialised.
-        ConfigError: an option that cannot be; ``padded_vocab_size`` without ``vocab_size``.
+        ConfigError: an option out of range; ``padded_vocab_size`` without ``vocab_size``.
         ShardingError: shapes that do not match, or a shard that does not fit the vocabulary. Without ``vocab_size``:
             the ranks have different numbers of logits per token, on every rank; an assertion on the device in its
             place on CUDA, where nothing waits for it, and a RuntimeError under torch.compile.
         VocabularyError: a target outside the vocabulary that is not ``ignore_index``.
-        DivergenceError: logits that are no numbers, with ``check_finite``.
+        DivergenceError: logits that are NaN, with ``check_finite``.
     """
     group = resolve_tensor_model_parallel_group(tp_group)
     local_size = vocab_parallel_logits.size(-1)

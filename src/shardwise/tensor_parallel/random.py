@@ -107,7 +107,7 @@ def _fork_rng() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    # The reference's global, which tests written for it look at.
+    # Megatron's global, which tests written for it look at.
     if name == "_CUDA_RNG_STATE_TRACKER":
         return streams()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

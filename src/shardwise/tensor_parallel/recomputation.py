@@ -133,7 +133,7 @@ def checkpoint(
 
 
 class CheckpointFunction:
-    """``checkpoint`` under the name of the reference's autograd function."""
+    """``checkpoint`` under the name of Megatron's autograd function."""
 
     @staticmethod
     def apply(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
@@ -301,7 +301,7 @@ class CheckpointWithoutOutput:
 
 
 class CheckpointWithoutOutputFunction:
-    """``CheckpointWithoutOutput.checkpoint`` under the name of the reference's autograd function."""
+    """``CheckpointWithoutOutput.checkpoint`` under the name of Megatron's autograd function."""
 
     @staticmethod
     def apply(

@@ -88,7 +88,7 @@ class Topology:
 
         Raises:
             NotInitializedError: ``torch.distributed`` is not initialised.
-            ConfigError: sizes that cannot be, whatever the world.
+            ConfigError: sizes out of range, whatever the world.
             TopologyError: the sizes do not divide the world, or a group could not be made.
             DesyncError: ranks ask for different sizes; found under ``validate``.
         """

@@ -218,7 +218,7 @@ class SelfAttention(GroupModule):
             forbidden = bias == -torch.inf
             blind = forbidden.all(dim=-1, keepdim=True)
         if forbidden is not None:
-            # Not -inf, of which the softmax of a token that sees nothing would be no number.
+            # Not -inf, of which the softmax of a token that sees nothing would be NaN.
             scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)

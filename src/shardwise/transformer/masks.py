@@ -12,7 +12,7 @@ from shardwise.errors import ShardingError
 
 
 class AttnMaskType(Enum):
-    """What attention forbids by itself; a mask that it is given forbids more. Names are those of the reference."""
+    """What attention forbids by itself; a mask that it is given forbids more. Names are those of Megatron."""
 
     causal = "causal"
     """A token sees itself and those before it."""

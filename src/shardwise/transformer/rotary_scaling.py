@@ -34,7 +34,7 @@ class RotaryScaling:
         truncate: ``"yarn"``: round the indices where the blend begins and ends outwards.
 
     Raises:
-        ConfigError: a value that cannot be, or two that contradict each other.
+        ConfigError: a value out of range, or two that contradict each other.
     """
 
     kind: RotaryScalingKind

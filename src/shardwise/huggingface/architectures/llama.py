@@ -40,7 +40,7 @@ def read_decoder(fields: Fields, *, defaults: dict[str, Any], head_dim: int | No
         head_dim: likewise; ``hidden_size / num_attention_heads`` if None.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a value out of range.
     """
     hidden = fields.integer("hidden_size", default=4096)
     heads = fields.integer("num_attention_heads", default=32)
