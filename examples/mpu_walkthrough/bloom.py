@@ -96,7 +96,7 @@ def forward_step(data: Iterator[Tensor], model: torch.nn.Module) -> tuple[Tensor
 
 def train() -> Training:
     """A few steps of AdamW on one batch."""
-    model, groups = bloom(), Groups.use_mpu_process_groups()
+    model, groups = bloom(), Groups.of(parallel_state.get_topology())
     optimizer = AdamW(model, learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.95), epsilon=1e-8)
     losses = []
     for _ in range(STEPS):

@@ -141,7 +141,11 @@ BAD: list[tuple[Callable[[Path], object], type[ShardwiseError], str]] = [
     (with_a_false_index, CheckpointError, f"tensor '{DOWN}' is not in .*-of-00002.safetensors, where"),
     (pickled, CheckpointError, "weights only in pytorch_model.bin, a pickle, which can run code"),
     (lambda folder: (folder / "config.json").unlink(), CheckpointError, "cannot read .*config.json"),
-    (lambda folder: (folder / "config.json").write_text("{"), CheckpointError, "config.json is not JSON"),
+    (
+        lambda folder: (folder / "config.json").write_text("{"),
+        CheckpointError,
+        "config.json cannot be used: it is not JSON",
+    ),
     (lambda folder: (folder / "config.json").write_text("[]"), CheckpointError, "must hold a JSON object, not list"),
     (config(model_type="mamba"), ConfigError, 'model_type is "mamba"; it must be one of gpt2, bloom, llama'),
     (config(architectures=["LlamaForTokenClassification"]), ConfigError, "architectures is .*TokenClassification"),
@@ -162,7 +166,7 @@ BAD: list[tuple[Callable[[Path], object], type[ShardwiseError], str]] = [
     (config(rope_parameters={"rope_theta": 10**400}), ConfigError, r"rope_theta is 10*\.\.\.; .* finite number"),
     (config(rope_parameters={"rope_theta": 0}), ConfigError, "rotary_base is 0.0; it must be positive"),
     (config(rms_norm_eps=-1e-6), ConfigError, "layernorm_epsilon is -1e-06; it must be positive"),
-    (config(rms_norm_eps=float("nan")), ConfigError, "rms_norm_eps is NaN; it must be a finite number"),
+    (config(rms_norm_eps=float("nan")), CheckpointError, '"rms_norm_eps" is NaN, which is not finite'),
     (config(attention_dropout=1.5), ConfigError, "attention_dropout is 1.5; it must be at least 0 and under 1"),
     (config(rms_norm_eps=None, hidden_size=True), ConfigError, "hidden_size is true; it must be an integer"),
     (
