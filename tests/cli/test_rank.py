@@ -7,6 +7,7 @@ import threading
 import weakref
 
 import pytest
+from harness.watchdog import WATCHDOG_SECONDS
 
 from shardwise.cli.rank import signals_raise
 from shardwise.training.stopping import Interrupted
@@ -25,7 +26,7 @@ def test_a_signal_within_a_callback_is_not_lost(once, capfd):
     def wait_for_the_signal() -> None:
         things.clear()
         assert reference() is None
-        threading.Event().wait(timeout=120)
+        threading.Event().wait(timeout=WATCHDOG_SECONDS)
 
     with pytest.raises(Interrupted, match="ended by SIGTERM"), signals_raise(once=once):
         wait_for_the_signal()
