@@ -162,14 +162,12 @@ def _plan(
 def _write_folder(target: Path, plan: _Plan, groups: Groups, max_file_size: int) -> None:
     is_first = all(group.rank() == 0 for group in model_groups(groups))
     keys = gather_from_stages(list(plan.parts), "the names of parameters", groups)
-    # With several stages there is their group.
-    stage = 0 if len(keys) == 1 else groups.pp.rank()  # type: ignore[union-attr]
     # The last stage's copy of a tied weight is not written again.
-    before = {key for earlier in keys[:stage] for key in earlier}
+    before = {key for earlier in keys[: groups.stage] for key in earlier}
     own_files = _dealt_out([part for key, part in plan.parts.items() if key not in before], max_file_size)
     files = gather_from_stages([_names_and_size(parts) for parts in own_files], "the files to be written", groups)
     names = _file_names(sum(map(len, files)))
-    first = sum(map(len, files[:stage]))
+    first = sum(map(len, files[: groups.stage]))
     index = _index(names, [file for stage_files in files for file in stage_files])
     token = secrets.token_hex(4)
     for group in model_groups(groups):
