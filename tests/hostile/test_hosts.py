@@ -39,9 +39,10 @@ def test_a_cut_link_ends_both_hosts_with_who_waits_for_whom(tmp_path):
         for node, run in enumerate(runs):
             other = f"rank {1 - node} on {NAMES[1 - node]}"
             line = run.wait_for_line(rf"error: (rank \d: )?waiting for {other} for (\d+) s, in (.*), at step \d+; (.*)")
-            # Measured by the rank itself; a busy machine may let it look late.
-            assert limit <= int(line[2]) < 10 * limit
-            assert "all_reduce" in line[3]
+            # Measured by the rank itself, which a busy machine may let look late.
+            assert int(line[2]) >= limit
+            # The link may be cut in any of a step's collectives.
+            assert line[3].startswith(("all_reduce of", "all_gather of", "reduce_scatter of"))
             why = r"no sign of life" if node == 0 else "the launcher's store has not answered"
             assert line[4].startswith(why)
             run.finish(exit_code=1)
