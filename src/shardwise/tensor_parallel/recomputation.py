@@ -6,19 +6,16 @@ functions whose outputs the next operation would save.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import ConfigError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.recompute import is_checkpointing, is_recomputing, recomputed
+from shardwise.recompute import OutputRecomputation, is_checkpointing, recomputed
 from shardwise.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
 __all__ = ["CheckpointFunction", "CheckpointWithoutOutput", "CheckpointWithoutOutputFunction", "checkpoint"]
@@ -141,59 +138,8 @@ class CheckpointFunction:
         return checkpoint(function, distribute_saved_activations, *args)
 
 
-class _Trigger(torch.autograd.Function):
-    """Saves something, so that asking its node for it starts the recomputation."""
-
-    @staticmethod
-    def forward(ctx: Any, nothing: Tensor) -> Tensor:
-        ctx.save_for_backward(nothing)
-        return nothing.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        return grad_output
-
-
-class _Outputs:
-    """The outputs of one checkpointed call, from when they are there until they are there again."""
-
-    def __init__(self) -> None:
-        self.storages: list[torch.UntypedStorage] = []
-        self.require_grad = False
-        self.node: Node | None = None
-
-    def hold(self, outputs: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        self.storages = [tensor.untyped_storage() for tensor in tensors]
-        self.require_grad = any(tensor.requires_grad for tensor in tensors)
-
-    def share_memory_with(self, tensors: Any) -> bool:
-        theirs = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
-        return any(storage.data_ptr() in theirs for storage in self.storages if storage.nbytes())
-
-    def discard_(self) -> None:
-        for storage in self.storages:
-            storage.resize_(0)
-
-    def refill_(self, outputs: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        for storage, tensor in zip(self.storages, tensors, strict=True):
-            again = tensor.untyped_storage()
-            if storage.nbytes() == 0 and again.nbytes():
-                storage.resize_(again.nbytes())
-                storage.copy_(again)
-
-    def recompute(self, _: Tensor) -> None:
-        if self.node is None:
-            return
-        # Reading what the node saved makes autograd run the function again, which refills the storages.
-        self.node.saved_tensors  # type: ignore[attr-defined]  # noqa: B018
-        # They stay filled as long as the graph wants them; holding on here would keep them as long as its last result.
-        self.storages, self.node = [], None
-
-
-class CheckpointWithoutOutput:
-    """Recompute a function *and* free its outputs: what the next operations saved of them is recomputed in place.
+class CheckpointWithoutOutput(OutputRecomputation):
+    """``OutputRecomputation`` under Megatron's name.
 
     ::
 
@@ -201,9 +147,6 @@ class CheckpointWithoutOutput:
         hidden = checkpoint.checkpoint(norm, x)
         y = linear(hidden)
         checkpoint.discard_output_and_register_recompute(y)   # hidden's storage is free from here to y's gradient
-
-    An object may be used again once its outputs are discarded. Under ``torch.compile`` no storage is freed here: the
-    compiler decides what is kept of a function that may be recomputed.
 
     Args:
         fp8: not offered.
@@ -215,89 +158,15 @@ class CheckpointWithoutOutput:
     def __init__(self, fp8: bool = False) -> None:
         if fp8:
             raise ConfigError(f"CheckpointWithoutOutput(fp8={fp8!r}): fp8 recomputation is not offered; pass False")
-        self._outputs: _Outputs | None = None
+        super().__init__()
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``run_function(*args)`` and keep its arguments only.
-
-        Args:
-            run_function: must compute the same both times, and return no argument or part of one.
-            args: its arguments, tensors or not.
-
-        Returns:
-            What ``run_function`` returns.
-
-        Raises:
-            ConfigError: an output shares its memory with an argument.
-        """
-        if torch.compiler.is_compiling():
-            return recomputed(run_function, *args)
-        held = _Outputs()
-        # Weak, or the graph would keep the function, the function the outputs, and they their node in the graph.
-        reference = weakref.ref(held)
-
-        def run(*given: Any) -> Any:
-            outputs = run_function(*given)
-            # Both times, since both calls must save the same.
-            node = _Trigger.apply(torch.empty(0, requires_grad=True)).grad_fn
-            owner = reference()
-            if owner is not None and is_recomputing():
-                if owner.storages:
-                    owner.refill_(outputs)
-            elif owner is not None:
-                owner.node = node
-            return outputs
-
-        # Not stopped early: the outputs are wanted as well as what was saved.
-        outputs = recomputed(run, *args, early_stop=False)
-        held.hold(outputs)
-        if held.share_memory_with(args):
-            raise ConfigError(
-                "CheckpointWithoutOutput: an output shares its memory with an argument, which would be freed with it; "
-                "return a clone"
-            )
-        self._outputs = held
-        return outputs
+        """``OutputRecomputation.run``."""
+        return self.run(run_function, *args)
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """Free the outputs' storages until the gradient of ``hook_tensor`` is computed, which recomputes them.
-
-        Args:
-            hook_tensor: a result of the outputs, whose gradient is computed before anything saved of them is used. From
-                here on the forward must not use the outputs any more.
-
-        Raises:
-            ConfigError: there is nothing to discard, or it was discarded already; ``hook_tensor`` has no gradient but
-                the outputs have one, or shares its memory with an output; it has one, but ``checkpoint`` ran without
-                gradients. Nothing is freed then.
-        """
-        if torch.compiler.is_compiling():
-            return
-        held = self._outputs
-        if held is None:
-            raise ConfigError(
-                "CheckpointWithoutOutput: no outputs to discard; call checkpoint() first, and discard only once"
-            )
-        if held.share_memory_with(hook_tensor):
-            raise ConfigError("CheckpointWithoutOutput: hook_tensor shares its memory with an output; pass its result")
-        if held.require_grad and not hook_tensor.requires_grad:
-            raise ConfigError(
-                f"CheckpointWithoutOutput: hook_tensor of shape {list(hook_tensor.shape)} requires no gradient, so "
-                "that nothing would recompute the outputs; pass a result of theirs, computed with gradients"
-            )
-        if hook_tensor.requires_grad and held.node is None:
-            raise ConfigError(
-                "CheckpointWithoutOutput: hook_tensor requires a gradient, but checkpoint() ran under no_grad and kept "
-                "nothing to recompute the outputs from; run both with gradients or both without"
-            )
-        self._outputs = None
-        if is_recomputing():
-            # An outer function is being recomputed, and backward is about to use the outputs.
-            return
-        held.discard_()
-        # Inside an outer checkpointed function nothing is saved of them now; its recomputation makes new ones.
-        if hook_tensor.requires_grad and not is_checkpointing():
-            hook_tensor.register_hook(held.recompute)
+        """``OutputRecomputation.discard_``."""
+        self.discard_(hook_tensor)
 
 
 class CheckpointWithoutOutputFunction:
