@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -206,3 +208,15 @@ def test_the_number_of_ranks_is_spelled_alike_in_every_command(parse):
         split = arguments.settings.parallel if hasattr(arguments, "settings") else arguments
         assert (split.tp, split.pp, arguments.nproc) == (2, 2 if several else 1, 4)
         assert arguments.num_ranks == split.tp * split.pp
+
+
+def test_commands_of_the_documents_are_read():
+    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    commands = [
+        (page.name, command, arguments)
+        for page in pages
+        for command, arguments in re.findall(r"^    shardwise (train|finetune) (.*)$", page.read_text(), re.MULTILINE)
+    ]
+    assert {"optimizers.md", "finetuning.md"} <= {page for page, _, _ in commands}
+    for _, command, arguments in commands:
+        PARSERS[command](shlex.split(arguments))

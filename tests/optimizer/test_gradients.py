@@ -97,6 +97,17 @@ def test_norm_of_a_large_fp32_gradient(group):
     assert abs(float(norm) / math.sqrt(exact) - 1) < 1e-6
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_norm_over_many_blocks(group, dtype):
+    model = nn.Linear(300, 500, dtype=dtype)
+    # One row counts for most of the norm, and the others are not lost beside it.
+    model.weight.grad = torch.randn(500, 300).index_fill_(0, torch.tensor([3]), 40.0).to(dtype)
+    model.bias.grad = torch.randn(500).to(dtype)
+    exact = norm_of([model.weight.grad.double(), model.bias.grad.double()])
+    assert abs(float(global_grad_norm(model, tp_group=group) / exact) - 1) < 1e-6
+
+
 @pytest.mark.ranks(2)
 def test_norm_without_any_gradient(group):
     assert global_grad_norm(model_of(group), tp_group=group).item() == 0.0

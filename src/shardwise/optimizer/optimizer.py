@@ -1,8 +1,7 @@
-"""What training and checkpoints ask of an optimizer, whichever it is, and the learning rate of each step."""
+"""What training and checkpoints ask of an optimizer, whichever it is."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -71,15 +70,3 @@ def set_learning_rate_(optimizer: ShardedOptimizer, learning_rate: float) -> Non
     """Use ``learning_rate`` from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-
-
-def learning_rate_at(step: int, *, steps: int, warmup_steps: int, highest: float, final_ratio: float) -> float:
-    """Learning rate of step ``step`` (from 0) of ``steps``: a linear rise, then half a cosine down.
-
-    >>> learning_rate_at(9, steps=100, warmup_steps=10, highest=1.0, final_ratio=0.1)
-    1.0
-    """
-    if step < warmup_steps:
-        return highest * (step + 1) / warmup_steps
-    progress = min(1.0, (step + 1 - warmup_steps) / max(1, steps - warmup_steps))
-    return highest * (final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress)))

@@ -77,7 +77,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class FinetuneOptimizerSettings(OptimizerSettings):
-    """AdamW with a linear warm-up and a cosine decay.
+    """AdamW, and the learning rate of each step.
 
     Attributes:
         learning_rate: highest learning rate; 2e-5, or 2e-4 for adapters, if not given.

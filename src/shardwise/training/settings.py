@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import tyro
 
 from shardwise.errors import ConfigError
+from shardwise.optimizer.schedules import Schedule, learning_rate_at
 from shardwise.training.bounds import (
     DEFAULT_TIMEOUT,
     PROBABILITY,
@@ -45,6 +46,8 @@ RATE = Range(0, _LARGE, low_included=False)
 
 DECAY = Range(0, 10_000)
 """Of a weight decay."""
+
+_DECAY_SHARE = 0.2
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
@@ -138,12 +141,16 @@ class ParallelSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW with a linear warm-up and a cosine decay.
+    """AdamW, and the learning rate of each step.
 
     Attributes:
         learning_rate: highest learning rate.
-        final_learning_rate_ratio: last learning rate as a share of the highest, from 0 to 1.
+        schedule: how the learning rate moves after the warm-up: "constant" stays, "linear" and "cosine" fall until the
+            last step, and "wsd" (warm-up, stable, decay) stays and then falls linearly over the last decay_share of the
+            steps.
+        final_learning_rate_ratio: last learning rate as a share of the highest, from 0 to 1; "constant" has none.
         warmup_steps: steps over which the learning rate rises from 0.
+        decay_share: share of all steps over which "wsd" falls; 0.2 if not given.
         weight_decay: decoupled decay of weight matrices and embeddings, per unit of learning rate.
         beta1: decay of the gradient's mean.
         beta2: decay of the gradient's mean square.
@@ -152,8 +159,10 @@ class OptimizerSettings:
     """
 
     learning_rate: Annotated[float, RATE] = 3e-3
+    schedule: Schedule = "cosine"
     final_learning_rate_ratio: Annotated[float, SHARE] = 0.1
     warmup_steps: Annotated[int, STEPS] = 20
+    decay_share: Annotated[float | None, SHARE] = None
     weight_decay: Annotated[float, DECAY] = 0.1
     beta1: Annotated[float, PROBABILITY] = 0.9
     beta2: Annotated[float, PROBABILITY] = 0.95
@@ -163,6 +172,23 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_values(self, "optimizer.")
+        _require(
+            self.decay_share is None or self.schedule == "wsd",
+            f"optimizer.decay-share {self.decay_share} is for --optimizer.schedule wsd, and it is {self.schedule!r}; "
+            "leave one out",
+        )
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """Of step ``step``, from 0, of a run of ``steps``."""
+        return learning_rate_at(
+            step,
+            schedule=self.schedule,
+            steps=steps,
+            warmup_steps=self.warmup_steps,
+            highest=self.learning_rate,
+            final_ratio=self.final_learning_rate_ratio,
+            decay_share=_DECAY_SHARE if self.decay_share is None else self.decay_share,
+        )
 
     def make(self, model: nn.Module) -> ShardedOptimizer:
         """The optimizer of ``model``: the one place that says which."""

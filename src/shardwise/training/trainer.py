@@ -19,7 +19,7 @@ from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
-from shardwise.optimizer.optimizer import learning_rate_at, set_learning_rate_
+from shardwise.optimizer.optimizer import set_learning_rate_
 from shardwise.pipeline_parallel import Pipeline, Schedule, forward_only, make_schedule
 from shardwise.pipeline_parallel.messages import hidden_shape
 from shardwise.random import seed_streams
@@ -132,13 +132,7 @@ class Trainer:
                 raise DivergenceError(f"the {what} is {value} at step {step}")
         if self.before_update is not None:
             self.before_update(step)
-        learning_rate = learning_rate_at(
-            step,
-            steps=settings.training.steps,
-            warmup_steps=settings.optimizer.warmup_steps,
-            highest=settings.optimizer.learning_rate,
-            final_ratio=settings.optimizer.final_learning_rate_ratio,
-        )
+        learning_rate = settings.optimizer.learning_rate_at(step, settings.training.steps)
         set_learning_rate_(self.optimizer, learning_rate)
         self.optimizer.step()
         return StepResult(mean_loss, norm, learning_rate)
