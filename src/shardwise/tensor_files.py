@@ -1,15 +1,18 @@
-"""Slices of the tensors in a safetensors file, read without the rest of them.
+"""Safetensors files: slices of their tensors read without the rest, and tensors written one by one.
 
 A slice is read with ``pread`` and not through the safetensors library, which maps the file: of a mapped matrix, some
-columns make nearly every page resident, so that each rank would hold, and have read, the whole of it.
+columns make nearly every page resident, so that each rank would hold, and have read, the whole of it. And the library
+writes files from all of their tensors at once, which would all be in memory on the CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -41,6 +44,8 @@ DTYPES = {
     "C64": torch.complex64,
 }
 """The format's names of the dtypes that PyTorch has."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_ELEMENTS = (1 << 63) - 1
 """Of a tensor, and so of a dimension: what PyTorch can count."""
@@ -189,3 +194,70 @@ def _check_filled(path: Path, tensors: Iterable[StoredTensor], begin: int, file_
         last = f"tensor {tensor.name!r} before it"
     if begin != file_size:
         raise CheckpointError(f"{path} has {file_size} bytes, and its last tensor ends at {begin}")
+
+
+class TensorFile:
+    """A new safetensors file, which is whole and on the disk itself once its last tensor was written.
+
+    Args:
+        path: of the file, which must not exist.
+        tensors: dtype and shape of each tensor that it will hold, at least one.
+
+    Raises:
+        CheckpointError: it cannot be written, or the format lacks a dtype.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+        self.path = path
+        self._starts: dict[str, int] = {}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        # Wide dtypes first, so that each tensor begins at a multiple of its elements' size.
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+            if dtype not in _NAMES:
+                raise CheckpointError(f"cannot write {path}: safetensors has no dtype for the {dtype} of {name!r}")
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            self._starts[name] = start
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        # The tensors begin at a multiple of 8 bytes.
+        text += b" " * (-len(text) % 8)
+        self._begin = 8 + len(text)
+        with write_errors(path):
+            # Unbuffered: what cannot be written is known at once.
+            self._file = path.open("xb", buffering=0)
+            self._write_all(memoryview(len(text).to_bytes(8, "little") + text))
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one of the tensors, on any device.
+
+        Raises:
+            CheckpointError: it cannot be written (the disk is full).
+        """
+        plain = tensor.detach().cpu().contiguous()
+        with write_errors(self.path):
+            self._file.seek(self._begin + self._starts.pop(name))
+            if plain.numel():
+                self._write_all(plain.view(-1).view(torch.uint8).numpy().data)
+            if not self._starts:
+                os.fsync(self._file.fileno())
+                self._file.close()
+
+    def _write_all(self, data: memoryview) -> None:
+        while data:
+            data = data[self._file.write(data) :]
+
+    def close(self) -> None:
+        """Close it, also before it is whole; what is missing then stays so."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+@contextlib.contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names ``path``, and the file within that could not be written."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
+        raise CheckpointError(f"cannot write {path}: {error.strerror}{where}") from error

@@ -302,8 +302,7 @@ def test_disk_full(group: ProcessGroup, tmp_path: Path, full_rank: int) -> None:
             saved(tmp_path, group, 1, seed=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert f"rank-0000{full_rank}.safetensors: SafetensorError" in str(info.value)
-    assert "File too large" in str(info.value)
+    assert f"rank-0000{full_rank}.safetensors: File too large" in str(info.value)
     assert "earlier ones are untouched" in str(info.value)
     assert list(tmp_path.iterdir()) == [path]
     loaded = empty_state(2, rank)
@@ -336,7 +335,7 @@ def test_the_last_steps_fail(
 
     with monkeypatch.context() as patch:
         if refused == "fsync":
-            patch.setattr(storage, "fsync", fail)
+            patch.setattr(os, "fsync", fail)
         elif refused == "meta.json":
             patch.setattr(Path, "write_text", fail)
         else:

@@ -8,7 +8,6 @@ their metadata as a pickle.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint.checksum import slice_checksum
-from shardwise.checkpoint.failures import describe
-from shardwise.checkpoint.folder import fsync
 from shardwise.checkpoint.manifest import ChunkRecord, FileRecord
 from shardwise.errors import CheckpointError
+from shardwise.tensor_files import TensorFile
 
 
 @dataclass(frozen=True)
@@ -83,26 +81,18 @@ class SafetensorsWriter(StorageWriter):
         return future
 
     def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        from safetensors.torch import save_file
-
         path = self.folder / self.file
         keys = [chunk_key(item) for item in items]
         if len(set(keys)) != len(keys):
             raise CheckpointError(f"two tensors would both be stored as {next(k for k in keys if keys.count(k) > 1)!r}")
+        tensors = {key: cast(Tensor, planner.resolve_data(item)) for key, item in zip(keys, items, strict=True)}
+        file = TensorFile(path, {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()})
         try:
-            tensors = without_shared_memory(
-                {key: cast(Tensor, planner.resolve_data(item)) for key, item in zip(keys, items, strict=True)}
-            )
-            # The library writes files that nobody else may read; they shall be as all others are.
-            path.touch()
-            mode = stat.S_IMODE(path.stat().st_mode)
-            save_file(tensors, path, metadata={"format": "pt"})
-            path.chmod(mode)
-            fsync(path)
-            record = FileRecord.of(path)
-        except Exception as error:
-            # safetensors' errors cannot be pickled, and torch.distributed.checkpoint sends them to the other ranks.
-            raise CheckpointError(f"cannot write {path}: {describe(error)}") from None
+            for key, tensor in tensors.items():
+                file.write(key, tensor)
+        finally:
+            file.close()
+        record = FileRecord.of(path)
         checksums = {key: slice_checksum(part, [0] * part.dim(), part.shape) for key, part in tensors.items()}
         return [
             WriteResult(item.index, tensors[key].nbytes, WrittenChunk(self.file, record, key, checksums[key]))
@@ -137,22 +127,3 @@ def chunk_key(item: WriteItem) -> str:
         return item.index.fqn
     box = zip(data.chunk.offsets, data.chunk.sizes, strict=True)
     return f"{item.index.fqn}[{', '.join(f'{start}:{start + size}' for start, size in box)}]"
-
-
-def without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors contiguous and on the CPU, copied where safetensors would refuse them since they overlap in memory.
-
-    Tied weights under two names overlap; the sections of one weight lie side by side and are not copied.
-    """
-    taken: dict[int, list[tuple[int, int]]] = {}
-    result = {}
-    for key, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        start, stop = plain.data_ptr(), plain.data_ptr() + plain.nbytes
-        neighbours = taken.setdefault(plain.untyped_storage().data_ptr(), [])
-        if any(start < other_stop and other_start < stop for other_start, other_stop in neighbours):
-            plain = plain.clone()
-        else:
-            neighbours.append((start, stop))
-        result[key] = plain
-    return result

@@ -23,41 +23,12 @@ from shardwise.transformer.layer import TransformerLayerSpec
 
 Model = GPT | Bert
 
+_FIELDS = {field.name for field in dataclasses.fields(ModelDescription)}
 # Of ModelConfig, by the same name.
-_CONFIG_FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "gated_linear_unit",
-    "normalization",
-    "norm_position",
-    "layernorm_epsilon",
-    "layernorm_zero_centered_gamma",
-    "embedding_layernorm",
-    "final_layernorm",
-    "qk_layernorm",
-    "apply_residual_connection_post_layernorm",
-    "softmax_scale",
-    "window_size",
-    "rotary_interleaved",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-)
+_CONFIG_FIELDS = _FIELDS & {field.name for field in dataclasses.fields(ModelConfig)}
 # Of the models, by the same name, as arguments and attributes.
-_GPT_FIELDS = (
-    "vocab_size",
-    "max_sequence_length",
-    "share_embeddings_and_output_weights",
-    "position_embedding_type",
-    "rotary_percent",
-    "rotary_base",
-    "rope_scaling",
-)
-_BERT_FIELDS = (*_GPT_FIELDS, "num_tokentypes", "add_binary_head")
+_BERT_FIELDS = _FIELDS - _CONFIG_FIELDS - {"kind", "activation", "attention_bias", "qkv_bias", "mlp_bias"}
+_GPT_FIELDS = _BERT_FIELDS - {"num_tokentypes", "add_binary_head"}
 
 
 def model_config(description: ModelDescription, **settings: Any) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -40,66 +41,25 @@ class Fields:
         self.values = values
         self.where = where
 
-    def integer(self, *names: str, default: int | None = None) -> int:
+    def get(
+        self,
+        kind: type[_T],
+        *names: str,
+        default: _T | None = None,
+        within: tuple[float, float] = (-math.inf, math.inf),
+    ) -> _T:
         """The first of the synonyms ``names`` that is there and not null.
 
-        Raises:
-            ConfigError: it is not an integer, or none is there and there is no default.
-        """
-        return self._get(int, names, default)
-
-    def number(self, *names: str, default: float | None = None) -> float:
-        """As ``integer``, for any number."""
-        return self._get(float, names, default)
-
-    def flag(self, *names: str, default: bool | None = None) -> bool:
-        """As ``integer``, for true or false."""
-        return self._get(bool, names, default)
-
-    def text(self, *names: str, default: str | None = None) -> str:
-        """As ``integer``, for a string."""
-        return self._get(str, names, default)
-
-    def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """An integer, or None if it is null, or ``default`` if it is missing."""
-        if name in self.values and self.values[name] is None:
-            return None
-        return self._get(int, (name,), default) if name in self.values else default
-
-    def activation(self, *names: str, default: str) -> str:
-        """Our name of an activation.
+        Args:
+            kind: its type; an integer of the file is a float, too.
+            *names: of the field, the one that wins first.
+            default: if none of them is there.
+            within: the smallest and the largest number that it may be.
 
         Raises:
-            ConfigError: it is one that is not offered.
+            ConfigError: it is of another type or out of range, or none is there and there is no default.
         """
-        name = self.text(*names, default=default)
-        if name not in ACTIVATION_NAMES:
-            raise self.error(self._present(names) or names[0], name, f"one of {', '.join(ACTIVATION_NAMES)}")
-        return ACTIVATION_NAMES[name]
-
-    def require(self, name: str, value: object, *, default: object) -> None:
-        """Check that ``name``, or else its default, is ``value``, the only one that is offered.
-
-        Raises:
-            ConfigError: it is another.
-        """
-        found = self.values.get(name, default)
-        if found != value:
-            raise self.error(name, found, f"{shown(value)}, the only value that is supported")
-
-    def shown(self, name: str) -> str:
-        """A value for messages, as it stands in the file, or its beginning."""
-        return shown(self.values[name])
-
-    def error(self, name: str, found: object, expected: str) -> ConfigError:
-        """An error that names the field and its value."""
-        return ConfigError(f"{self.where}: {name} is {shown(found)}; it must be {expected}")
-
-    def _present(self, names: tuple[str, ...]) -> str | None:
-        return next((name for name in names if self.values.get(name) is not None), None)
-
-    def _get(self, kind: type[_T], names: tuple[str, ...], default: _T | None) -> _T:
-        name = self._present(names)
+        name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
             if default is None:
                 raise ConfigError(f"{self.where} lacks {' or '.join(names)}")
@@ -112,4 +72,26 @@ class Fields:
         # JSON has integers of any length.
         if kind is float and not abs(value) <= sys.float_info.max:
             raise self.error(name, value, "a finite number")
+        if kind is not str and not within[0] <= value <= within[1]:
+            raise self.error(name, value, f"from {within[0]:,} to {within[1]:,}")
         return kind(value)
+
+    def optional(self, kind: type[_T], name: str, default: _T | None = None) -> _T | None:
+        """As ``get``, but None if it is null, and ``default`` if it is missing."""
+        if name not in self.values:
+            return default
+        return None if self.values[name] is None else self.get(kind, name)
+
+    def require(self, name: str, value: object) -> None:
+        """Check that ``name`` is missing, or is ``value``, the default and the only one that is offered.
+
+        Raises:
+            ConfigError: it is another.
+        """
+        found = self.values.get(name, value)
+        if found != value:
+            raise self.error(name, found, f"{shown(value)}, the only value that is supported")
+
+    def error(self, name: str, found: object, expected: str) -> ConfigError:
+        """An error that names the field and its value."""
+        return ConfigError(f"{self.where}: {name} is {shown(found)}; it must be {expected}")

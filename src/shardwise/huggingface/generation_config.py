@@ -12,6 +12,7 @@ from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.pretrained import CONFIG_NAME
 from shardwise.huggingface.reading import read_json
 from shardwise.inference import Sampling
+from shardwise.json_files import shown
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 
@@ -108,8 +109,8 @@ class GenerationDefaults:
         Raises:
             ConfigError: a value out of range; the message names file, field and value.
         """
-        notes = list(self._unsupported())
-        samples = self._fields.flag("do_sample") if self._says("do_sample") else None
+        notes = self._unsupported()
+        samples = self._fields.optional(bool, "do_sample")
         if temperature is not None:
             heat = temperature
         elif samples is False:
@@ -121,9 +122,11 @@ class GenerationDefaults:
                 )
         else:
             usual = 1.0 if samples else USUAL_SAMPLING.temperature
-            heat = self._number("temperature", usual, 0, _HIGHEST_TEMPERATURE)
-        count = self._integer("top_k", USUAL_SAMPLING.top_k) if top_k is None else top_k
-        share = self._number("top_p", USUAL_SAMPLING.top_p, 0, 1) if top_p is None else top_p
+            heat = self._fields.get(float, "temperature", default=usual, within=(0, _HIGHEST_TEMPERATURE))
+        count = self._num_tokens("top_k", USUAL_SAMPLING.top_k) if top_k is None else top_k
+        share = (
+            self._fields.get(float, "top_p", default=USUAL_SAMPLING.top_p, within=(0, 1)) if top_p is None else top_p
+        )
         if share == 0:
             raise self._fields.error("top_p", share, "over 0 and at most 1")
         eos_ids = dict.fromkeys((eos_id, *self._eos_ids()))
@@ -139,22 +142,13 @@ class GenerationDefaults:
     def _says(self, name: str) -> bool:
         return self._fields.values.get(name) is not None
 
-    def _number(self, name: str, default: float, low: float, high: float) -> float:
-        value = self._fields.number(name, default=default)
-        if not low <= value <= high:
-            raise self._fields.error(name, value, f"from {low:,} to {high:,}")
-        return value
-
-    def _integer(self, name: str, default: int) -> int:
-        value = self._fields.integer(name, default=default)
-        if not 0 <= value <= _MOST_TOKENS:
-            raise self._fields.error(name, value, f"from 0 to {_MOST_TOKENS:,}")
-        return value
+    def _num_tokens(self, name: str, default: int) -> int:
+        return self._fields.get(int, name, default=default, within=(0, _MOST_TOKENS))
 
     def _max_new_tokens(self, num_prompt_tokens: int) -> int:
         if self._says("max_new_tokens") or not self._says("max_length"):
-            return self._integer("max_new_tokens", USUAL_MAX_NEW_TOKENS)
-        longest = self._integer("max_length", 0)
+            return self._num_tokens("max_new_tokens", USUAL_MAX_NEW_TOKENS)
+        longest = self._num_tokens("max_length", 0)
         if num_prompt_tokens >= longest:
             raise ConfigError(
                 f"the prompt has {num_prompt_tokens} tokens, and {self._fields.where} says max_length {longest}, "
@@ -171,16 +165,13 @@ class GenerationDefaults:
         return ids
 
     def _unsupported(self) -> list[str]:
-        found = [
-            f"{name} {self._fields.shown(name)}"
+        ignored = [
+            f"{name} {shown(value)}"
             for name, value in self._fields.values.items()
             if name not in _READ and name not in _WITHOUT_EFFECT and value and value != _NEUTRAL.get(name)
         ]
-        return (
-            [f"{GENERATION_CONFIG_NAME} asks for what is not supported, and is ignored: {', '.join(found)}"]
-            if found
-            else []
-        )
+        what = f"{GENERATION_CONFIG_NAME} asks for what is not supported, and is ignored"
+        return [f"{what}: {', '.join(ignored)}"] if ignored else []
 
 
 def _listed(ids: list[int]) -> str:

@@ -66,7 +66,7 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
         ConfigError: an unknown architecture, or a value that is not offered; the message names field and value.
     """
     fields = Fields(values, where)
-    model_type = fields.text("model_type")
+    model_type = fields.get(str, "model_type")
     if model_type not in ARCHITECTURES:
         raise fields.error("model_type", model_type, f"one of {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[model_type]
@@ -78,7 +78,7 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
     name = next((name for name in ("dtype", "torch_dtype") if values.get(name) not in (None, "auto")), None)
     dtype = None
     if name is not None:
-        dtype = _DTYPES.get(fields.text(name).removeprefix("torch."))
+        dtype = _DTYPES.get(fields.get(str, name).removeprefix("torch."))
         if dtype is None:
             raise fields.error(name, values[name], f"one of {', '.join(_DTYPES)}")
     try:

@@ -29,14 +29,15 @@ _SCALINGS: dict[str, dict[str, Any]] = {
         **_CONTEXT,
     },
 }
+_KINDS: dict[str, Any] = {"original_max_position_embeddings": int, "truncate": bool}
 
 
-def read_rope(fields: Fields, *, max_position_embeddings: int) -> dict[str, Any]:
+def read_rope(fields: Fields, longest: int) -> dict[str, Any]:
     """The fields of a ``ModelDescription`` about rotary positions.
 
     Args:
         fields: of the ``config.json``.
-        max_position_embeddings: the architecture's default.
+        longest: the longest sequence, by ``max_position_embeddings``.
 
     Raises:
         ConfigError: a kind of scaling that is not offered, or one of its values is missing or wrong.
@@ -46,18 +47,18 @@ def read_rope(fields: Fields, *, max_position_embeddings: int) -> dict[str, Any]
     if not isinstance(values, Mapping):
         raise fields.error(name, values, "an object, or null")
     rope = Fields(values, f"{fields.where}: {name}")
-    theta = rope.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
+    theta = rope.get(float, "rope_theta", default=fields.get(float, "rope_theta", default=10000.0))
     # The architectures that are read here rotate whole heads, and so does transformers.
     for each in (rope, fields):
         if each.values.get("partial_rotary_factor") is not None:
-            each.require("partial_rotary_factor", 1.0, default=1.0)
-    kind = rope.text("rope_type", "type", default="default")
+            each.require("partial_rotary_factor", 1.0)
+    kind = rope.get(str, "rope_type", "type", default="default")
     if kind not in ("default", *_SCALINGS):
         raise rope.error("rope_type", kind, f"one of default, {', '.join(_SCALINGS)}")
     return {
         "position_embedding_type": "rope",
         "rotary_base": theta,
-        "rope_scaling": None if kind == "default" else _read_scaling(kind, rope, fields, max_position_embeddings),
+        "rope_scaling": None if kind == "default" else _read_scaling(kind, rope, fields, longest),
     }
 
 
@@ -68,16 +69,14 @@ def _read_scaling(kind: str, rope: Fields, fields: Fields, longest: int) -> Rota
             if default is _REQUIRED:
                 raise ConfigError(f"{rope.where} of type {kind!r} lacks {name}")
             values[name] = default
-        elif name == "original_max_position_embeddings":
-            values[name] = rope.integer(name)
         else:
-            values[name] = rope.flag(name) if name == "truncate" else rope.number(name)
+            values[name] = rope.get(_KINDS.get(name, float), name)
     if "original_max_position_embeddings" in values:
-        longest = fields.integer("max_position_embeddings", default=longest)
-        original = fields.optional_integer("original_max_position_embeddings")
-        values["original_max_position_embeddings"] = original or values["original_max_position_embeddings"] or longest
+        given = fields.optional(int, "original_max_position_embeddings")
+        original = given or values["original_max_position_embeddings"] or longest
+        values["original_max_position_embeddings"] = original
         if values["factor"] is None:
-            values["factor"] = longest / values["original_max_position_embeddings"]
+            values["factor"] = longest / max(original, 1)
     try:
         # A key of the table, which has the kinds that there are.
         return RotaryScaling(kind=kind, **values)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import secrets
 import shutil
@@ -14,12 +15,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.checkpoint.folder import fsync
 from shardwise.communication.agreement import agree, gather_objects
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import ConfigError
 from shardwise.folder_lock import FolderLock, lock_of_target
 from shardwise.huggingface.architectures import ARCHITECTURES
 from shardwise.huggingface.building import Model, describe_model
@@ -27,10 +27,10 @@ from shardwise.huggingface.mapping import Composition, Shape, compose
 from shardwise.huggingface.pretrained import CONFIG_NAME, config_to_json
 from shardwise.huggingface.ranks import gather_from_stages, model_groups
 from shardwise.huggingface.reading import INDEX_NAME, WEIGHTS_NAME, read_json
-from shardwise.huggingface.writing import TensorFile, tensor_size
 from shardwise.models.chunks import ModelChunks
 from shardwise.sharded_state import gather_parameter
 from shardwise.sharding import ParamShard
+from shardwise.tensor_files import TensorFile, write_errors
 from shardwise.topology import Groups
 
 COPIED_FILES = (
@@ -116,7 +116,7 @@ class _Part:
 
     @property
     def size(self) -> int:
-        return sum(tensor_size(*tensor) for tensor in self.tensors.values())
+        return math.prod(self.composition.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -227,21 +227,15 @@ def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], groups: Gr
             if writes and failure is None:
                 try:
                     file = file or TensorFile(partial / name, tensors)
-                    _write_part(file, part, whole)
+                    for key, tensor in part.composition.take_apart(whole.to(part.dtype)).items():
+                        file.write(key, tensor)
                 except Exception as error:
                     failure = error
                     if file is not None:
-                        file.abandon()
+                        file.close()
             # Not kept while the next is gathered.
             del whole
     return failure
-
-
-def _write_part(file: TensorFile, part: _Part, whole: Tensor) -> None:
-    for key, tensor in part.composition.take_apart(whole.to(part.dtype)).items():
-        file.write(key, tensor)
-    if not file.missing:
-        file.close()
 
 
 def _raise(failure: Exception | None) -> None:
@@ -251,7 +245,7 @@ def _raise(failure: Exception | None) -> None:
 
 def check_target(target: Path) -> None:
     """Raise ConfigError unless ``target`` does not exist, or is an empty folder."""
-    with _os_errors(target):
+    with write_errors(target):
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise ConfigError(f"{target} exists; choose another folder, or remove it first")
 
@@ -264,7 +258,7 @@ def _begun(target: Path, partial: Path) -> Iterator[None]:
     """
     check_target(target)
     with FolderLock(**lock_of_target(target)), ExitStack() as stack:
-        with _os_errors(target):
+        with write_errors(target):
             for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
                 shutil.rmtree(left, ignore_errors=True)
             partial.mkdir()
@@ -276,25 +270,16 @@ def _finish(target: Path, partial: Path, plan: _Plan, index: Mapping[str, Any] |
     """Add all but the tensors, and give the folder its name."""
     texts = {CONFIG_NAME: plan.config} | ({} if index is None else {INDEX_NAME: index})
     for name, value in texts.items():
-        with _os_errors(target / name):
+        with write_errors(target / name):
             (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     for name in COPIED_FILES:
         if plan.source is not None and (plan.source / name).is_file():
-            with _os_errors(target / name):
+            with write_errors(target / name):
                 shutil.copyfile(plan.source / name, partial / name)
-    with _os_errors(target):
+    with write_errors(target):
         for path in partial.iterdir():
             fsync(path)
         fsync(partial)
         # Takes the place of an empty folder, and fails on one that was filled meanwhile.
         partial.rename(target)
         fsync(target.parent)
-
-
-@contextmanager
-def _os_errors(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename is not None else ""
-        raise CheckpointError(f"cannot write {target}: {error.strerror}{where}") from error

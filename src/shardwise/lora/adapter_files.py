@@ -114,11 +114,11 @@ def _lora_arguments(fields: Fields) -> dict[str, Any]:
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise fields.error("target_modules", targets, "a list of names")
     return {
-        "r": fields.integer("r"),
-        "lora_alpha": fields.number("lora_alpha"),
-        "lora_dropout": fields.number("lora_dropout", default=0.0),
+        "r": fields.get(int, "r"),
+        "lora_alpha": fields.get(float, "lora_alpha"),
+        "lora_dropout": fields.get(float, "lora_dropout", default=0.0),
         "target_modules": tuple(targets),
-        "use_rslora": fields.flag("use_rslora", default=False),
+        "use_rslora": fields.get(bool, "use_rslora", default=False),
     }
 
 

@@ -1,8 +1,8 @@
-"""What an architecture of Hugging Face's is to us."""
+"""An architecture of Hugging Face's: which fields and which tensors say what ours do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,43 +13,126 @@ from shardwise.huggingface.mapping import Table
 
 
 @dataclass(frozen=True)
+class Setting:
+    """A field of ``config.json`` that says what one of the description's does.
+
+    Attributes:
+        name: of the field.
+        default: its value where it is missing, which has its type.
+        synonym: another name, which is read, and wins where both are there, but is not written.
+    """
+
+    name: str
+    default: int | float | bool | str
+    synonym: str | None = None
+
+    def read(self, fields: Fields) -> Any:
+        """The description's value.
+
+        Raises:
+            ConfigError: the field is of another type, or its value is not offered.
+        """
+        names = (self.name,) if self.synonym is None else (self.synonym, self.name)
+        kind: Any = type(self.default)
+        return fields.get(kind, *names, default=self.default)
+
+    def write(self, value: Any) -> Any:
+        """The field's value.
+
+        Raises:
+            ConfigError: Hugging Face has none that means the same.
+        """
+        return value
+
+
+class ActivationSetting(Setting):
+    """The field that names the activation."""
+
+    def read(self, fields: Fields) -> str:
+        """Our name of it."""
+        name: str = super().read(fields)
+        if name not in ACTIVATION_NAMES:
+            raise fields.error(self.name, name, f"one of {', '.join(ACTIVATION_NAMES)}")
+        return ACTIVATION_NAMES[name]
+
+    def write(self, value: str) -> str:
+        """Hugging Face's name of it; the architecture's default where that means the same."""
+        for theirs in (str(self.default), *ACTIVATION_NAMES):
+            if ACTIVATION_NAMES[theirs] == value:
+                return theirs
+        raise ConfigError(f"activation {value!r} has no name in Hugging Face")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One ``model_type``: its configuration and its table of tensors.
 
     Attributes:
         model_type: as in ``config.json``.
         classes: names in ``architectures`` that are this one.
+        settings: by the description's name, the fields of ``config.json`` that say the same, read and written alike.
+        fixed: fields of the description that are the same for all models.
+        required: fields of ``config.json`` of which one value is offered.
         prefix: what files of the model without its head lack in front of their names.
         table: for each parameter, tied ones included, the tensors that it is made of.
         tied: for a parameter that shares another's weight, the tensor that files may hold a copy in.
-        read: the description that a ``config.json`` gives.
-        write: the fields of a ``config.json`` that give the description again.
-        class_of: the name in ``architectures`` to write.
         ignored: regular expressions for names of tensors that are no parameters, such as buffers.
         copies: tensors that are the same as another, whatever is tied: either may be missing.
-        adapt: the description corrected by the names of the stored tensors.
         renamed: pairs of an old ending of names and today's.
     """
 
     model_type: str
     classes: tuple[str, ...]
+    settings: Mapping[str, Setting]
+    fixed: Mapping[str, Any]
+    required: Mapping[str, Any] = field(default_factory=dict)
     prefix: str
     table: Table
     tied: Mapping[str, str]
-    read: Callable[[Fields], ModelDescription]
-    write: Callable[[ModelDescription], dict[str, Any]]
-    class_of: Callable[[ModelDescription], str]
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
-    adapt: Callable[[ModelDescription, Set[str]], ModelDescription] = lambda model, stored: model
     renamed: tuple[tuple[str, str], ...] = ()
 
+    def read(self, fields: Fields) -> ModelDescription:
+        """The model that a ``config.json`` describes.
 
-def activation_json(description: ModelDescription, *, prefer: str | None = None) -> str:
-    """Hugging Face's name of the activation; ``prefer`` where it means the same."""
-    if prefer is not None and ACTIVATION_NAMES[prefer] == description.activation:
-        return prefer
-    for theirs, ours in ACTIVATION_NAMES.items():
-        if ours == description.activation:
-            return theirs
-    raise ConfigError(f"activation {description.activation!r} has no name in Hugging Face")
+        Raises:
+            ConfigError: a value that is not offered, or values that contradict each other.
+        """
+        for name, value in self.required.items():
+            fields.require(name, value)
+        values = {name: setting.read(fields) for name, setting in self.settings.items()}
+        return ModelDescription(**{**self.fixed, **values, **self.read_others(fields, values)})
+
+    def write(self, model: ModelDescription) -> dict[str, Any]:
+        """The fields of a ``config.json`` that give the description again, as far as the architecture has any.
+
+        Raises:
+            ConfigError: a value that no field can have.
+        """
+        values = {setting.name: setting.write(getattr(model, name)) for name, setting in self.settings.items()}
+        return values | self.write_others(model)
+
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What is neither fixed nor in ``values``, those of the settings: heads that each have a key and a value.
+
+        Raises:
+            ConfigError: as for ``read``.
+        """
+        heads, hidden = values["num_attention_heads"], values["hidden_size"]
+        if heads < 1 or hidden % heads != 0:
+            name, width = (self.settings[key].name for key in ("num_attention_heads", "hidden_size"))
+            raise fields.error(name, heads, f"a divisor of {width}, {hidden}")
+        return {"num_query_groups": heads, "kv_channels": hidden // heads}
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        """The fields that are no settings; none here."""
+        return {}
+
+    def class_of(self, model: ModelDescription) -> str:
+        """The name in ``architectures`` to write."""
+        return self.classes[0]
+
+    def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
+        """The description corrected by the names of the stored tensors."""
+        return model

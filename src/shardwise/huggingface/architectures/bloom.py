@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from shardwise.huggingface.architectures.architecture import Architecture
-from shardwise.huggingface.description import ModelDescription
+from shardwise.huggingface.architectures.architecture import Architecture, Setting
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.mapping import whole
 
@@ -26,60 +26,37 @@ TABLE = {
 }
 
 
-def read(fields: Fields) -> ModelDescription:
-    """The model that a BLOOM ``config.json`` describes; it need not say how long a sequence may be."""
-    hidden = fields.integer("n_embed", "hidden_size", default=64)
-    heads = fields.integer("n_head", "num_attention_heads", default=8)
-    if heads < 1 or hidden % heads != 0:
-        raise fields.error("n_head", heads, f"a divisor of hidden_size, {hidden}")
-    return ModelDescription(
-        num_layers=fields.integer("n_layer", "num_hidden_layers", default=2),
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=heads,
-        kv_channels=hidden // heads,
-        ffn_hidden_size=4 * hidden,
-        vocab_size=fields.integer("vocab_size", default=250880),
-        max_sequence_length=fields.integer("seq_length", default=2048),
-        activation="gelu_tanh",
-        layernorm_epsilon=fields.number("layer_norm_epsilon", default=1e-5),
-        embedding_layernorm=True,
-        apply_residual_connection_post_layernorm=fields.flag("apply_residual_connection_post_layernorm", default=False),
-        attention_bias=True,
-        qkv_bias=True,
-        mlp_bias=True,
-        share_embeddings_and_output_weights=fields.flag("tie_word_embeddings", default=True),
-        position_embedding_type="alibi",
-        hidden_dropout=fields.number("hidden_dropout", default=0.0),
-        attention_dropout=fields.number("attention_dropout", default=0.0),
-        init_method_std=fields.number("initializer_range", default=0.02),
-    )
+class _Bloom(Architecture):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        return super().read_others(fields, values) | {"ffn_hidden_size": 4 * values["hidden_size"]}
 
 
-def write(model: ModelDescription) -> dict[str, Any]:
-    """The ``config.json`` of a model with this description."""
-    return {
-        "vocab_size": model.vocab_size,
-        "seq_length": model.max_sequence_length,
-        "hidden_size": model.hidden_size,
-        "n_layer": model.num_layers,
-        "n_head": model.num_attention_heads,
-        "layer_norm_epsilon": model.layernorm_epsilon,
-        "apply_residual_connection_post_layernorm": model.apply_residual_connection_post_layernorm,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "initializer_range": model.init_method_std,
-        "tie_word_embeddings": model.share_embeddings_and_output_weights,
-    }
-
-
-BLOOM = Architecture(
+BLOOM = _Bloom(
     model_type="bloom",
     classes=("BloomForCausalLM", "BloomModel"),
+    settings={
+        "vocab_size": Setting("vocab_size", 250880),
+        # Files need not say how long a sequence may be.
+        "max_sequence_length": Setting("seq_length", 2048),
+        "hidden_size": Setting("hidden_size", 64, "n_embed"),
+        "num_layers": Setting("n_layer", 2, "num_hidden_layers"),
+        "num_attention_heads": Setting("n_head", 8, "num_attention_heads"),
+        "layernorm_epsilon": Setting("layer_norm_epsilon", 1e-5),
+        "apply_residual_connection_post_layernorm": Setting("apply_residual_connection_post_layernorm", False),
+        "hidden_dropout": Setting("hidden_dropout", 0.0),
+        "attention_dropout": Setting("attention_dropout", 0.0),
+        "init_method_std": Setting("initializer_range", 0.02),
+        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
+    },
+    fixed={
+        "activation": "gelu_tanh",
+        "embedding_layernorm": True,
+        "attention_bias": True,
+        "qkv_bias": True,
+        "mlp_bias": True,
+        "position_embedding_type": "alibi",
+    },
     prefix="transformer.",
     table=TABLE,
     tied={"lm_head.weight": "transformer.word_embeddings.weight"},
-    read=read,
-    write=write,
-    class_of=lambda model: "BloomForCausalLM",
 )

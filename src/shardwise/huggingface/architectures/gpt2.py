@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.huggingface.architectures.architecture import Architecture, activation_json
+from shardwise.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.mapping import joint_qkv, whole
@@ -27,70 +28,47 @@ TABLE = {
 }
 
 
-def read(fields: Fields) -> ModelDescription:
-    """The model that a GPT-2 ``config.json`` describes."""
-    fields.require("scale_attn_by_inverse_layer_idx", False, default=False)
-    fields.require("add_cross_attention", False, default=False)
-    hidden = fields.integer("n_embd", "hidden_size", default=768)
-    heads = fields.integer("n_head", "num_attention_heads", default=12)
-    dropout = fields.number("resid_pdrop", default=0.1)
-    if fields.number("embd_pdrop", default=0.1) != dropout:
-        raise fields.error("embd_pdrop", fields.number("embd_pdrop", default=0.1), f"resid_pdrop, {dropout}")
-    if heads < 1 or hidden % heads != 0:
-        raise fields.error("n_head", heads, f"a divisor of n_embd, {hidden}")
-    return ModelDescription(
-        num_layers=fields.integer("n_layer", "num_hidden_layers", default=12),
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=heads,
-        kv_channels=hidden // heads,
-        ffn_hidden_size=fields.optional_integer("n_inner") or 4 * hidden,
-        vocab_size=fields.integer("vocab_size", default=50257),
-        max_sequence_length=fields.integer("n_positions", "max_position_embeddings", default=1024),
-        activation=fields.activation("activation_function", default="gelu_new"),
-        layernorm_epsilon=fields.number("layer_norm_epsilon", default=1e-5),
-        attention_bias=True,
-        qkv_bias=True,
-        mlp_bias=True,
-        softmax_scale=None if fields.flag("scale_attn_weights", default=True) else 1.0,
-        share_embeddings_and_output_weights=fields.flag("tie_word_embeddings", default=True),
-        hidden_dropout=dropout,
-        attention_dropout=fields.number("attn_pdrop", default=0.1),
-        init_method_std=fields.number("initializer_range", default=0.02),
-    )
+class _GPT2(Architecture):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        dropout = fields.get(float, "embd_pdrop", default=0.1)
+        if dropout != values["hidden_dropout"]:
+            raise fields.error("embd_pdrop", dropout, f"resid_pdrop, {values['hidden_dropout']}")
+        return super().read_others(fields, values) | {
+            "ffn_hidden_size": fields.optional(int, "n_inner") or 4 * values["hidden_size"],
+            "softmax_scale": None if fields.get(bool, "scale_attn_weights", default=True) else 1.0,
+        }
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        if model.softmax_scale not in (None, 1.0):
+            raise ConfigError(f"GPT-2 has no softmax_scale of {model.softmax_scale}; 1.0 or None")
+        return {
+            "n_inner": model.ffn_hidden_size,
+            "embd_pdrop": model.hidden_dropout,
+            "scale_attn_weights": model.softmax_scale is None,
+        }
 
 
-def write(model: ModelDescription) -> dict[str, Any]:
-    """The ``config.json`` of a model with this description."""
-    if model.softmax_scale not in (None, 1.0):
-        raise ConfigError(f"GPT-2 has no softmax_scale of {model.softmax_scale}; 1.0 or None")
-    return {
-        "vocab_size": model.vocab_size,
-        "n_positions": model.max_sequence_length,
-        "n_embd": model.hidden_size,
-        "n_layer": model.num_layers,
-        "n_head": model.num_attention_heads,
-        "n_inner": model.ffn_hidden_size,
-        "activation_function": activation_json(model, prefer="gelu_new"),
-        "resid_pdrop": model.hidden_dropout,
-        "embd_pdrop": model.hidden_dropout,
-        "attn_pdrop": model.attention_dropout,
-        "layer_norm_epsilon": model.layernorm_epsilon,
-        "initializer_range": model.init_method_std,
-        "scale_attn_weights": model.softmax_scale is None,
-        "tie_word_embeddings": model.share_embeddings_and_output_weights,
-    }
-
-
-GPT2 = Architecture(
+GPT2 = _GPT2(
     model_type="gpt2",
     classes=("GPT2LMHeadModel", "GPT2Model"),
+    settings={
+        "vocab_size": Setting("vocab_size", 50257),
+        "max_sequence_length": Setting("n_positions", 1024, "max_position_embeddings"),
+        "hidden_size": Setting("n_embd", 768, "hidden_size"),
+        "num_layers": Setting("n_layer", 12, "num_hidden_layers"),
+        "num_attention_heads": Setting("n_head", 12, "num_attention_heads"),
+        "activation": ActivationSetting("activation_function", "gelu_new"),
+        "hidden_dropout": Setting("resid_pdrop", 0.1),
+        "attention_dropout": Setting("attn_pdrop", 0.1),
+        "layernorm_epsilon": Setting("layer_norm_epsilon", 1e-5),
+        "init_method_std": Setting("initializer_range", 0.02),
+        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
+    },
+    fixed={"attention_bias": True, "qkv_bias": True, "mlp_bias": True},
+    required={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     prefix="transformer.",
     table=TABLE,
     tied={"lm_head.weight": "transformer.wte.weight"},
-    read=read,
-    write=write,
-    class_of=lambda model: "GPT2LMHeadModel",
     # The causal mask and its fill value.
     ignored=(r"\.attn\.(masked_)?bias",),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.huggingface.architectures.architecture import Architecture, activation_json
+from shardwise.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
-from shardwise.huggingface.mapping import separate_qkv, stacked, whole
+from shardwise.huggingface.mapping import Table, separate_qkv, stacked, whole
 from shardwise.huggingface.rope import read_rope, rope_json
 
 _LAYER = "decoder.layers.{layer}."
@@ -27,128 +29,103 @@ TABLE = {
     "output_layer.*": whole("lm_head.*"),
 }
 
-# Old files keep the rotary frequencies.
-IGNORED = (r"rotary_emb\.inv_freq",)
+
+def decoder_settings(*, intermediate_size: int, vocab_size: int, max_position_embeddings: int) -> dict[str, Setting]:
+    """The settings that the four have in common, with an architecture's own defaults of these fields."""
+    return {
+        "vocab_size": Setting("vocab_size", vocab_size),
+        "hidden_size": Setting("hidden_size", 4096),
+        "ffn_hidden_size": Setting("intermediate_size", intermediate_size),
+        "num_layers": Setting("num_hidden_layers", 32),
+        "num_attention_heads": Setting("num_attention_heads", 32),
+        "activation": ActivationSetting("hidden_act", "silu"),
+        "max_sequence_length": Setting("max_position_embeddings", max_position_embeddings),
+        "layernorm_epsilon": Setting("rms_norm_eps", 1e-6),
+        "attention_dropout": Setting("attention_dropout", 0.0),
+        "init_method_std": Setting("initializer_range", 0.02),
+        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", False),
+    }
 
 
-def read_decoder(fields: Fields, *, defaults: dict[str, Any], head_dim: int | None = None) -> dict[str, Any]:
-    """The fields of a description that the four have in common.
+@dataclass(frozen=True, kw_only=True)
+class Decoder(Architecture):
+    """What the four have in common.
 
-    Args:
-        fields: of the ``config.json``.
-        defaults: of the sizes that it may lack.
+    Attributes:
+        num_key_value_heads: default of that field; as many as query heads if None.
         head_dim: likewise; ``hidden_size / num_attention_heads`` if None.
-
-    Raises:
-        ConfigError: a value out of range.
     """
-    hidden = fields.integer("hidden_size", default=4096)
-    heads = fields.integer("num_attention_heads", default=32)
-    given = fields.optional_integer("head_dim", head_dim)
-    if given is None and (heads < 1 or hidden % heads != 0):
-        raise fields.error("num_attention_heads", heads, f"a divisor of hidden_size, {hidden}, or head_dim be given")
-    groups = fields.optional_integer("num_key_value_heads", defaults.get("num_key_value_heads")) or heads
-    if groups < 1 or heads % groups != 0:
-        raise fields.error("num_key_value_heads", groups, f"a divisor of num_attention_heads, {heads}")
-    return {
-        "num_layers": fields.integer("num_hidden_layers", default=32),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "kv_channels": given or hidden // heads,
-        "ffn_hidden_size": fields.integer("intermediate_size", default=defaults["intermediate_size"]),
-        "vocab_size": fields.integer("vocab_size", default=defaults["vocab_size"]),
-        "max_sequence_length": fields.integer("max_position_embeddings", default=defaults["max_position_embeddings"]),
-        "activation": fields.activation("hidden_act", default="silu"),
-        "gated_linear_unit": True,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": fields.number("rms_norm_eps", default=1e-6),
-        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=False),
-        "attention_dropout": fields.number("attention_dropout", default=0.0),
-        "init_method_std": fields.number("initializer_range", default=0.02),
-        **read_rope(fields, max_position_embeddings=defaults["max_position_embeddings"]),
-    }
+
+    fixed: Mapping[str, Any] = field(default_factory=lambda: {"gated_linear_unit": True, "normalization": "RMSNorm"})
+    prefix: str = "model."
+    table: Table = field(default_factory=lambda: TABLE)
+    tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
+    # Old files keep the rotary frequencies.
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Heads, sliding window and rotary positions."""
+        hidden, heads = values["hidden_size"], values["num_attention_heads"]
+        width = fields.optional(int, "head_dim", self.head_dim)
+        if width is None and (heads < 1 or hidden % heads != 0):
+            expected = f"a divisor of hidden_size, {hidden}, or head_dim be given"
+            raise fields.error("num_attention_heads", heads, expected)
+        groups = fields.optional(int, "num_key_value_heads", self.num_key_value_heads) or heads
+        if groups < 1 or heads % groups != 0:
+            raise fields.error("num_key_value_heads", groups, f"a divisor of num_attention_heads, {heads}")
+        window = self.read_window(fields, values["num_layers"])
+        others = {
+            "num_query_groups": groups,
+            "kv_channels": width or hidden // heads,
+            # As ``ModelConfig`` has it: positions before and after a token that it sees.
+            "window_size": None if window is None else (window - 1, 0),
+        }
+        if "attention_bias" in values:
+            others["qkv_bias"] = values["attention_bias"]
+        return others | read_rope(fields, values["max_sequence_length"])
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        """As ``read_others``."""
+        window = None if model.window_size is None else model.window_size[0] + 1
+        return {
+            "num_key_value_heads": model.num_query_groups,
+            "head_dim": model.kv_channels,
+            **self.write_window(window, model.num_layers),
+            **rope_json(model),
+        }
+
+    def read_window(self, fields: Fields, num_layers: int) -> int | None:
+        """How many tokens a token sees, itself included; all if None."""
+        return None
+
+    def write_window(self, window: int | None, num_layers: int) -> dict[str, Any]:
+        """The fields that say so."""
+        return {}
 
 
-def write_decoder(model: ModelDescription) -> dict[str, Any]:
-    """The fields of ``config.json`` that the four have in common."""
-    return {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.kv_channels,
-        "hidden_act": activation_json(model, prefer="silu"),
-        "max_position_embeddings": model.max_sequence_length,
-        "rms_norm_eps": model.layernorm_epsilon,
-        "attention_dropout": model.attention_dropout,
-        "initializer_range": model.init_method_std,
-        "tie_word_embeddings": model.share_embeddings_and_output_weights,
-        **rope_json(model),
-    }
+class _Mistral(Decoder):
+    def read_window(self, fields: Fields, num_layers: int) -> int | None:
+        return fields.optional(int, "sliding_window", 4096)
+
+    def write_window(self, window: int | None, num_layers: int) -> dict[str, Any]:
+        return {"sliding_window": window}
 
 
-def _read_llama(fields: Fields) -> ModelDescription:
-    defaults = {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048}
-    attention_bias = fields.flag("attention_bias", default=False)
-    return ModelDescription(
-        attention_bias=attention_bias,
-        qkv_bias=attention_bias,
-        mlp_bias=fields.flag("mlp_bias", default=False),
-        **read_decoder(fields, defaults=defaults),
-    )
-
-
-def _write_llama(model: ModelDescription) -> dict[str, Any]:
-    return write_decoder(model) | {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}
-
-
-def _read_mistral(fields: Fields) -> ModelDescription:
-    defaults = {
-        "intermediate_size": 14336,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096 * 32,
-        "num_key_value_heads": 8,
-    }
-    window = fields.optional_integer("sliding_window", 4096)
-    return ModelDescription(window_size=_window(window), **read_decoder(fields, defaults=defaults))
-
-
-def _write_mistral(model: ModelDescription) -> dict[str, Any]:
-    return write_decoder(model) | {"sliding_window": _window_json(model)}
-
-
-def _window(tokens: int | None) -> tuple[int, int] | None:
-    """As ``ModelConfig`` has it: positions before and after a token that it sees."""
-    return None if tokens is None else (tokens - 1, 0)
-
-
-def _window_json(model: ModelDescription) -> int | None:
-    return None if model.window_size is None else model.window_size[0] + 1
-
-
-LLAMA = Architecture(
+LLAMA = Decoder(
     model_type="llama",
     classes=("LlamaForCausalLM", "LlamaModel"),
-    prefix="model.",
-    table=TABLE,
-    tied={"lm_head.weight": "model.embed_tokens.weight"},
-    read=_read_llama,
-    write=_write_llama,
-    class_of=lambda model: "LlamaForCausalLM",
-    ignored=IGNORED,
+    settings={
+        **decoder_settings(intermediate_size=11008, vocab_size=32000, max_position_embeddings=2048),
+        "attention_bias": Setting("attention_bias", False),
+        "mlp_bias": Setting("mlp_bias", False),
+    },
 )
 
-MISTRAL = Architecture(
+MISTRAL = _Mistral(
     model_type="mistral",
     classes=("MistralForCausalLM", "MistralModel"),
-    prefix="model.",
-    table=TABLE,
-    tied=LLAMA.tied,
-    read=_read_mistral,
-    write=_write_mistral,
-    class_of=lambda model: "MistralForCausalLM",
-    ignored=IGNORED,
+    settings=decoder_settings(intermediate_size=14336, vocab_size=32000, max_position_embeddings=4096 * 32),
+    num_key_value_heads=8,
 )
