@@ -397,7 +397,7 @@ class TestCheckpointWithoutOutput:
         with pytest.raises(ConfigError, match="fp8 recomputation is not offered"):
             CheckpointWithoutOutput(fp8=True)
         recompute = CheckpointWithoutOutput()
-        with pytest.raises(ConfigError, match="no outputs to discard; call it first"):
+        with pytest.raises(ConfigError, match="no outputs of a recomputed function to discard; call it first"):
             recompute.discard_output_and_register_recompute(x)
         with pytest.raises(ConfigError, match="an output shares its memory with an argument"):
             recompute.checkpoint(lambda x: x[:2], x)
