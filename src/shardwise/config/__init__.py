@@ -2,5 +2,6 @@
 
 from shardwise.config.layers import LayerConfig
 from shardwise.config.model import ModelConfig, Normalization
+from shardwise.config.recompute import RECOMPUTE_MODULES, RecomputeConfig
 
-__all__ = ["LayerConfig", "ModelConfig", "Normalization"]
+__all__ = ["RECOMPUTE_MODULES", "LayerConfig", "ModelConfig", "Normalization", "RecomputeConfig"]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.config.layers import LayerConfig
+from shardwise.config.recompute import RecomputeConfig
 from shardwise.errors import ConfigError
 from shardwise.initialization import InitMethod, init_method_normal, scaled_init_method_normal
 from shardwise.sharding import stage_layers
@@ -22,7 +23,7 @@ ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 
 
 @dataclass
-class ModelConfig(LayerConfig):
+class ModelConfig(LayerConfig, RecomputeConfig):
     """One transformer: its sizes, what its layers are made of, how it starts.
 
     Attributes:
@@ -64,6 +65,8 @@ class ModelConfig(LayerConfig):
             ``init_method_std / sqrt(2 * num_layers)`` if None.
         init_method_std: standard deviation of the normal.
         fuse_output_layer_and_loss: compute output layer and loss in one, without the logits of all ranks.
+
+    Those of ``RecomputeConfig`` too.
 
     Raises:
         ConfigError: a value out of range, or two that contradict each other.
@@ -118,6 +121,7 @@ class ModelConfig(LayerConfig):
                 "shardwise.transformer.activations.ACTIVATIONS)"
             )
         self._check_norm_position()
+        self._check_recompute_()
         self._check_attention()
         self.stage_layers()
         self._derive_sizes()
@@ -134,6 +138,17 @@ class ModelConfig(LayerConfig):
             raise ConfigError(
                 "apply_residual_connection_post_layernorm is about the norm before attention and MLP, and with "
                 "norm_position 'post' there is none; leave it at False"
+            )
+
+    def _check_recompute_(self) -> None:
+        self.check_recompute_()
+        if self.recomputes("layernorm") and (
+            self.norm_position == "post" or self.apply_residual_connection_post_layernorm
+        ):
+            raise ConfigError(
+                "recompute_modules has 'layernorm', and this model's norms write to the residual stream (norm_position "
+                f"{self.norm_position!r}, apply_residual_connection_post_layernorm "
+                f"{self.apply_residual_connection_post_layernorm}), which is kept anyway; leave it out"
             )
 
     def _check_attention(self) -> None:

@@ -60,6 +60,7 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
         "delay_wgrad_compute": pp > 1 and parallel.pipeline_schedule == "zero-bubble",
         "sequence_parallel": parallel.sequence_parallel,
         "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
+        **settings.recompute.config_fields(),
         # So that a run starts from the same weights on every device.
         "use_cpu_initialization": True,
     }

@@ -140,6 +140,51 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True)
+class RecomputeSettings:
+    """What is computed again in the backward, in place of being kept: less memory for more time, the same bits.
+
+    Attributes:
+        granularity: "full" keeps the input of layers only, and takes about a third more time; "selective" recomputes
+            parts of every layer, those of modules.
+        method: with "full": "uniform" keeps the input of every num_layers-th layer and recomputes all of them; "block"
+            recomputes the first num_layers layers of each stage, and keeps what the others need.
+        num_layers: see method.
+        modules: with "selective": attention between its projections (core_attn), the norms before attention and MLP,
+            the MLP, or its activation alone (mlp_act).
+    """
+
+    granularity: Literal["none", "full", "selective"] = "none"
+    method: Literal["uniform", "block"] = "uniform"
+    num_layers: Annotated[int, Range(1, 10_000)] = 1
+    modules: tuple[Literal["core_attn", "layernorm", "mlp", "mlp_act"], ...] = ("core_attn",)
+
+    def __post_init__(self) -> None:
+        check_values(self, "recompute.")
+        for name, granularity in (("method", "full"), ("num_layers", "full"), ("modules", "selective")):
+            value = getattr(self, name)
+            _require(
+                self.granularity == granularity or value == getattr(type(self), name),
+                f"recompute.{name.replace('_', '-')} {value} needs --recompute.granularity {granularity} (it is "
+                f"{self.granularity!r})",
+            )
+        _require(bool(self.modules), "recompute.modules names nothing; name at least one module, such as core_attn")
+        _require(
+            not {"mlp", "mlp_act"} <= set(self.modules),
+            "recompute.modules has mlp and mlp_act, which is a part of it; choose one of them",
+        )
+
+    def config_fields(self) -> dict[str, Any]:
+        """The fields of a model's config that say so."""
+        full, selective = self.granularity == "full", self.granularity == "selective"
+        return {
+            "recompute_granularity": self.granularity if full or selective else None,
+            "recompute_method": self.method if full else None,
+            "recompute_num_layers": self.num_layers if full else None,
+            "recompute_modules": self.modules if selective else None,
+        }
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
     """AdamW, and the learning rate of each step.
 
@@ -277,6 +322,7 @@ class RunSettings:
         validate: compare each collective's shapes and dtypes between the ranks before it is made, in every step; by
             default in the first step only. Costs a message more for each; for finding errors.
         parallel: how the model is split.
+        recompute: what is computed again in the backward, in place of being kept.
         optimizer: AdamW and its schedule.
         training: how long, in which steps, and what is kept.
         corpus: how the text is read.
@@ -290,6 +336,7 @@ class RunSettings:
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
     validate: bool = False
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     corpus: CorpusSettings = field(default_factory=CorpusSettings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from shardwise.dropout import sharded_dropout
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments, make_norm, parameter_device
 from shardwise.random import streams
+from shardwise.recompute import recomputed
 from shardwise.transformer.backend import attention_kernels
 from shardwise.transformer.heads import split_heads
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
@@ -77,6 +79,7 @@ class SelfAttention(GroupModule):
         self.softmax_scale = config.softmax_scale
         self.window_size = config.window_size
         self.rotary_interleaved = config.rotary_interleaved
+        self.recomputes_core = config.recomputes("core_attn")
         self.group = group
         self._backend = config.attention_backend
         self._kernels = attention_kernels(config)
@@ -147,7 +150,8 @@ class SelfAttention(GroupModule):
         if cache is not None:
             key, value = cache.append(self.layer_number, key, value)
         mask = attention_mask if isinstance(attention_mask, AttentionMask) else AttentionMask(attention_mask)
-        context = self._attend(query, key, value, mask)
+        attend = partial(recomputed, self._attend) if self.recomputes_core and cache is None else self._attend
+        context = attend(query, key, value, mask)
         output: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return output
 

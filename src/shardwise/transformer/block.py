@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError, TopologyError
 from shardwise.initialization import part_seeded
 from shardwise.layers import GroupModule, parameter_device
+from shardwise.recompute import recomputed
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamShard, ShardedOffset
 from shardwise.transformer.attention import KeyValueCache
@@ -64,6 +65,7 @@ class TransformerBlock(GroupModule):
     Attributes:
         layers: indexed from 0 on every stage; each knows its place in the model, from 1, as ``layer_number``.
         final_layernorm: or None.
+        recompute_method, recompute_num_layers: which layers are recomputed; see ``ModelConfig``.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class TransformerBlock(GroupModule):
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
+        self.recompute_method = config.recompute_method
+        self.recompute_num_layers = config.recompute_num_layers
         self.layers = nn.ModuleList()
         for index in range(config.num_layers) if layers is None else layers:
             with part_seeded(seed, *_part(index + 1)):
@@ -103,13 +107,30 @@ class TransformerBlock(GroupModule):
         sequence_length: int | None = None,
     ) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same; see ``SelfAttention.forward``."""
-        for layer in self.layers:
-            hidden = layer(
-                hidden, attention_mask=attention_mask, rotary=rotary, cache=cache, sequence_length=sequence_length
-            )
+        keywords: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "rotary": rotary,
+            "cache": cache,
+            "sequence_length": sequence_length,
+        }
+        for layers, is_recomputed in self._spans():
+            # With a cache, a second call would append to it once more.
+            run = recomputed if is_recomputed and cache is None else _call
+            hidden = run(_through, layers, hidden, **keywords)
         if self.final_layernorm is not None:
             hidden = self.final_layernorm(hidden)
         return hidden
+
+    def _spans(self) -> Iterator[tuple[list[nn.Module], bool]]:
+        """Layers, one after the other, that are recomputed as one, or not at all."""
+        layers, number = list(self.layers), self.recompute_num_layers or 0
+        if self.recompute_method == "uniform":
+            for first in range(0, len(layers), number):
+                yield layers[first : first + number], True
+        else:
+            for layer in layers[:number]:
+                yield [layer], True
+            yield layers[number:], False
 
     def sharded_state_dict(
         self,
@@ -136,6 +157,16 @@ class TransformerBlock(GroupModule):
             name = f"{prefix}final_layernorm."
             entries |= sharded_state_dict(self.final_layernorm, name, sharded_offsets, metadata, group=self.tp_group)
         return entries
+
+
+def _through(layers: Sequence[nn.Module], hidden: Tensor, **keywords: Any) -> Tensor:
+    for layer in layers:
+        hidden = layer(hidden, **keywords)
+    return hidden
+
+
+def _call(function: Callable[..., Tensor], *args: Any, **keywords: Any) -> Tensor:
+    return function(*args, **keywords)
 
 
 def _part(layer_number: int) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
 from shardwise.layers import GroupModule, make_norm, parameter_device
+from shardwise.recompute import OutputRecomputation, recomputed
 from shardwise.sharding import balanced_sizes
 from shardwise.transformer.attention import KeyValueCache, SelfAttention
 from shardwise.transformer.masks import AttentionMask
@@ -89,6 +90,7 @@ class TransformerLayer(GroupModule):
         is_pre = config.norm_position == "pre"
         self.layer_number = layer_number
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
+        self.recomputes_norms, self.recomputes_mlp = config.recomputes("layernorm"), config.recomputes("mlp")
         # What the spec makes knows no group, or may not ask it where its parameters belong.
         with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
             self.input_layernorm = spec.norm(config) if is_pre else None
@@ -109,7 +111,7 @@ class TransformerLayer(GroupModule):
         sequence_length: int | None = None,
     ) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same; see ``SelfAttention.forward``."""
-        residual, input_ = self._before(hidden, self.input_layernorm)
+        residual, input_, norm = self._before(hidden, self.input_layernorm)
         attended = self.self_attention(
             input_,
             attention_mask=attention_mask,
@@ -117,17 +119,25 @@ class TransformerLayer(GroupModule):
             cache=cache,
             sequence_length=sequence_length,
         )
+        if norm is not None:
+            norm.discard_(attended)
         hidden = self._after(residual, attended, self.post_self_attn_layernorm, sequence_length)
-        residual, input_ = self._before(hidden, self.pre_mlp_layernorm)
-        mixed = self.mlp(input_, sequence_length=sequence_length)
+        residual, input_, norm = self._before(hidden, self.pre_mlp_layernorm)
+        if self.recomputes_mlp:
+            mixed = recomputed(self.mlp, input_, sequence_length=sequence_length)
+        else:
+            mixed = self.mlp(input_, sequence_length=sequence_length)
+        if norm is not None:
+            norm.discard_(mixed)
         return self._after(residual, mixed, self.post_mlp_layernorm, sequence_length)
 
-    def _before(self, hidden: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
-        """What is added to, and what goes into attention or MLP."""
+    def _before(self, hidden: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor, OutputRecomputation | None]:
+        """What is added to, what goes into attention or MLP, and whose output is to be freed after it."""
         if norm is None:
-            return hidden, hidden
-        normed: Tensor = norm(hidden)
-        return normed if self.residual_is_normed else hidden, normed
+            return hidden, hidden, None
+        recomputation = OutputRecomputation() if self.recomputes_norms else None
+        normed: Tensor = norm(hidden) if recomputation is None else recomputation.run(norm, hidden)
+        return normed if self.residual_is_normed else hidden, normed, recomputation
 
     def _after(self, residual: Tensor, output: Tensor, norm: nn.Module | None, sequence_length: int | None) -> Tensor:
         hidden: Tensor = residual + self.dropout(output, sequence_length=sequence_length)

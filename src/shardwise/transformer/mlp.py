@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from shardwise.config import ModelConfig
 from shardwise.kernels.elementwise_cpu import swiglu
 from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments
+from shardwise.recompute import OutputRecomputation
 
 
 class MLP(GroupModule):
@@ -27,6 +28,7 @@ class MLP(GroupModule):
         assert config.init_method is not None
         assert config.output_layer_init_method is not None
         self.activation_func = config.activation_func
+        self.recomputes_activation = config.recomputes("mlp_act")
         self.gated = config.gated_linear_unit
         sections = 2 if self.gated else 1
         arguments = layer_arguments(config, group=tp_group)
@@ -52,14 +54,17 @@ class MLP(GroupModule):
         ``sequence_length`` is ``s``, which sequence parallelism must be told where the ranks do not divide it.
         """
         inner: Tensor = self.linear_fc1(hidden, sequence_length=sequence_length)
-        if self.gated:
-            inner = self._gate(inner)
-        else:
-            inner = self.activation_func(inner)
-        output: Tensor = self.linear_fc2(inner)
+        if not self.recomputes_activation:
+            output: Tensor = self.linear_fc2(self._activate(inner))
+            return output
+        recomputation = OutputRecomputation()
+        output = self.linear_fc2(recomputation.run(self._activate, inner))
+        recomputation.discard_(output)
         return output
 
-    def _gate(self, inner: Tensor) -> Tensor:
+    def _activate(self, inner: Tensor) -> Tensor:
+        if not self.gated:
+            return self.activation_func(inner)
         if self.activation_func is F.silu:
             return swiglu(inner)
         gate, up = inner.chunk(2, dim=-1)
