@@ -49,6 +49,8 @@ class Change:
     given: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
 STAGES = {"pipeline_model_parallel_size": 2}
 CHANGES = {
     "params_dtype": Change(torch.float64, "loss"),
@@ -93,6 +95,10 @@ CHANGES = {
     "embedding_layernorm": Change(True, "parameters"),
     "final_layernorm": Change(False, "parameters"),
     "fuse_output_layer_and_loss": Change(True, "operators"),
+    "recompute_granularity": Change("selective", "kept bytes"),
+    "recompute_method": Change("uniform", "kept bytes", FULL),
+    "recompute_num_layers": Change(2, "kept bytes", FULL),
+    "recompute_modules": Change(("mlp",), "kept bytes", SELECTIVE),
 }
 # Seen where there is a GPU, in a test of its own.
 ON_GPU = {"use_cpu_initialization"}
@@ -136,15 +142,23 @@ def observe(group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]
         param.main_grad = torch.zeros_like(param)
     seed_streams(7, group.rank())
     ids = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(8))
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
     with CollectiveCounter() as collectives, Operators() as operators:
         for _ in range(2):
-            loss = model(ids, labels=ids)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = model(ids, labels=ids)
             loss.mean().backward()
     seen["loss"] = loss
     seen["gradients"] = {name: param.grad for name, param in model.named_parameters()}
     seen["main gradients"] = {name: param.main_grad for name, param in model.named_parameters()}
     seen["collectives"] = [launch.name for launch in collectives.launches]
     seen["operators"] = set(operators.names)
+    seen["kept bytes"] = sum(storage.nbytes() for storage in kept.values())
     return plain(seen)
 
 

@@ -146,9 +146,9 @@ def recompute_layers(staged):
             layer.forward = lambda hidden, forward=forward, **given: checkpoint(forward, False, hidden, **given)
 
 
-def dropped_out(name, pp, m, *, seed=5, recompute=lambda _: None):
+def dropped_out(name, pp, m, *, seed=5, recompute=lambda _: None, **settings):
     """Losses and gradients of a step with dropout, and the state of the random streams at its end."""
-    staged = staged_for(name, pp, hidden_dropout=0.2, attention_dropout=0.1)
+    staged = staged_for(name, pp, hidden_dropout=0.2, attention_dropout=0.1, **settings)
     recompute(staged)
     # Of its own on each stage, as programs seed them.
     seed_streams(seed + 100 * staged.topology.rank("pp"), 0)
@@ -169,6 +169,12 @@ def test_dropout_in_stages_depends_on_the_seed_alone(group, name):
         "the second run": dropped_out(name, pp, m),
         "recomputed chunks": dropped_out(name, pp, m, recompute=recompute_chunks),
         "recomputed layers": dropped_out(name, pp, m, recompute=recompute_layers),
+        "layers that the config lets recompute": dropped_out(
+            *(name, pp, m), recompute_granularity="full", recompute_method="block", recompute_num_layers=1
+        ),
+        "parts that the config lets recompute": dropped_out(
+            *(name, pp, m), recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp_act"]
+        ),
     }
     for what, (other_results, other_gradients, other_states) in others.items():
         for expected, actual in zip(results, other_results, strict=True):

@@ -28,6 +28,7 @@ from accounting_page import (
 )
 from torch import nn
 
+from shardwise.config import RECOMPUTE_MODULES
 from shardwise.random import seed_streams, streams
 from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.layer import ResidualDropout, make_norm
@@ -186,6 +187,10 @@ def test_blocks(group, sequence_parallel, dtype):
         "layer, dropout on the residual": kept_by(layer(group, dropping), input_of(config, group)),
         "layer, recomputed": kept_by(Recomputed(block), input_of(config, group)),
     }
+    for module in RECOMPUTE_MODULES:
+        selective = {"recompute_granularity": "selective", "recompute_modules": [module]}
+        parts = layer(group, config_of(group, sequence_parallel, dtype, **selective))
+        measured[f"layer, {module} recomputed"] = kept_by(parts, input_of(config, group))
     streams().reset()
     rows = table("block")
     distributed = rows.pop("layer, recomputed, its input distributed")

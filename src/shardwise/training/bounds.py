@@ -166,6 +166,10 @@ def _problem(value: Any, annotation: Any, limits: Range | None) -> str | None:
         # Of the same type too, as True is 1; an unhashable value is no error of its own.
         fits = any(type(value) is type(choice) and value == choice for choice in arguments)
         return None if fits else f"one of {', '.join(map(repr, arguments))}"
+    if origin is tuple and get_origin(arguments[0]) is Literal:
+        choices = get_args(arguments[0])
+        fits = isinstance(value, tuple) and all(item in choices for item in value)
+        return None if fits else f"a list of some of {', '.join(map(repr, choices))}"
     if origin is tuple:
         fits = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
         return None if fits else 'a list of strings, such as ["a.txt", "b"]'
