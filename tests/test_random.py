@@ -311,7 +311,7 @@ def test_the_device_s_default_generator_is_seeded(monkeypatch):
     assert_bit_equal(torch.get_rng_state(), before)
 
 
-def test_graphable_streams_are_refused_where_there_could_be_graphs(monkeypatch):
+def test_graphable_streams_where_no_graph_can_be():
     tracker = CudaRNGStatesTracker(use_cudagraphable_rng=True)
     tracker.add("a", 11)
     with tracker.fork("a"):
@@ -322,9 +322,93 @@ def test_graphable_streams_are_refused_where_there_could_be_graphs(monkeypatch):
     tracker.set_states({"b": torch.Generator().manual_seed(5)})
     with tracker.fork("b"):
         assert torch.rand(4).tolist() == seeded(5)
-    FakeCuda(monkeypatch).in_use = True
-    with pytest.raises(ConfigError, match="cannot be switched inside a captured CUDA graph"):
-        CudaRNGStatesTracker(use_cudagraphable_rng=True)
+
+
+class FakeGenerator(torch.Generator):
+    """A GPU's generator: it may share its state with others, and be made to go on from theirs."""
+
+    device = torch.device("cuda")
+
+    def sharing(self, inner):
+        self.inner = inner
+        return self
+
+    def graphsafe_get_state(self):
+        return FakeGenerator().sharing(self.inner)
+
+    def graphsafe_set_state(self, other):
+        self.inner = other.inner
+
+    def clone_state(self):
+        return FakeGenerator().sharing(torch.Generator().set_state(self.inner.get_state()))
+
+    def manual_seed(self, seed):
+        self.inner.manual_seed(seed)
+        return self
+
+    def get_state(self):
+        return self.inner.get_state()
+
+    def set_state(self, state):
+        self.inner.set_state(state)
+        return self
+
+    def rand(self):
+        return torch.rand(4, generator=self.inner).tolist()
+
+
+def test_a_graph_knows_the_generators_of_its_streams(monkeypatch):
+    """What a captured graph draws from is the generator that it registered, so a fork changes whose turn it is only."""
+    cuda = FakeCuda(monkeypatch)
+    cuda.in_use = True
+    gpu = FakeGenerator().sharing(cuda.generator)
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    tracker = CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    default = gpu.inner
+    tracker.add("a", 11)
+    tracker.add("b", 12)
+    registered = tracker.get_states()
+    assert gpu.inner is default
+    with tracker.fork("a"):
+        assert gpu.inner is registered["a"].inner
+        assert gpu.rand() == seeded(11)
+        with tracker.fork("b"):
+            assert gpu.inner is registered["b"].inner
+        assert gpu.inner is registered["a"].inner
+    assert gpu.inner is default
+    # It went on in place.
+    assert registered["a"].inner.get_state().tolist() == tracker.get_states()["a"].get_state().tolist()
+
+    def draw():
+        with tracker.fork("a"):
+            inside = gpu.rand()
+        return inside, gpu.rand()
+
+    snapshot = tracker.snapshot()
+    first = draw()
+    assert draw() != first
+    tracker.restore(snapshot)
+    assert draw() == first
+    assert tracker.get_states()["a"].inner is registered["a"].inner
+    other = CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    other.set_states(registered)
+    with other.fork("b"):
+        assert gpu.inner is registered["b"].inner
+
+
+def test_graphable_streams_older_than_the_device_s_use(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    tracker = CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    tracker.add("a", 11)
+    cuda.in_use = True
+    gpu = FakeGenerator().sharing(cuda.generator)
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    before = gpu.get_state()
+    with tracker.fork("a"):
+        assert gpu.rand() == seeded(11)
+    assert_bit_equal(gpu.get_state(), before)
 
 
 def test_names_are_those_that_programs_know():
@@ -413,8 +497,8 @@ def test_choosing_the_kind_of_streams():
     before = torch.get_rng_state()
     with idle.fork("no such stream"):
         assert_bit_equal(torch.get_rng_state(), before)
-    with pytest.raises(ConfigError, match="Transformer Engine's random streams"):
-        get_cuda_rng_tracker(use_te_rng_tracker=True)
+    with pytest.warns(UserWarning, match="Transformer Engine's random streams; this library's own are used"):
+        assert get_cuda_rng_tracker(use_te_rng_tracker=True) is idle
     model_parallel_cuda_manual_seed(5, tp_rank=0, force_reset_rng=True)
     assert not streams().is_inference_rng_tracker
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -36,36 +36,55 @@ _EXPERT_STEP = 100
 _DEFAULT = "default"
 
 StreamState = dict[str, Any]
-"""Generator states by device type. What ``set_states`` was given that is no state stands under "given"."""
+"""Generator states by device type: tensors, or the GPU's ``torch.Generator`` for streams that a CUDA graph captures.
+What ``set_states`` was given that is no state stands under "given"."""
 
 
 def _cuda_is_in_use() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
-def _live_state() -> StreamState:
-    state = {"cpu": torch.get_rng_state()}
+def _gpu_generator() -> Any:
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def _seed_gpu(seed: int, graphable: bool) -> None:
+    """Seed what the GPU draws from: in place, or, where a generator that a graph knows is in use, a new one."""
+    if graphable:
+        own = _gpu_generator().clone_state()
+        own.manual_seed(seed)
+        _gpu_generator().graphsafe_set_state(own)
+    else:
+        torch.cuda.manual_seed(seed)
+
+
+def _live_state(graphable: bool) -> StreamState:
+    state: StreamState = {"cpu": torch.get_rng_state()}
     if _cuda_is_in_use():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = _gpu_generator().graphsafe_get_state() if graphable else torch.cuda.get_rng_state()
     return state
 
 
-def _set_live_state(state: StreamState) -> None:
+def _set_live_state(state: StreamState, graphable: bool) -> None:
     # A state may know one device only, being older than the use of CUDA or given to `set_states`. The other's numbers
     # begin where the same seed would have them begin.
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if _cuda_is_in_use():
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"])
+        if "cuda" not in state:
+            _seed_gpu(torch.default_generator.initial_seed(), graphable)
+        elif isinstance(state["cuda"], torch.Generator):
+            _gpu_generator().graphsafe_set_state(state["cuda"])
         else:
-            torch.cuda.manual_seed(torch.default_generator.initial_seed())
+            torch.cuda.set_rng_state(state["cuda"])
         if "cpu" not in state:
             torch.default_generator.manual_seed(torch.cuda.initial_seed())
 
 
-def _state_of(given: object) -> StreamState:
+def _state_of(given: object, graphable: bool) -> StreamState:
     if isinstance(given, torch.Generator):
+        if graphable and given.device.type == "cuda":
+            return {"cuda": given}
         given = given.get_state()
     if not isinstance(given, Tensor):
         return {"given": given}
@@ -73,17 +92,46 @@ def _state_of(given: object) -> StreamState:
     return {kind: given.clone()}
 
 
-def _one_of(state: StreamState) -> Any:
-    """The state on the device that the program computes on."""
-    for kind in ("cuda", "cpu"):
-        if kind in state:
-            return state[kind].clone()
-    return state["given"]
+def _one_of(state: StreamState, graphable: bool) -> Any:
+    """The state on the device that the program computes on, as a generator for streams that a graph captures."""
+    value = next((state[kind] for kind in ("cuda", "cpu") if kind in state), None)
+    if value is None or isinstance(value, torch.Generator):
+        return state["given"] if value is None else value
+    return generator_in(value) if graphable else value.clone()
+
+
+def default_state(device: Any = "cuda", *, graphable: bool = False) -> Any:
+    """The state of the default generator of the device that the program computes on.
+
+    Args:
+        device: which GPU, where CUDA is in use.
+        graphable: as a ``torch.Generator``; a GPU's is the generator itself, which goes on as numbers are drawn.
+    """
+    with torch.cuda.device(device) if _cuda_is_in_use() else nullcontext():
+        return _one_of(_live_state(graphable), graphable)
+
+
+def set_default_state(state: Tensor | torch.Generator, device: Any = "cuda") -> None:
+    """Set the default generator of the device that ``state`` is of: one of ``default_state``.
+
+    Raises:
+        ConfigError: ``state`` is no state.
+    """
+    ((kind, value),) = _state_of(state, graphable=True).items()
+    if kind == "given":
+        raise ConfigError(f"the state of a generator is a tensor or a torch.Generator, not {type(value).__name__}")
+    if kind == "cpu":
+        torch.set_rng_state(value)
+    elif isinstance(value, torch.Generator):
+        with torch.cuda.device(device):
+            _gpu_generator().graphsafe_set_state(value)
+    else:
+        torch.cuda.set_rng_state(value, device)
 
 
 def generator_in(state: Tensor) -> torch.Generator:
     """A generator in the given state, of the device that the state is of."""
-    (kind,) = _state_of(state)
+    (kind,) = _state_of(state, graphable=False)
     generator = torch.Generator(kind)
     generator.set_state(state)
     return generator
@@ -97,6 +145,8 @@ class RandomState:
     states: dict[str, StreamState]
     entered: tuple[str, ...]
     seeds: frozenset[int]
+    # A generator that a graph knows goes on in place, so that its state is kept apart.
+    generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
 
 
 class RandomStreams:
@@ -106,26 +156,20 @@ class RandomStreams:
     number is drawn twice.
 
     Args:
-        use_cudagraphable_rng: not offered where CUDA is in use; elsewhere ``get_states`` returns ``torch.Generator``
-            objects in place of tensors, as programs that capture graphs expect.
+        use_cudagraphable_rng: streams that a CUDA graph can capture: ``get_states`` returns ``torch.Generator`` objects
+            in place of tensors, which a program registers with its graph (``CUDAGraph.register_generator_state``), and
+            ``fork`` lets the GPU draw from one of them in place of copying states.
         is_inference_rng_tracker: make no streams: ``add``, ``set_states`` and ``fork`` do nothing.
-
-    Raises:
-        ConfigError: streams that a CUDA graph can capture are asked for where CUDA is in use.
     """
 
     def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
-        if use_cudagraphable_rng and _cuda_is_in_use():
-            raise ConfigError(
-                "use_cudagraphable_rng=True: random streams cannot be switched inside a captured CUDA graph; "
-                "capture without them (dropout 0), or leave use_cudagraphable_rng False"
-            )
         self.use_cudagraphable_rng = use_cudagraphable_rng
         self.is_inference_rng_tracker = is_inference_rng_tracker
         self._states: dict[str, StreamState] = {}
         self._seeds: set[int] = set()
         # The streams entered and not yet left, outermost first; the last one is live.
         self._entered: list[str] = []
+        self._is_initialized = False
 
     @property
     def rule(self) -> Rule:
@@ -133,8 +177,8 @@ class RandomStreams:
         return "global" if GLOBAL_STREAM in self._states else "per_rank"
 
     def is_initialized(self) -> bool:
-        """Whether there is any stream."""
-        return any(name != _DEFAULT for name in self._states)
+        """Whether a stream was made, or streams were set, since the last ``reset``."""
+        return self._is_initialized
 
     def reset(self) -> None:
         """Forget all streams.
@@ -146,15 +190,14 @@ class RandomStreams:
             raise ConfigError(f"cannot reset the random streams while {self._entered[-1]!r} is in use")
         self._states.clear()
         self._seeds.clear()
+        self._is_initialized = False
 
     def get_states(self) -> dict[str, Any]:
         """A copy of every stream's state: that of the GPU's generator if the stream has one, else of the CPU's."""
         if self._entered:
             self._store_live()
-        states = {name: _one_of(state) for name, state in self._states.items() if name != _DEFAULT}
-        if self.use_cudagraphable_rng:
-            return {name: generator_in(state) for name, state in states.items()}
-        return states
+        graphable = self.use_cudagraphable_rng
+        return {name: _one_of(state, graphable) for name, state in self._states.items() if name != _DEFAULT}
 
     @property
     def states_(self) -> Mapping[str, Any]:
@@ -176,8 +219,9 @@ class RandomStreams:
             raise ConfigError(f"cannot set the random streams while {self._entered[-1]!r} is in use")
         if self.is_inference_rng_tracker:
             return
-        self._states = {name: _state_of(state) for name, state in states.items()}
+        self._states = {name: _state_of(state, self.use_cudagraphable_rng) for name, state in states.items()}
         self._seeds.clear()
+        self._is_initialized = True
 
     def add(self, name: str, seed: int) -> None:
         """Make a stream, in the state of a default generator that is seeded with ``seed``.
@@ -194,14 +238,16 @@ class RandomStreams:
                 f"random stream {name!r}: there is a stream with seed {seed} already, and the two would draw the same "
                 "numbers; choose another seed or reset() first"
             )
-        before = _live_state()
+        graphable = self.use_cudagraphable_rng
+        before = _live_state(graphable)
         # Not torch.manual_seed, which would start devices that the program may not use.
         torch.default_generator.manual_seed(seed)
         if "cuda" in before:
-            torch.cuda.manual_seed(seed)
-        self._states[name] = _live_state()
+            _seed_gpu(seed, graphable)
+        self._states[name] = _live_state(graphable)
         self._seeds.add(seed)
-        _set_live_state(before)
+        self._is_initialized = True
+        _set_live_state(before, graphable)
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL_STREAM) -> Iterator[None]:
@@ -228,32 +274,45 @@ class RandomStreams:
                 "give set_states() what get_states() returns"
             )
         self._store_live()
-        _set_live_state(self._states[name])
+        self._go_on_from(name)
         self._entered.append(name)
         try:
             yield
         finally:
             self._store_live()
             self._entered.pop()
-            _set_live_state(self._states[self._entered[-1] if self._entered else _DEFAULT])
+            self._go_on_from(self._entered[-1] if self._entered else _DEFAULT)
             if not self._entered:
                 del self._states[_DEFAULT]
 
     def snapshot(self) -> RandomState:
         """The state of the default generators and of all streams, on every device, and which streams are in use."""
         # States are replaced and never written to, so that a shallow copy is enough.
-        return RandomState(_live_state(), dict(self._states), tuple(self._entered), frozenset(self._seeds))
+        live, states = _live_state(self.use_cudagraphable_rng), dict(self._states)
+        generators = [state["cuda"] for state in (live, *states.values()) if "cuda" in state]
+        return RandomState(
+            live,
+            states,
+            tuple(self._entered),
+            frozenset(self._seeds),
+            tuple((each, each.get_state()) for each in generators if isinstance(each, torch.Generator)),
+        )
 
     def restore(self, state: RandomState) -> None:
         """Go back to ``snapshot``'s state."""
         self._states = dict(state.states)
         self._entered = list(state.entered)
         self._seeds = set(state.seeds)
-        _set_live_state(state.live)
+        for generator, value in state.generators:
+            generator.set_state(value)
+        _set_live_state(state.live, self.use_cudagraphable_rng)
 
     def _store_live(self) -> None:
         name = self._entered[-1] if self._entered else _DEFAULT
-        self._states[name] = _live_state()
+        self._states[name] = _live_state(self.use_cudagraphable_rng)
+
+    def _go_on_from(self, name: str) -> None:
+        _set_live_state(self._states[name], self.use_cudagraphable_rng)
 
 
 @dataclass
@@ -271,6 +330,11 @@ _AMBIENT = _Ambient(RandomStreams())
 def streams() -> RandomStreams:
     """The ambient streams."""
     return _AMBIENT.streams
+
+
+def streams_are_chosen() -> bool:
+    """Whether a program has said which kind of ambient streams it wants, or made one."""
+    return _AMBIENT.chosen or streams().is_initialized()
 
 
 def choose_streams(

@@ -8,7 +8,8 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from shardwise import parallel_state
 from shardwise.communication import collectives
 from shardwise.errors import DataError, DesyncError, TopologyError
-from shardwise.tensor_parallel.data import broadcast_data
+from shardwise.tensor_parallel import data as data_module
+from shardwise.tensor_parallel.data import _build_key_size_numel_dictionaries, _check_data_types, broadcast_data
 
 
 def batch(dtype):
@@ -131,3 +132,18 @@ def test_ranks_that_ask_for_different_things(group, what):
 def test_a_group_is_needed():
     with pytest.raises(TopologyError, match="no group was given"):
         broadcast_data(["a"], {"a": torch.ones(2)}, torch.float32)
+
+
+@pytest.mark.ranks(2)
+def test_its_steps_by_their_names(group):
+    parallel_state.initialize_model_parallel(2)
+    data = {"a": torch.ones(2, 3), "b": torch.zeros(0, 4), "c": torch.tensor(7.0), "d": torch.ones(1, 1, 1, 1, 1, 2)}
+    shapes, numels, total = _build_key_size_numel_dictionaries(list(data), data if group.rank() == 0 else None)
+    assert shapes == {key: list(tensor.shape) for key, tensor in data.items()}
+    assert (numels, total) == ({"a": 6, "b": 0, "c": 1, "d": 2}, 9)
+    with pytest.raises(AssertionError, match=r"has no 'e', only \['a', 'b', 'c', 'd'\]"):
+        _build_key_size_numel_dictionaries(["e"], data, group)
+    _check_data_types(["a", "b"], data, torch.float32)
+    with pytest.raises(AssertionError, match=r"'a' is of torch.float32; all of \['a'\] must be of torch.int64"):
+        _check_data_types(["a"], data, torch.int64)
+    assert data_module._MAX_DATA_DIM == 5

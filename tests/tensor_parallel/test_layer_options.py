@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError, ShardingError, TopologyError
 from shardwise.initialization import Normal
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.sharding import ParamLayout, ParamShard
+from shardwise.tensor_parallel import layers
 from shardwise.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -185,18 +186,25 @@ class TestAttributes:
             "embedding.weight": (True, 0, 1, True, False),
         }
 
-    def test_are_set_once(self):
+    @pytest.mark.ranks(2)
+    def test_are_set_once(self, group):
         tensor = torch.zeros(3)
         set_tensor_model_parallel_attributes(tensor, True, 1, 2)
-        set_tensor_model_parallel_attributes(tensor, True, 1, 2)
-        for other, message in (
-            ((False, 1, 2), "tensor_model_parallel=True, which cannot become False"),
-            ((True, 0, 2), "partition_dim=1, which cannot become 0"),
-            ((True, 1, 1), "partition_stride=2, which cannot become 1"),
+        layer = column(group)
+        qkv = torch.zeros(3)
+        qkv.is_qkv = True
+        for marked, name in (
+            (tensor, "tensor_model_parallel"),
+            (layer.weight, "tensor_model_parallel"),
+            (qkv, "is_qkv"),
         ):
-            with pytest.raises(ConfigError, match=message):
-                set_tensor_model_parallel_attributes(tensor, *other)
-            assert attributes(tensor) == (True, 1, 2)
+            with pytest.raises(AssertionError, match=f"already marked {name}=True; mark it once"):
+                set_tensor_model_parallel_attributes(marked, True, 1, 2)
+        assert attributes(tensor) == (True, 1, 2)
+        assert not hasattr(qkv, "partition_dim")
+        # Initial values anew leave the marks as they are.
+        layer.reset_parameters()
+        assert attributes(layer.weight) == (True, 0, 1)
 
     def test_defaults_and_copies(self):
         tensor, other = torch.zeros(3), torch.zeros(4)
@@ -207,6 +215,11 @@ class TestAttributes:
         assert attributes(tensor) == (False, 1, 1)
         copy_tensor_model_parallel_attributes(other, tensor)
         assert attributes(other) == (False, 1, 1)
+        # As Megatron's dict has them, which programs read.
+        defaults = layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
+        assert list(defaults) == ["expert_tp", "is_qkv", "tensor_model_parallel", "partition_dim", "partition_stride"]
+        assert list(defaults.values()) == [False, False, False, -1, 1]
+        assert vars(other) == defaults | {"partition_dim": 1}
 
     @pytest.mark.ranks(2)
     def test_duplicates(self, group):

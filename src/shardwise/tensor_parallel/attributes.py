@@ -6,13 +6,19 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
 from shardwise import parallel_state
 from shardwise.errors import AssertedConfigError
 from shardwise.sharding import ParamLayout
 
-_DEFAULTS: dict[str, Any] = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+# Imported by programs in spite of the underscore.
+_MODEL_PARALLEL_ATTRIBUTE_DEFAULTS: dict[str, Any] = {
+    "expert_tp": False,
+    "is_qkv": False,
+    "tensor_model_parallel": False,
+    "partition_dim": -1,
+    "partition_stride": 1,
+}
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
@@ -25,29 +31,27 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
         stride: number of sections split by themselves.
 
     Raises:
-        AssertedConfigError: the tensor is marked otherwise already; nothing is changed.
+        AssertedConfigError: the tensor is marked already; nothing is changed.
     """
-    wanted = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
-    for name, value in wanted.items():
-        if getattr(tensor, name, value) != value:
+    for name in _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS:
+        if hasattr(tensor, name):
             raise AssertedConfigError(
-                f"the tensor of shape {list(tensor.shape)} is already marked {name}={getattr(tensor, name)}, which "
-                f"cannot become {value}; delete the attribute first if it is wrong"
+                f"the tensor of shape {list(tensor.shape)} is already marked {name}={getattr(tensor, name)}; mark it "
+                "once, and delete the attribute first if it is wrong"
             )
-    for name, value in wanted.items():
-        setattr(tensor, name, value)
+    _mark(tensor, is_parallel, dim, stride)
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
     """Mark a tensor as one that every rank holds whole, where it is not marked yet."""
-    for name, value in _DEFAULTS.items():
+    for name, value in _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
     """Give ``destination_tensor`` the marks of ``source_tensor``, those that it has."""
-    for name in _DEFAULTS:
+    for name in _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
 
@@ -71,7 +75,10 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup
     return rank == 0
 
 
-def mark_parameter(param: Parameter, layout: ParamLayout) -> None:
-    """``set_tensor_model_parallel_attributes`` by a layout."""
-    is_split = layout.dim is not None
-    set_tensor_model_parallel_attributes(param, is_split, -1 if layout.dim is None else layout.dim, layout.stride)
+def mark_parameter(param: Tensor, layout: ParamLayout) -> None:
+    """Mark a parameter by its layout, whatever its marks were: as when a layer is given initial values again."""
+    _mark(param, layout.dim is not None, -1 if layout.dim is None else layout.dim, layout.stride)
+
+
+def _mark(tensor: Any, is_parallel: bool, dim: int, stride: int) -> None:
+    tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride

@@ -20,6 +20,9 @@ from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 __all__ = ["broadcast_data"]
 
+# Imported by programs in spite of the underscore; tensors here may have any number of dimensions.
+_MAX_DATA_DIM = 5
+
 
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, tp_group: ProcessGroup | None = None
@@ -48,6 +51,37 @@ def broadcast_data(
     """
     group = resolve_tensor_model_parallel_group(tp_group)
     keys = list(keys)
+    shapes, payload = _exchange_shapes(keys, data, datatype, group)
+    sizes = [math.prod(shape) for shape in shapes]
+    if group.rank() != 0:
+        payload = torch.empty(sum(sizes), dtype=datatype, device=payload.device)
+    if payload.numel():
+        # As bytes: no backend knows every dtype.
+        collectives.broadcast_(payload.view(torch.uint8), group=group)
+    parts = payload.split(sizes)
+    return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+
+
+def _build_key_size_numel_dictionaries(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, tp_group: ProcessGroup | None = None
+) -> tuple[dict[str, list[int]], dict[str, int], int]:
+    """The shapes of the first rank's tensors, their numbers of elements, and the sum of these, on every rank.
+
+    Collective, as ``broadcast_data`` without the values.
+    """
+    keys = list(keys)
+    shapes, _ = _exchange_shapes(keys, data, None, resolve_tensor_model_parallel_group(tp_group))
+    sizes = {key: math.prod(shape) for key, shape in zip(keys, shapes, strict=True)}
+    return dict(zip(keys, shapes, strict=True)), sizes, sum(sizes.values())
+
+
+def _exchange_shapes(
+    keys: list[str], data: Any, datatype: torch.dtype | None, group: ProcessGroup
+) -> tuple[list[list[int]], Tensor]:
+    """The shapes of the first rank's tensors, on every rank, and on the first rank all their values, if of one dtype.
+
+    What is wrong with them is the same error on every rank.
+    """
     device = device_of(group)
     error: Exception | None = None
     header, payload = b"", torch.empty(0, dtype=datatype, device=device)
@@ -55,8 +89,9 @@ def broadcast_data(
         try:
             tensors = _checked(keys, data, datatype)
             header = json.dumps([list(tensor.shape) for tensor in tensors]).encode()
-            # A copy in any case, so that what is returned is nobody's input.
-            payload = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors] or [payload])
+            if datatype is not None:
+                # A copy in any case, so that what is returned is nobody's input.
+                payload = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors] or [payload])
         except Exception as caught:
             error = caught
             header = str(caught if isinstance(caught, DataError) else f"broadcast_data: {caught!r}").encode()
@@ -73,18 +108,15 @@ def broadcast_data(
     header = bytes(collectives.broadcast_(packed, group=group).tolist())
     if failed[0]:
         raise error if isinstance(error, DataError) else AssertedDataError(header.decode()) from error
-    shapes = json.loads(header)
-    sizes = [math.prod(shape) for shape in shapes]
-    if group.rank() != 0:
-        payload = torch.empty(sum(sizes), dtype=datatype, device=device)
-    if payload.numel():
-        # As bytes: no backend knows every dtype.
-        collectives.broadcast_(payload.view(torch.uint8), group=group)
-    parts = payload.split(sizes)
-    return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+    return json.loads(header), payload
 
 
-def _checked(keys: Sequence[str], data: Any, datatype: torch.dtype) -> list[Tensor]:
+def _check_data_types(keys: Sequence[str], data: Mapping[str, Tensor], target_dtype: torch.dtype) -> None:
+    """Raise AssertedDataError unless ``data`` has a tensor of ``target_dtype`` for each of ``keys``."""
+    _checked(keys, data, target_dtype)
+
+
+def _checked(keys: Sequence[str], data: Any, datatype: torch.dtype | None) -> list[Tensor]:
     if not isinstance(data, Mapping):
         raise AssertedDataError(
             f"broadcast_data: the group's first rank has {type(data).__name__} in place of a dict of tensors"
@@ -98,9 +130,9 @@ def _checked(keys: Sequence[str], data: Any, datatype: torch.dtype) -> list[Tens
         tensor = data[key]
         if not isinstance(tensor, Tensor):
             raise AssertedDataError(
-                f"broadcast_data: {key!r} is of {type(tensor).__name__}; it must be a tensor of {datatype}"
+                f"broadcast_data: {key!r} is of {type(tensor).__name__}; it must be a tensor of {datatype or 'a dtype'}"
             )
-        if tensor.dtype != datatype:
+        if datatype is not None and tensor.dtype != datatype:
             raise AssertedDataError(
                 f"broadcast_data: {key!r} is of {tensor.dtype}; all of {keys} must be of {datatype}"
             )

@@ -6,6 +6,7 @@ Weights start with the values of the dense layer, whatever the number of ranks (
 
 from shardwise.layers.module import named_param_layouts
 from shardwise.tensor_parallel.attributes import (
+    _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS,  # noqa: F401 (programs import it from here)
     copy_tensor_model_parallel_attributes,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,

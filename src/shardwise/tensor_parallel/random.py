@@ -6,6 +6,7 @@ The names say "cuda" for compatibility; the streams are those of whatever device
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError
+from shardwise.errors import AssertedConfigError, ConfigError
 from shardwise.random import (
     DATA_PARALLEL_STREAM,
     EXPERT_PARALLEL_STREAM,
@@ -22,9 +23,12 @@ from shardwise.random import (
     RandomStreams,
     Rule,
     choose_streams,
+    default_state,
     generator_in,
     seed_streams,
+    set_default_state,
     streams,
+    streams_are_chosen,
 )
 from shardwise.recompute import is_checkpointing
 from shardwise.tensor_parallel.recomputation import (
@@ -68,18 +72,15 @@ def initialize_rng_tracker(
     """Choose the kind of the ambient random streams; a later choice changes nothing unless forced.
 
     Args:
-        use_te_rng_tracker: not offered.
+        use_te_rng_tracker: accepted with a warning; Transformer Engine's streams are not used here.
         inference_rng_tracker: streams that do nothing, for programs that draw no random numbers.
         use_cudagraphable_rng: see ``CudaRNGStatesTracker``.
         force_reset: forget the ambient streams and choose anew.
-
-    Raises:
-        ConfigError: ``use_te_rng_tracker``, or ``use_cudagraphable_rng`` where CUDA is in use.
     """
     if use_te_rng_tracker:
-        raise ConfigError(
-            "use_te_rng_tracker=True asks for Transformer Engine's random streams, which are not used here; "
-            "leave it False"
+        warnings.warn(
+            "use_te_rng_tracker=True asks for Transformer Engine's random streams; this library's own are used instead",
+            stacklevel=2,
         )
     choose_streams(
         use_cudagraphable_rng=use_cudagraphable_rng,
@@ -94,6 +95,52 @@ def get_cuda_rng_tracker(
     """The ambient random streams; the arguments are those of ``initialize_rng_tracker``, which is called first."""
     initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     return streams()
+
+
+# The next four are imported by programs in spite of the underscore.
+
+
+def _get_cuda_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
+    """The state of the default generator of ``device`` or, where CUDA is not in use, of the CPU.
+
+    Args:
+        device: which GPU.
+        clone: with ``graph_safe``, a generator of its own in that state.
+        graph_safe: a ``torch.Generator`` in place of a tensor.
+    """
+    state = default_state(device, graphable=graph_safe)
+    return state.clone_state() if graph_safe and clone and state.device.type == "cuda" else state
+
+
+def _set_cuda_rng_state(new_state: Tensor | torch.Generator, device: Any = -1, graph_safe: bool = False) -> None:
+    """Set the default generator of the device that ``new_state`` is of.
+
+    Args:
+        new_state: as ``_get_cuda_rng_state`` returns it.
+        device: which GPU; the current one if -1.
+        graph_safe: not used; a generator says it by itself.
+
+    Raises:
+        ConfigError: ``new_state`` is neither a tensor nor a generator.
+    """
+    set_default_state(new_state, "cuda" if device == -1 else device)
+
+
+def _get_all_rng_states() -> tuple[Tensor, Any, dict[str, Any]]:
+    """The states of the CPU's default generator, of the computing device's, and of each ambient stream."""
+    tracker = streams()
+    return torch.get_rng_state(), default_state(graphable=tracker.use_cudagraphable_rng), tracker.get_states()
+
+
+def _set_all_rng_states(cpu_rng_state: Tensor, cuda_rng_state: Any, cuda_rng_state_tracker: dict[str, Any]) -> None:
+    """Go back to what ``_get_all_rng_states`` returned.
+
+    Raises:
+        ConfigError: a stream is in use.
+    """
+    streams().set_states(cuda_rng_state_tracker)
+    set_default_state(cuda_rng_state)
+    torch.set_rng_state(cpu_rng_state)
 
 
 @contextmanager
@@ -114,7 +161,15 @@ def __getattr__(name: str) -> Any:
 
 
 def get_all_rng_states() -> dict[str, Any]:
-    """The state of each ambient stream; see ``CudaRNGStatesTracker.get_states``."""
+    """The state of each ambient stream; see ``CudaRNGStatesTracker.get_states``.
+
+    Raises:
+        AssertedConfigError: no stream was made and no kind of streams chosen yet.
+    """
+    if not streams_are_chosen():
+        raise AssertedConfigError(
+            "there are no random streams yet; call model_parallel_cuda_manual_seed() or initialize_rng_tracker() first"
+        )
     return streams().get_states()
 
 
@@ -162,7 +217,8 @@ def model_parallel_cuda_manual_seed(
 
     The data-parallel stream is seeded with ``seed``, the tensor-parallel one with ``seed + 2718 + tp_rank``, the expert
     one with ``seed + 1024 + 100 * ep_rank + etp_rank`` (where that sum is another rank's tensor-parallel seed, the
-    expert stream draws other numbers than it). The GPU's default generator, if CUDA is in use, is seeded with ``seed``.
+    expert stream draws other numbers than it). The GPU's default generator is seeded with ``seed``, now or when the
+    program first uses CUDA.
 
     Args:
         seed: the same on every rank.
@@ -178,7 +234,7 @@ def model_parallel_cuda_manual_seed(
 
     Raises:
         TopologyError: no ``tp_rank`` given and no topology initialised.
-        ConfigError: ``rng`` is neither; a stream is in use; ``te_rng_tracker``.
+        ConfigError: ``rng`` is neither; a stream is in use.
     """
     if tp_rank is None:
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -187,5 +243,4 @@ def model_parallel_cuda_manual_seed(
         etp_rank = parallel_state.get_expert_tensor_parallel_rank() if etp_rank is None else etp_rank
     initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
     seed_streams(seed, tp_rank, ep_rank=ep_rank or 0, etp_rank=etp_rank, rng=rng)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    torch.cuda.manual_seed(seed)

@@ -1,0 +1,106 @@
+"""Random streams by the names and habits of programs written for Megatron."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.parity import assert_bit_equal
+
+from shardwise import parallel_state, random
+from shardwise.errors import AssertedConfigError, ConfigError
+from shardwise.tensor_parallel.random import (
+    _get_all_rng_states,
+    _get_cuda_rng_state,
+    _set_all_rng_states,
+    _set_cuda_rng_state,
+    get_all_rng_states,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+
+
+def begin_anew(monkeypatch):
+    """As in a program that has not said anything about random streams."""
+    monkeypatch.setattr(random, "_AMBIENT", random._Ambient(random.RandomStreams()))
+
+
+def every_ranks(tensor, group):
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
+@pytest.mark.ranks(2)
+def test_without_transformer_engine_the_streams_are_our_own(group, monkeypatch):
+    begin_anew(monkeypatch)
+    parallel_state.initialize_model_parallel(2)
+    with pytest.warns(UserWarning, match="use_te_rng_tracker=True .* this library's own are used instead"):
+        model_parallel_cuda_manual_seed(5, te_rng_tracker=True)
+    with get_cuda_rng_tracker().fork():
+        own = torch.rand(4)
+    assert_bit_equal(own, torch.rand(4, generator=torch.Generator().manual_seed(5 + 2718 + group.rank())))
+    with get_cuda_rng_tracker().fork("data-parallel-rng"):
+        shared = every_ranks(torch.rand(4), group)
+    assert_bit_equal(*shared)
+
+
+@pytest.mark.ranks(2)
+def test_states_before_there_are_any(group, monkeypatch):
+    begin_anew(monkeypatch)
+    with pytest.raises(AssertedConfigError, match="no random streams yet; call model_parallel_cuda_manual_seed"):
+        get_all_rng_states()
+    tracker = get_cuda_rng_tracker()
+    assert get_all_rng_states() == {}
+    assert not tracker.is_initialized()
+    tracker.set_states({})
+    assert tracker.is_initialized()
+    tracker.reset()
+    assert not tracker.is_initialized()
+
+
+@pytest.mark.ranks(2)
+def test_all_states_taken_and_given_back(group, monkeypatch):
+    begin_anew(monkeypatch)
+    parallel_state.initialize_model_parallel(2)
+    model_parallel_cuda_manual_seed(5)
+
+    def draw():
+        with get_cuda_rng_tracker().fork():
+            inside = torch.rand(4)
+        return torch.cat([inside, torch.rand(4)])
+
+    cpu, device, streams = states = _get_all_rng_states()
+    assert_bit_equal(cpu, torch.get_rng_state())
+    assert_bit_equal(device, cpu)
+    assert streams.keys() == get_all_rng_states().keys()
+    first = draw()
+    assert not torch.equal(draw(), first)
+    _set_all_rng_states(*states)
+    assert_bit_equal(draw(), first)
+    # The stream is each rank's own.
+    assert not torch.equal(*every_ranks(first, group))
+    with get_cuda_rng_tracker().fork(), pytest.raises(ConfigError, match="cannot set the random streams while"):
+        _set_all_rng_states(*states)
+
+
+@pytest.mark.ranks(2)
+def test_the_state_of_the_device_that_computes(group):
+    before = torch.get_rng_state()
+    state, generator = _get_cuda_rng_state(), _get_cuda_rng_state(clone=True, graph_safe=True)
+    expected = torch.rand(4)
+    for given, options in ((state, {}), (generator, {"graph_safe": True, "device": 0})):
+        _set_cuda_rng_state(given, **options)
+        assert_bit_equal(torch.rand(4), expected)
+    assert_bit_equal(generator.get_state(), before)
+    assert_bit_equal(torch.rand(4, generator=generator), expected)
+    with pytest.raises(ConfigError, match=r"a tensor or a torch\.Generator, not int"):
+        _set_cuda_rng_state(7)
+
+
+@pytest.mark.ranks(2)
+def test_the_gpu_is_seeded_before_it_is_used(group, monkeypatch):
+    begin_anew(monkeypatch)
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    parallel_state.initialize_model_parallel(2)
+    model_parallel_cuda_manual_seed(41)
+    assert seeds == [41]
