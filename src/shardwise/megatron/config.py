@@ -115,7 +115,11 @@ class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
         for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
             if getattr(self, name) and self.params_dtype != dtype:
                 _say_once(name, "layers go by params_dtype; give it that dtype too")
-        if self.cross_entropy_fusion_impl not in ("native", "te", "linear"):
+        if self.cross_entropy_fusion_impl == "te":
+            _say_once(
+                "cross_entropy_fusion_impl='te'", "Transformer Engine is not used, and the one loss is fused anyway"
+            )
+        elif self.cross_entropy_fusion_impl not in ("native", "linear"):
             raise ConfigError(
                 f"cross_entropy_fusion_impl is {self.cross_entropy_fusion_impl!r}; it must be 'native', "
                 "'te' or 'linear'"

@@ -24,7 +24,7 @@ class BertModel(MegatronTransformer, Bert):
         vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
             share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, add_binary_head,
             rope_scaling, vp_stage: as ``Bert``.
-        fp16_lm_cross_entropy: accepted for programs that set it; the loss is in fp32 or wider always.
+        fp16_lm_cross_entropy: accepted with a warning; the loss is in fp32 or wider always.
         pg_collection: process groups; the ambient topology's if None.
 
     Attributes:
@@ -56,8 +56,7 @@ class BertModel(MegatronTransformer, Bert):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        groups = self._enter(pg_collection)
-        self._check_config(config, groups)
+        groups = self._begin(config, transformer_layer_spec, fp16_lm_cross_entropy, pg_collection)
         Bert.__init__(
             self,
             config,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from shardwise.errors import ConfigError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.transformer import MegatronTransformer
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.embedding import PositionEmbedding
 from shardwise.models.gpt import GPT
+from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.rotary import RotaryScaling
 
@@ -22,7 +26,7 @@ class GPTModel(MegatronTransformer, GPT):
         vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
             share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, rope_scaling,
             vp_stage: as ``GPT``.
-        fp16_lm_cross_entropy: accepted for programs that set it; the loss is in fp32 or wider always.
+        fp16_lm_cross_entropy: accepted with a warning; the loss is in fp32 or wider always.
         pg_collection: process groups; the ambient topology's if None.
 
     Attributes:
@@ -52,8 +56,7 @@ class GPTModel(MegatronTransformer, GPT):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        groups = self._enter(pg_collection)
-        self._check_config(config, groups)
+        groups = self._begin(config, transformer_layer_spec, fp16_lm_cross_entropy, pg_collection)
         GPT.__init__(
             self,
             config,
@@ -70,4 +73,41 @@ class GPTModel(MegatronTransformer, GPT):
             rotary_base=rotary_base,
             rope_scaling=rope_scaling,
             vp_stage=vp_stage,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        inference_context: KeyValueCache | None = None,
+        loss_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """As ``GPT``'s, with Megatron's names.
+
+        Args:
+            input_ids, position_ids, attention_mask, labels, document_ids, cache: as there.
+            inference_context: a cache, under Megatron's name for what generation goes on from.
+            loss_mask: accepted; the loss of each token is returned, and the program weighs it, as with Megatron's.
+
+        Returns:
+            As there.
+
+        Raises:
+            ConfigError: ``inference_context`` is no key-value cache; there is another ``cache``.
+        """
+        if inference_context is not None:
+            if cache is not None or not callable(getattr(inference_context, "append", None)):
+                raise ConfigError(
+                    f"inference_context is of {type(inference_context).__name__}"
+                    f"{' beside a cache' if cache is not None else ''}; give a key-value cache such as "
+                    "shardwise.inference.PreallocatedCache, once"
+                )
+            cache = inference_context
+        return GPT.forward(
+            self, input_ids, position_ids, attention_mask, labels, document_ids=document_ids, cache=cache
         )

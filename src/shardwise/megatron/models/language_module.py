@@ -53,6 +53,14 @@ class LanguageModule(LanguageModel):
         optional = {name: getattr(self.pg_collection, name, None) for name in ("pp", "dp", "embd")}
         return Groups(tp=resolve_tensor_model_parallel_group(getattr(self.pg_collection, "tp", None)), **optional)
 
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """``state_dict``, which a program's own model may override for its checkpoints."""
+        state: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
+        return state
+
+    def set_is_first_microbatch(self) -> None:
+        """Nothing happens: the flag is for caches of fp8 weights, which the config refuses."""
+
     def _set_attention_backend(self) -> None:
         """Refuse a ``config.attention_backend`` that does not work on the device where parameters are made.
 

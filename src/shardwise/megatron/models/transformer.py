@@ -9,12 +9,13 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 from shardwise.layers import ShardedModule
-from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.config import TransformerConfig, _say_once
 from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.tensor_parallel import ColumnParallelLinear
 from shardwise.tensor_parallel.attributes import mark_parameter
 from shardwise.topology import Groups
+from shardwise.transformer.layer import TransformerLayerSpec
 
 
 class MegatronTransformer(LanguageModule):
@@ -31,9 +32,22 @@ class MegatronTransformer(LanguageModule):
         self.grad_output_buffer: list[Tensor] | None = None
         return groups
 
-    @staticmethod
-    def _check_config(config: TransformerConfig, groups: Groups) -> None:
-        """Say of a config what the engine's does not have; for the constructor of a model."""
+    def _begin(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: TransformerLayerSpec | None,
+        fp16_lm_cross_entropy: bool,
+        pg_collection: ProcessGroupCollection | None,
+    ) -> Groups:
+        """The groups of a model that is being constructed, after checking what the engine's does not have."""
+        groups = self._enter(pg_collection)
+        if transformer_layer_spec is None:
+            raise ConfigError(
+                "transformer_layer_spec is None; say what a layer is made of, such as "
+                "shardwise.transformer.layer.TransformerLayerSpec()"
+            )
+        if fp16_lm_cross_entropy:
+            _say_once("fp16_lm_cross_entropy", "the loss is in fp32 or wider")
         if config.context_parallel_size > 1:
             raise ConfigError(
                 f"context_parallel_size is {config.context_parallel_size}, and attention here needs the whole "
@@ -45,6 +59,7 @@ class MegatronTransformer(LanguageModule):
                 "sequence parallelism is off in this model",
                 stacklevel=3,
             )
+        return groups
 
     def _make_output_layer(self, vocab_size: int, bias: bool) -> ColumnParallelLinear:
         model: Any = self
