@@ -15,17 +15,8 @@ import pytest
 
 SIGNATURES = json.loads((Path(__file__).parent / "signatures.json").read_text())
 GUIDE = (Path(__file__).parents[1] / "docs" / "porting.md").read_text()
-# An issue of its own.
-LATER = ("shardwise.tensor_parallel.inference_layers",)
-LATER_NAMES = ("InferenceLayerNormColumnParallelLinear", "InferenceRowParallelLinear")
 
-NAMES = [
-    (module, name, parameters)
-    for module, names in SIGNATURES.items()
-    if module not in LATER
-    for name, parameters in names.items()
-    if name not in LATER_NAMES
-]
+NAMES = [(module, name, parameters) for module, names in SIGNATURES.items() for name, parameters in names.items()]
 MODULES = sorted({module for module, _, _ in NAMES})
 MODELS = ("shardwise.megatron.models.bert", "shardwise.megatron.models.embedding", "shardwise.megatron.models.gpt")
 

@@ -1,5 +1,6 @@
 """The ambient topology: its getters tell what the topology is, before, while and after there is one."""
 
+import functools
 import inspect
 import os
 from pathlib import Path
@@ -11,10 +12,10 @@ import torch.distributed as dist
 from shardwise import parallel_state as ps
 from shardwise.communication import collectives
 from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.communication.transports.shared_memory import why_not_here
 from shardwise.errors import ConfigError, NotInitializedError, TopologyError
 from shardwise.parallel_state import reference_globals
-from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
 
 GROUPS = {
     "get_tensor_model_parallel_group": "tp",
@@ -529,27 +530,47 @@ def test_memory_is_used_again_and_grows():
     assert buffer.get_tensor((0, 4), torch.float32, "mpu").shape == (0, 4)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is symmetric memory between CUDA devices")
 @pytest.mark.ranks(2)
-def test_symmetric_memory_needs_cuda(group):
+def test_symmetric_memory_on_a_cpu_is_ordinary_memory(group):
     with pytest.raises(NotInitializedError):
         ps.get_global_symmetric_memory_buffer()
     ps.initialize_model_parallel(2)
-    with pytest.raises(TopologyError, match=f"between CUDA devices, and rank {group.rank()} of the group has none"):
-        ps.get_global_symmetric_memory_buffer()
+    buffer = ps.get_global_symmetric_memory_buffer()
+    assert buffer is ps.get_global_symmetric_memory_buffer()
+    handed = buffer.maybe_get_tensor((3, 5), torch.bfloat16)
+    assert (handed["tensor"].shape, handed["tensor"].dtype) == ((3, 5), torch.bfloat16)
+    assert (handed["handle"].rank, handed["handle"].world_size) == (group.rank(), 2)
+    assert handed["handle"].why == "symmetric memory is memory of CUDA devices, and this is a cpu"
+    assert not buffer.is_symmetric
+    assert buffer.maybe_get_tensor([2**25], torch.float64)["tensor"].data_ptr() == handed["tensor"].data_ptr()
+    assert buffer.maybe_get_tensor((2**25 + 1,), torch.float64) == {"tensor": None, "handle": None}
     ps.destroy_global_symmetric_memory_buffer()
+    assert ps.get_global_symmetric_memory_buffer() is not buffer
 
 
-def test_symmetric_memory_is_handed_out_from_one_block(monkeypatch):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("failing", [None, "rendezvous", "empty"])
+def test_symmetric_memory_of_cuda_devices_or_the_reason_why_not(group, monkeypatch, failing):
     from torch.distributed import _symmetric_memory
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    def fails(*args, **options):
+        raise RuntimeError("no such device\nand more")
+
     monkeypatch.setattr(_symmetric_memory, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
     monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda tensor, group: (tensor.data_ptr(), group))
-    buffer = GlobalSymmetricMemoryBuffer(1, "a group")
+    # On one rank only: all of them must come to the same decision.
+    if failing is not None and group.rank() == 1:
+        monkeypatch.setattr(_symmetric_memory, failing, fails)
+    monkeypatch.setattr(torch, "empty", functools.partial(_on_cpu, torch.empty))
+    buffer = GlobalSymmetricMemoryBuffer(1, group, torch.device("cuda", 0))
     handed = buffer.maybe_get_tensor((3, 5), torch.bfloat16)
-    assert handed["handle"] == (handed["tensor"].data_ptr(), "a group")
-    assert (handed["tensor"].shape, handed["tensor"].dtype) == ((3, 5), torch.bfloat16)
-    assert buffer.maybe_get_tensor([2**17], torch.float64)["tensor"].data_ptr() == handed["tensor"].data_ptr()
-    assert buffer.maybe_get_tensor((2**17 + 1,), torch.float64) == {"tensor": None, "handle": None}
+    assert buffer.is_symmetric == (failing is None)
+    if failing is None:
+        assert handed["handle"] == (handed["tensor"].data_ptr(), group)
+    else:
+        step = {"empty": "allocation", "rendezvous": "rendezvous"}[failing]
+        assert handed["handle"].why == f"{step} of symmetric memory failed: no such device"
+
+
+def _on_cpu(empty, *size, device=None, **options):
+    return empty(*size, **options)

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed import ProcessGroup
 
 from shardwise.communication.buffers import GlobalMemoryBuffer
 
 if TYPE_CHECKING:
+    from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
     from shardwise.communication.transports.shared_memory import SharedMemory
 
 
@@ -27,6 +29,7 @@ class GroupContext:
         channel: the memory that the ranks share; None if they share none, or have not tried.
         has_tried_to_share: the ranks have found out whether they share memory.
         time_limits: by type of device, how long a rank waits for another; None where waiting is the stream's affair.
+        symmetric_buffers: by device, memory that the ranks reach in each other, where they can.
         num_messages: how many messages between two ranks this rank has sent and received.
     """
 
@@ -35,6 +38,7 @@ class GroupContext:
     channel: SharedMemory | None = None
     has_tried_to_share: bool = False
     time_limits: dict[str, datetime.timedelta | None] = field(default_factory=dict)
+    symmetric_buffers: dict[torch.device, GlobalSymmetricMemoryBuffer] = field(default_factory=dict)
     num_messages: int = 0
 
 

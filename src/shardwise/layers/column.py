@@ -134,6 +134,19 @@ class ColumnLinear(ParallelLinear):
     def _apply_linear(
         self, input_: Tensor, weight: Tensor | None, bias: Tensor | None, sequence_length: int | None
     ) -> Tensor:
+        weight = self._checked_weight(input_, weight)
+        return tensor_parallel_linear(
+            input_,
+            weight,
+            bias,
+            parallelism=self.parallelism,
+            group=self.group,
+            sequence_length=sequence_length,
+            weight_gradient=self._weight_gradient(weight),
+        )
+
+    def _checked_weight(self, input_: Tensor, weight: Tensor | None) -> Tensor:
+        """The layer's own weight if ``weight`` is None; an error for one of another shape, or an input that is."""
         if input_.shape[-1:] != (self.in_features,):
             raise self._wrong_width(input_, self.in_features)
         if weight is None:
@@ -144,15 +157,7 @@ class ColumnLinear(ParallelLinear):
             raise WeightError(
                 f"the weight has shape {list(weight.shape)}; rank {self.group.rank()} needs {list(self.weight_shape)}"
             )
-        return tensor_parallel_linear(
-            input_,
-            weight,
-            bias,
-            parallelism=self.parallelism,
-            group=self.group,
-            sequence_length=sequence_length,
-            weight_gradient=self._weight_gradient(weight),
-        )
+        return weight
 
     def gather(self, output: Tensor) -> Tensor:
         """The whole output ``[s, b, o]`` of this rank's part ``[s, b, o/t]``, the same on every rank.

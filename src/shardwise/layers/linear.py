@@ -180,14 +180,9 @@ def tensor_parallel_linear(
     if group is None or group.size() == 1:
         parallelism = LinearParallelism.LOCAL
     sizes: Sizes = None
-    if sequence_length is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
+    if parallelism is LinearParallelism.COLUMN_SEQUENCE:
         assert group is not None
-        sizes = uneven_sizes(sequence_length, group.size())
-        if sizes is None and input_.size(0) * group.size() != sequence_length:
-            raise ShardingError(
-                f"rank {group.rank()} of {group.size()} has {input_.size(0)} positions of a sequence of "
-                f"{sequence_length}; it should have {sequence_length // group.size()}"
-            )
+        sizes = shard_sizes(input_, sequence_length, group)
     local = parallelism is LinearParallelism.LOCAL
     if (local and weight_gradient is None) or not torch.is_grad_enabled():
         # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
@@ -208,6 +203,28 @@ def tensor_parallel_linear(
     if parallelism is LinearParallelism.ROW:
         return moves.reduce(output, group=group)
     return moves.reduce_scatter(output, dim=0, group=group)
+
+
+def shard_sizes(shard: Tensor, sequence_length: int | None, group: ProcessGroup) -> Sizes:
+    """How many positions of a sequence each rank holds; None where all hold as many.
+
+    Args:
+        shard: ``[s/t, ...]``.
+        sequence_length: ``s``, by the balanced rule; None if all ranks hold as many.
+        group: the ranks that hold the sequence.
+
+    Raises:
+        ShardingError: ``sequence_length`` does not fit this rank's shard.
+    """
+    if sequence_length is None:
+        return None
+    sizes = uneven_sizes(sequence_length, group.size())
+    if sizes is None and shard.size(0) * group.size() != sequence_length:
+        raise ShardingError(
+            f"rank {group.rank()} of {group.size()} has {shard.size(0)} positions of a sequence of "
+            f"{sequence_length}; it should have {sequence_length // group.size()}"
+        )
+    return sizes
 
 
 def _multiply_and_reduce(

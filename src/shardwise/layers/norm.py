@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.config import ModelConfig
+from shardwise.config import ModelConfig, Normalization
+from shardwise.errors import ConfigError
 from shardwise.kernels.rms_norm import rms_norm
 
 
@@ -42,12 +45,54 @@ class ZeroCenteredRMSNorm(RMSNorm):
         return rms_norm(input_, self.weight + 1, self.eps)
 
 
-_NORMS: dict[tuple[str, bool], type[nn.LayerNorm] | type[RMSNorm]] = {
+_NORMS: dict[tuple[Normalization, bool], type[nn.LayerNorm] | type[RMSNorm]] = {
     ("LayerNorm", False): nn.LayerNorm,
     ("LayerNorm", True): ZeroCenteredLayerNorm,
     ("RMSNorm", False): RMSNorm,
     ("RMSNorm", True): ZeroCenteredRMSNorm,
 }
+
+
+@dataclass(frozen=True, eq=False)
+class NormFunction:
+    """A norm as a function of its parameters, for a layer that norms what another layer takes.
+
+    Attributes:
+        weight: ``[n]``.
+        bias: ``[n]``; None for RMSNorm.
+        eps: added to the variance.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        zero_centered: ``weight`` is the whole weight minus 1.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    normalization: Normalization
+    zero_centered: bool = False
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> NormFunction:
+        """The function of one of the norms that ``make_norm`` makes, with its own parameters.
+
+        Raises:
+            ConfigError: another module.
+        """
+        for (normalization, zero_centered), kind in _NORMS.items():
+            if type(norm) is kind:
+                return cls(norm.weight, getattr(norm, "bias", None), norm.eps, normalization, zero_centered)  # type: ignore[arg-type]
+        raise ConfigError(f"{type(norm).__name__} is not one of the norms that shardwise.layers.make_norm makes")
+
+    @property
+    def whole_weight(self) -> Tensor:
+        """``[n]``, by which normed values are multiplied."""
+        return self.weight + 1 if self.zero_centered else self.weight
+
+    def __call__(self, input_: Tensor) -> Tensor:
+        """``[..., n]`` to the same."""
+        if self.normalization == "RMSNorm":
+            return rms_norm(input_, self.whole_weight, self.eps)
+        return F.layer_norm(input_, self.weight.shape, self.whole_weight, self.bias, self.eps)
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:

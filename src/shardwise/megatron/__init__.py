@@ -44,6 +44,7 @@ _ALIASES = {
     "megatron.core.tensor_parallel": "shardwise.tensor_parallel",
     "megatron.core.tensor_parallel.cross_entropy": "shardwise.tensor_parallel.cross_entropy",
     "megatron.core.tensor_parallel.data": "shardwise.tensor_parallel.data",
+    "megatron.core.tensor_parallel.inference_layers": "shardwise.tensor_parallel.inference_layers",
     "megatron.core.tensor_parallel.layers": "shardwise.tensor_parallel.layers",
     "megatron.core.tensor_parallel.mappings": "shardwise.tensor_parallel.mappings",
     "megatron.core.tensor_parallel.random": "shardwise.tensor_parallel.random",

@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
 from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.errors import AssertedShardingError, ShardingError
 from shardwise.initialization import init_method_normal, scaled_init_method_normal
-from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, divide, ensure_divisibility
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
 

@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication.backend import backends_of
 from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.errors import ConfigError, NotInitializedError, TopologyError
-from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.topology import Topology
 
 
@@ -24,7 +24,7 @@ class Ambient:
         virtual_size: parts of the model on each pipeline stage; None without interleaving.
         virtual_rank: the part that is being computed.
         memory_buffer: the communication buffers of the tensor-parallel group, which its layers use too.
-        symmetric_memory_buffer: memory that the tensor-parallel ranks reach in each other.
+        symmetric_memory_buffer: memory that the tensor-parallel ranks reach in each other, where they can.
     """
 
     topology: Topology | None = None

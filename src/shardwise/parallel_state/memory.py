@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.context import context_of
+from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, symmetric_buffer_of
 from shardwise.parallel_state.ambient import AMBIENT, group_of
-from shardwise.parallel_state.symmetric_memory import GlobalSymmetricMemoryBuffer
-
-# Activations of one tensor-parallel region of a large model: 8192 tokens of width 16384 in bf16.
-_SYMMETRIC_MEBIBYTES = 256
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
@@ -31,18 +28,22 @@ def destroy_global_memory_buffer() -> None:
 
 
 def get_global_symmetric_memory_buffer() -> GlobalSymmetricMemoryBuffer:
-    """Symmetric memory of the tensor-parallel group, 256 MiB; the first call makes it, which is collective.
+    """Symmetric memory of the tensor-parallel group, 256 MiB, which its inference layers use too.
+
+    The first call makes it, which is collective. Where the ranks do not reach each other's memory, as on a CPU, it is
+    ordinary memory.
 
     Raises:
         NotInitializedError: ``initialize_model_parallel`` was not called.
-        TopologyError: there is no CUDA device here.
     """
     group = group_of("tp")
     if AMBIENT.symmetric_memory_buffer is None:
-        AMBIENT.symmetric_memory_buffer = GlobalSymmetricMemoryBuffer(_SYMMETRIC_MEBIBYTES, group)
+        AMBIENT.symmetric_memory_buffer = symmetric_buffer_of(group)
     return AMBIENT.symmetric_memory_buffer
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
     """Free the symmetric memory; the next use makes it anew."""
+    if AMBIENT.topology is not None:
+        context_of(group_of("tp")).symmetric_buffers.clear()
     AMBIENT.symmetric_memory_buffer = None

@@ -3,6 +3,10 @@
 from shardwise.tensor_parallel import mappings
 from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.tensor_parallel.data import broadcast_data
+from shardwise.tensor_parallel.inference_layers import (
+    InferenceLayerNormColumnParallelLinear,
+    InferenceRowParallelLinear,
+)
 from shardwise.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -34,6 +38,8 @@ from shardwise.tensor_parallel.utils import (
 __all__ = [
     "CheckpointWithoutOutput",
     "ColumnParallelLinear",
+    "InferenceLayerNormColumnParallelLinear",
+    "InferenceRowParallelLinear",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "broadcast_data",
