@@ -23,36 +23,8 @@ import torch.distributed
 from torch import Tensor
 from torch._guards import TracingContext
 
-# What each operator of "c10d" and of "_c10d_functional" does, and which argument holds what a rank contributes.
-_OPERATORS = {
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "all_reduce": ("all_reduce", 0),
-    "all_reduce_": ("all_reduce", 0),
-    "all_reduce_coalesced": ("all_reduce", 0),
-    "all_reduce_coalesced_": ("all_reduce", 0),
-    "reduce_": ("reduce", 0),
-    "allgather_": ("all_gather", 1),
-    "allgather_coalesced_": ("all_gather", 1),
-    "allgather_into_tensor_coalesced_": ("all_gather", 1),
-    "_allgather_base_": ("all_gather", 1),
-    "all_gather_into_tensor": ("all_gather", 0),
-    "all_gather_into_tensor_coalesced": ("all_gather", 0),
-    "all_gather_into_tensor_out": ("all_gather", 0),
-    "gather_": ("gather", 1),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor": ("reduce_scatter", 0),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-    "reduce_scatter_tensor_out": ("reduce_scatter", 0),
-    "scatter_": ("scatter", 1),
-    "alltoall_": ("all_to_all", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 0),
-    "broadcast_": ("broadcast", 0),
-    "broadcast": ("broadcast", 0),
-}
+# Each before those whose names begin like it.
+_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "gather", "scatter", "broadcast")
 
 # Replaced as a whole, so that a thread that launches something needs no lock to read it.
 _active: tuple[CollectiveCounter, ...] = ()
@@ -114,27 +86,37 @@ def _watch() -> list[torch.library.Library]:
     for space in ("c10d", "_c10d_functional"):
         library = torch.library.Library(space, "IMPL")
         packets = getattr(torch.ops, space)
-        for name in _OPERATORS.keys() & set(_names_of(space)):
+        for operator_name, collective in collective_operators(space).items():
+            kernel = _counted(getattr(packets, operator_name).default, collective)
             # No library has a kernel of its own at this key, which every call passes on its way to the device's.
-            library.impl(name, _counted(getattr(packets, name).default, name), "BackendSelect", with_keyset=True)
+            library.impl(operator_name, kernel, "BackendSelect", with_keyset=True)
         libraries.append(library)
     return libraries
 
 
-def _names_of(space: str) -> list[str]:
-    names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
-    return [name for of, name in names if of == space]
+def collective_operators(space: str) -> dict[str, str]:
+    """The operators of a namespace that are collectives, each with its collective's name, after which it is called."""
+    found = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        of, _, operator = name.partition("::")
+        bare = operator.replace("_", "")
+        collective = next((each for each in _COLLECTIVES if bare.startswith(each.replace("_", ""))), None)
+        if of == space and collective is not None:
+            found[operator] = collective
+    return found
 
 
-def _counted(operator: Any, operator_name: str) -> Any:
-    name, argument = _OPERATORS[operator_name]
+def _counted(operator: Any, collective: str) -> Any:
+    names = [argument.name for argument in operator._schema.arguments]
+    # What a rank contributes is the input, behind the outputs; or the first argument, where that is overwritten.
+    own = next((place for place, name in enumerate(names) if name.startswith("input")), 0)
     onwards = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     # While torch.compile traces, an operator is called to learn its result's shape, and launches nothing.
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _active or getattr(_this_thread, "is_uncounted", False) or TracingContext.try_get() is not None:
             return operator.redispatch(keyset & onwards, *args, **kwargs)
-        _record(Launch(name, sum(map(_num_bytes, _tensors(args[argument])))))
+        _record(Launch(collective, sum(map(_num_bytes, _tensors(args[own])))))
         # A functional collective launches another.
         with uncounted():
             return operator.redispatch(keyset & onwards, *args, **kwargs)

@@ -20,19 +20,6 @@ from shardwise.communication.transports import choose_transport, torch_distribut
 from shardwise.errors import ShardingError
 from shardwise.sharding import balanced_sizes, checked_dim, checked_sizes
 
-__all__ = [
-    "Pending",
-    "all_gather",
-    "all_gather_async",
-    "all_reduce",
-    "all_reduce_async",
-    "all_to_all",
-    "broadcast_",
-    "reduce_scatter",
-    "reduce_scatter_async",
-    "split_for_rank",
-]
-
 
 def _sizes_along(size: int, t: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
     if sizes is None:

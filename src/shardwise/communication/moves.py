@@ -16,7 +16,8 @@ exchanged. Moves have first derivatives only: PyTorch's collectives would give a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,8 +28,6 @@ from torch.distributed import ProcessGroup
 from shardwise.communication import collectives
 from shardwise.communication.collectives import all_gather, all_reduce, split_for_rank
 from shardwise.sharding import checked_dim, uneven_sizes
-
-__all__ = ["all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scatter"]
 
 Sizes = Sequence[int] | None
 """Every rank's size along the dimension of a move; None where the move knows them."""
@@ -56,58 +55,20 @@ class _Reduce(Function):
         return grad, None
 
 
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes) -> Tensor:
-        ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
-        return split_for_rank(tensor, group=group, dim=dim, sizes=sizes)
+class _Move(Function):
+    """A move between shards and the whole: one collective forward, another one backward."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_gather(grad, group=ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
-
-
-class _Gather(Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes, partial_gradient: bool
+        ctx: Any, tensor: Tensor, move: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.dim, ctx.group, ctx.sizes, ctx.partial_gradient = dim, group, sizes, partial_gradient
-        return all_gather(tensor, group=group, dim=dim, sizes=sizes)
+        ctx.adjoint = adjoint
+        return move(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        adjoint = collectives.reduce_scatter if ctx.partial_gradient else split_for_rank
-        return adjoint(grad, group=ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes) -> Tensor:
-        ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
-        return collectives.reduce_scatter(tensor, group=group, dim=dim, sizes=sizes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_gather(grad, group=ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
-
-
-class _AllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
-        ctx.group, ctx.output_sizes, ctx.input_sizes = group, output_sizes, input_sizes
-        return collectives.all_to_all(tensor, group=group, output_sizes=output_sizes, input_sizes=input_sizes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_input = collectives.all_to_all(
-            grad, group=ctx.group, output_sizes=ctx.input_sizes, input_sizes=ctx.output_sizes
-        )
-        return grad_input, None, None, None
+        return ctx.adjoint(grad), None, None
 
 
 def split_sizes(tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Sizes:
@@ -172,7 +133,8 @@ def scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = Non
     Raises:
         ShardingError: ``sizes`` do not sum to the dimension, or there is no such dimension.
     """
-    result: Tensor = _Scatter.apply(tensor, dim, group, split_sizes(tensor, dim, group, sizes))
+    along: dict[str, Any] = {"dim": dim, "group": group, "sizes": split_sizes(tensor, dim, group, sizes)}
+    result: Tensor = _Move.apply(tensor, partial(split_for_rank, **along), partial(all_gather, **along))
     return result
 
 
@@ -199,7 +161,9 @@ def gather(
 
     Source: with ``partial_gradient`` Korthikanti et al. 2022 (arXiv:2205.05198), operator g.
     """
-    result: Tensor = _Gather.apply(tensor, dim, group, sizes, partial_gradient)
+    along: dict[str, Any] = {"dim": dim, "group": group, "sizes": sizes}
+    adjoint = collectives.reduce_scatter if partial_gradient else split_for_rank
+    result: Tensor = _Move.apply(tensor, partial(all_gather, **along), partial(adjoint, **along))
     return result
 
 
@@ -222,7 +186,8 @@ def reduce_scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Size
 
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g-bar.
     """
-    result: Tensor = _ReduceScatter.apply(tensor, dim, group, split_sizes(tensor, dim, group, sizes))
+    along: dict[str, Any] = {"dim": dim, "group": group, "sizes": split_sizes(tensor, dim, group, sizes)}
+    result: Tensor = _Move.apply(tensor, partial(collectives.reduce_scatter, **along), partial(all_gather, **along))
     return result
 
 
@@ -243,5 +208,7 @@ def all_to_all(tensor: Tensor, *, group: ProcessGroup, output_sizes: Sizes = Non
     Raises:
         ShardingError: the sizes are not one per rank, or do not sum to the rows.
     """
-    result: Tensor = _AllToAll.apply(tensor, group, output_sizes, input_sizes)
+    exchange = partial(collectives.all_to_all, group=group, output_sizes=output_sizes, input_sizes=input_sizes)
+    inverse = partial(collectives.all_to_all, group=group, output_sizes=input_sizes, input_sizes=output_sizes)
+    result: Tensor = _Move.apply(tensor, exchange, inverse)
     return result

@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication import moves
 from shardwise.communication.collectives import (
-    Pending,
     all_gather,
     all_gather_async,
     all_reduce,
@@ -27,6 +26,7 @@ from shardwise.communication.collectives import (
     reduce_scatter_async,
 )
 from shardwise.communication.context import context_of
+from shardwise.communication.pending import Pending
 from shardwise.errors import ShardingError
 from shardwise.kernels import products
 from shardwise.layers.weight_gradient import WeightGradient, accumulate_

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.collectives import Pending, all_gather_async
+from shardwise.communication.collectives import all_gather_async
+from shardwise.communication.pending import Pending
 from shardwise.errors import AssertedShardingError
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.sharding import uneven_sizes

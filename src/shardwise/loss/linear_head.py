@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.communication.collectives import (
-    Pending,
     all_gather,
     all_gather_async,
     all_reduce_async,
     reduce_scatter_async,
 )
+from shardwise.communication.pending import Pending
 from shardwise.kernels.loss_reference import row_blocks, wide
 from shardwise.loss.combine import Combined, combine
 from shardwise.loss.finite import check_finite_logits
