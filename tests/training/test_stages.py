@@ -79,7 +79,7 @@ LAYOUTS = {
 def test_loss_curve_is_the_same_in_stages(group, tmp_path, architecture):
     model = {"architecture": architecture, "tie_embeddings": architecture == "llama", "sequence_length": 13}
     whole, alone = trainer_of(tmp_path, ParallelSettings(), **model)
-    whole.dp_group = alone.group("tp")
+    whole.set_dp_group(alone.group("tp"))
     expected = curve(whole)
     assert expected[-1, 0] < expected[0, 0] - 0.1
     final = sharded_state_dict(whole.model, group=alone.group("tp"))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter, init
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.initialization import InitMethod
 from shardwise.layers.linear import LinearParallelism
@@ -49,6 +51,7 @@ class ParallelLinear(ShardedModule):
         self.parallelism = parallelism
         self.fuse_weight_gradient = fuse_weight_gradient
         self._delayed = WeightGradientQueue(inputs=[]) if delay_weight_gradient else None
+        self._weight_gradient_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
         self._queues = tuple(queue for queue in (weight_gradient_queue, self._delayed) if queue is not None)
 
     def _make_parameters(
@@ -83,18 +86,38 @@ class ParallelLinear(ShardedModule):
         """Whether weight gradients wait for ``backward_dw``."""
         return self._delayed is not None
 
+    @property
+    def delayed_weight(self) -> Tensor | None:
+        """The weight whose gradients wait for ``backward_dw``: its own, or what it is called with, once known."""
+        return self.weight if self.weight is not None or self._delayed is None else self._delayed.weight
+
     def take_weight_gradients(self) -> Callable[[], None]:
         """A function that computes what waits for ``backward_dw`` at this moment; here it no longer waits."""
         if self._delayed is None:
             return lambda: None
         gathers = self.parallelism is LinearParallelism.COLUMN_SEQUENCE
-        return self._delayed.take(fuse=self.fuse_weight_gradient, gather_group=self.group if gathers else None)
+        compute = self._delayed.take(fuse=self.fuse_weight_gradient, gather_group=self.group if gathers else None)
+
+        def compute_and_tell() -> None:
+            compute()
+            if self.delayed_weight is not None:
+                for hook in tuple(self._weight_gradient_hooks.values()):
+                    hook(self.delayed_weight)
+
+        return compute_and_tell
+
+    def register_weight_gradient_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Call ``hook(weight)`` whenever weight gradients that waited for ``backward_dw`` have been computed."""
+        handle = RemovableHandle(self._weight_gradient_hooks)
+        self._weight_gradient_hooks[handle.id] = hook
+        return handle
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the backward passes left, with ``delay_weight_gradient``.
 
-        They are added to ``weight.grad``, or to ``weight.main_grad`` with ``fuse_weight_gradient``; hooks on the weight
-        do not run. With sequence parallelism a column-parallel layer gathers its inputs: every rank of the group calls.
+        They are added to ``weight.grad``, or to ``weight.main_grad`` with ``fuse_weight_gradient``. Hooks on the weight
+        do not run; those of ``register_weight_gradient_hook`` do. With sequence parallelism a column-parallel layer
+        gathers its inputs: every rank of the group calls.
         """
         self.take_weight_gradients()()
 

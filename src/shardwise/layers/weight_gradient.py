@@ -26,6 +26,9 @@ class WeightGradientQueue:
         inputs: where the inputs are kept, ``[s, b, i]`` each, or this rank's shards of them; None if the caller keeps
             them itself.
         grad_outputs: where the output gradients are kept, ``[s, b, o]`` each.
+
+    Attributes:
+        weight: the layer's one weight, its own or the one that it is always called with; None until a gradient waits.
     """
 
     def __init__(
@@ -34,8 +37,7 @@ class WeightGradientQueue:
         self.limit = limit
         self.inputs = inputs
         self.grad_outputs: list[Tensor] = [] if grad_outputs is None else grad_outputs
-        # A layer has one weight, its own or the one that it is always called with.
-        self._weight: Tensor | None = None
+        self.weight: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightGradientQueue:
         """For the copy of a layer, whose gradients are its own: nothing waits."""
@@ -49,7 +51,7 @@ class WeightGradientQueue:
         """Let one gradient of ``weight`` wait; False if as many wait as may."""
         if self.limit and len(self.grad_outputs) >= self.limit:
             return False
-        self._weight = weight
+        self.weight = weight
         self.grad_outputs.append(grad_output)
         if self.inputs is not None:
             self.inputs.append(input_)
@@ -57,7 +59,7 @@ class WeightGradientQueue:
 
     def take(self, *, fuse: bool, gather_group: ProcessGroup | None) -> Callable[[], None]:
         """Empty the queue; the function that is returned computes what waited (``compute_weight_gradients_``)."""
-        weight, inputs, grad_outputs = self._weight, self.inputs, self.grad_outputs
+        weight, inputs, grad_outputs = self.weight, self.inputs, self.grad_outputs
         if weight is None or inputs is None:
             return lambda: None
         taken = inputs[:], grad_outputs[:]

@@ -23,7 +23,7 @@ _NORM_ELEMENTS, _NORM_ELEMENTS_OF_TWO_BYTES = 1 << 16, 1 << 13
 
 
 def finalize_gradients_(
-    model: nn.Module, *, tp_group: ProcessGroup, dp_group: ProcessGroup, embd_group: ProcessGroup | None = None
+    model: nn.Module, *, tp_group: ProcessGroup, dp_group: ProcessGroup | None, embd_group: ProcessGroup | None = None
 ) -> None:
     """Complete every gradient, in place: it becomes that of the loss summed over all ranks' samples.
 
@@ -39,7 +39,8 @@ def finalize_gradients_(
     Args:
         model: its parameters' gradients are overwritten; a parameter without one is left out, on every rank alike.
         tp_group: the ranks that split each layer.
-        dp_group: the ranks that see different samples.
+        dp_group: the ranks that see different samples; None if gradients are summed over them already
+            (``data_parallel.GradientBuffers``).
         embd_group: the stages that hold a tied weight, as in ``sum_tied_embedding_gradients_``; None if this rank is in
             no such group.
     """
@@ -49,7 +50,8 @@ def finalize_gradients_(
         copies = _Copies(model, tp_group)
         _sum_over_ranks_([*_gradients(partial), *copies.buffers], group=tp_group)
         copies.write_back_()
-    _sum_over_ranks_(_gradients(params), group=dp_group)
+    if dp_group is not None:
+        _sum_over_ranks_(_gradients(params), group=dp_group)
     if embd_group is not None:
         sum_tied_embedding_gradients_(model, embd_group=embd_group)
 
@@ -200,7 +202,8 @@ def _gradient(param: Parameter) -> Tensor | None:
     main_grad: Tensor | None = getattr(param, "main_grad", None)
     if main_grad is None:
         return param.grad
-    if param.grad is not None:
+    # With gradients in buffers both may be the same.
+    if param.grad is not None and param.grad is not main_grad:
         main_grad.add_(param.grad)
         param.grad = None
     return main_grad

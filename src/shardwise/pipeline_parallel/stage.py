@@ -82,7 +82,8 @@ class Pipeline(Generic[T]):
             device: where they are.
             input_dtype: in which chunks are given them; ``dtype`` if None.
             forward_only: no backward; ``schedule`` then has forward steps alone.
-            no_sync: a context for all backward steps but each chunk's last (as of a data-parallel wrapper).
+            no_sync: a context for all backward steps but each chunk's last, and for all steps that compute weight
+                gradients but each chunk's last (as of a data-parallel wrapper).
 
         Returns:
             On the last stage what ``loss`` handed out, by micro-batch; nothing on the others.
@@ -167,6 +168,7 @@ class _Step(Generic[T]):
         self._coming: dict[Message, Pending] = {}
         self._sent: deque[Pending] = deque()
         self._backwards_left = [schedule.num_micro_batches] * schedule.num_chunks
+        self._weight_gradients_left = [schedule.num_micro_batches] * schedule.num_chunks
 
     def run(self, program: Program) -> None:
         """Do everything, and end as every stage ends."""
@@ -251,15 +253,21 @@ class _Step(Generic[T]):
         if action.kind is Kind.FORWARD:
             return self._forward(key, part, received)
         if action.kind is Kind.WEIGHT_GRADIENT:
-            for compute in self._waiting.pop(key):
-                compute()
+            self._compute_weight_gradients(key)
             return None
         gradient = self._backward(key, received)
         self._waiting[key] = [layer.take_weight_gradients() for layer in _delayed(self._pipeline.chunks[action.chunk])]
         if action.kind is Kind.BACKWARD:
-            for compute in self._waiting.pop(key):
-                compute()
+            self._compute_weight_gradients(key)
         return gradient
+
+    def _compute_weight_gradients(self, key: _Key) -> None:
+        self._weight_gradients_left[key[1]] -= 1
+        computations = self._waiting.pop(key)
+        if computations:
+            with self._no_sync() if self._weight_gradients_left[key[1]] else contextlib.nullcontext():
+                for compute in computations:
+                    compute()
 
     def _forward(self, key: _Key, part: int, received: Tensor | None) -> Tensor | None:
         micro_batch, chunk = key

@@ -73,7 +73,7 @@ def check_parity(session: Session, *, steps: int = 3) -> Parity:
     split = session.build(session.topology)
     whole = session.build(alone)
     # On one rank alone there is nobody to share samples with.
-    whole.dp_group = alone.group("tp")
+    whole.set_dp_group(alone.group("tp"))
     if _weight_difference(split, whole) != 0.0:
         raise ParityError(
             f"initial weights at tp={settings.parallel.tp} pp={settings.parallel.pp} are not those at tp=1"

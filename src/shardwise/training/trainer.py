@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication.collectives import all_reduce
 from shardwise.data import Batch, DataLoader, EvaluationWindows, evaluation_batches
+from shardwise.data_parallel import GradientBuffers
 from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
@@ -55,6 +58,7 @@ class Trainer:
         embd_group: the stages that hold a tied weight; None if this rank is in no such group.
 
     Attributes:
+        gradients: the buffers in which gradients are summed over the data-parallel ranks; None if there is one rank.
         before_update: if not None, called with each step's number once its loss and gradient, which are finite, are
             known and nothing has changed yet; what it raises leaves the weights as they were.
     """
@@ -73,7 +77,6 @@ class Trainer:
         self.settings = settings
         self.model = model
         self.tp_group = tp_group
-        self.dp_group = dp_group
         self.pp_group = None if pp_group is None or pp_group.size() == 1 else pp_group
         self.embd_group = embd_group
         self._chunks = cast(list[GPT], list(model)) if isinstance(model, ModelChunks) else [model]
@@ -82,6 +85,15 @@ class Trainer:
             self._pipeline = Pipeline(self._chunks, group=self.pp_group)
         self.device = next(model.parameters()).device
         self.optimizer = settings.optimizer.make(model)
+        self.gradients: GradientBuffers | None = None
+        self.set_dp_group(dp_group)
+
+    def set_dp_group(self, dp_group: ProcessGroup) -> None:
+        """Share samples with the ranks of ``dp_group``, whatever the trainer was made with."""
+        if self.gradients is not None:
+            self.gradients.remove_()
+        self.dp_group = dp_group
+        self.gradients = None if dp_group.size() == 1 else GradientBuffers(self._chunks, group=dp_group)
 
     def step(self, step: int, micro_batches: Iterable[Batch]) -> StepResult:
         """One optimizer step.
@@ -103,23 +115,30 @@ class Trainer:
         stream_seed = _stream_seed(settings.training.seed, step, self.dp_group.rank(), stage)
         seed_streams(stream_seed, self.tp_group.rank(), rng=settings.training.rng)
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.gradients is None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            self.gradients.zero_()
         num_tokens = settings.training.global_batch_size * settings.sequence_length
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        batches = list(micro_batches)
+        no_sync = contextlib.nullcontext if self.gradients is None else self.gradients.no_sync
         if self._pipeline is None:
-            for tokens, labels in micro_batches:
-                loss = self._losses(self.model, tokens, labels).sum() / num_tokens
-                loss.backward()
+            for number, (tokens, labels) in enumerate(batches, 1):
+                with no_sync() if number < len(batches) else contextlib.nullcontext():
+                    loss = self._losses(self.model, tokens, labels).sum() / num_tokens
+                    loss.backward()
                 total += loss.detach()
         else:
-            batches = list(micro_batches)
             parallel = settings.parallel
             schedule = make_schedule(
                 parallel.pipeline_schedule, self._pipeline.group.size(), len(batches), len(self._chunks)
             )
-            for loss in self._run_pipeline(self._pipeline, schedule, batches, num_tokens):
+            for loss in self._run_pipeline(self._pipeline, schedule, batches, num_tokens, no_sync):
                 total += loss
-        finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=self.dp_group, embd_group=self.embd_group)
+        if self.gradients is not None:
+            self.gradients.finish()
+        finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
         norm = float(
             clip_grad_norm_(
                 self.model, settings.optimizer.clip_grad_norm, tp_group=self.tp_group, pp_group=self.pp_group
@@ -142,7 +161,12 @@ class Trainer:
         return losses
 
     def _run_pipeline(
-        self, pipeline: Pipeline[Tensor], schedule: Schedule, batches: Sequence[Batch], num_tokens: int = 1
+        self,
+        pipeline: Pipeline[Tensor],
+        schedule: Schedule,
+        batches: Sequence[Batch],
+        num_tokens: int = 1,
+        no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> list[Tensor]:
         """On the last stage each micro-batch's loss, its sum over ``num_tokens``; nothing on the others."""
 
@@ -159,6 +183,7 @@ class Trainer:
             dtype=config.params_dtype,
             device=self.device,
             forward_only=not torch.is_grad_enabled(),
+            no_sync=no_sync,
         )
 
     def _over_all(self, total: Tensor) -> float:
