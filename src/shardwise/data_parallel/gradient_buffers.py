@@ -27,7 +27,8 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.communication.agreement import check_same
-from shardwise.communication.collectives import Pending, all_reduce_async
+from shardwise.communication.collectives import all_reduce_async
+from shardwise.communication.pending import Pending
 from shardwise.data_parallel.bucket_bounds import place
 from shardwise.errors import ConfigError
 
