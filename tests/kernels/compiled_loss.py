@@ -77,7 +77,9 @@ def compiled_everywhere():
 
 
 def order_of_accesses():
-    """What ``exponentials_`` might read of a row after another thread has overwritten it; and so without barriers.
+    """What ``row_statistics`` that exponentiates might read of a row after another thread has overwritten it.
+
+    Once as it is, and once without barriers.
 
     From fewer columns than a program has threads to several blocks of them.
     """

@@ -5,6 +5,7 @@ import torch
 from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise.kernels import dispatch, loss_cpu, loss_reference
+from shardwise.kernels.compiled import compile_c
 from shardwise.kernels.dispatch import loss_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -66,9 +67,11 @@ def test_equal_to_the_reference(dtype, num_columns):
             assert_bit_equal(inplace, gradient)
 
         exponentials, exact = logits.clone(), logits.double()
-        statistics = loss_cpu.exponentials_(exponentials, target, temperature=temperature, want_sum=True)
+        statistics = loss_cpu.row_statistics(
+            exponentials, target, temperature=temperature, want_sum=True, exponentiate_=True
+        )
         assert_bit_equal(statistics[:, :3].contiguous(), three)
-        loss_reference.exponentials_(exact, target, temperature=temperature)
+        loss_reference.row_statistics(exact, target, temperature=temperature, exponentiate_=True)
         assert_close_to(exponentials.double(), exact, rtol_of_norm=2.0**-8 if dtype == torch.bfloat16 else 2e-6)
         assert exponentials[owned].gather(1, target[owned, None]).tolist() == [[0.0]] * int(owned.sum())
 
@@ -134,7 +137,7 @@ def test_strides_and_threads_change_nothing(dtype):
 def test_autograd_is_told_of_what_is_written():
     logits, target = rows_of(3, 200, torch.float32)
     for write in (
-        lambda x: loss_cpu.exponentials_(x, target),
+        lambda x: loss_cpu.row_statistics(x, target, exponentiate_=True),
         lambda x: loss_cpu.gradient_(x, x, target, *(torch.ones(3),) * 3),
     ):
         x = logits.clone()
@@ -144,10 +147,10 @@ def test_autograd_is_told_of_what_is_written():
 
 
 def test_small_and_other_logits_are_the_references(monkeypatch):
-    def never(dtype):
+    def never(source, defines):
         raise AssertionError("compiled for nothing")
 
-    monkeypatch.setattr(loss_cpu, "_library", never)
+    monkeypatch.setattr("shardwise.kernels.compiled.compile_c", never)
     logits, _ = rows_of(4, 100, torch.float32)
     assert loss_kernels(logits) is loss_reference
     monkeypatch.setattr(dispatch.LOSS_CPU, "min_size", 1)
@@ -172,10 +175,10 @@ def test_without_a_compiler_the_reference_computes_and_the_reason_is_told(monkey
     monkeypatch.setenv("CC", str(path))
     monkeypatch.setenv("PATH", str(tmp_path / "nothing") if trouble == "no compiler" else str(tmp_path))
     monkeypatch.setattr(dispatch.LOSS_CPU, "min_size", 1)
-    loss_cpu._library.cache_clear()
+    compile_c.cache_clear()
     try:
         logits, _ = rows_of(4, 100, torch.float32)
         assert loss_kernels(logits) is loss_reference
         assert loss_cpu.why_not_compiled().startswith(expected)
     finally:
-        loss_cpu._library.cache_clear()
+        compile_c.cache_clear()

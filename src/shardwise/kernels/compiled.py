@@ -12,8 +12,9 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ _COMPILE_SECONDS = 600
 _MIN_ELEMENTS_PER_THREAD = 1 << 21
 
 
-def compile_c(source: str, defines: Sequence[str] = ()) -> ctypes.CDLL | str:
+@cache
+def compile_c(source: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL | str:
     """The library of a file of this folder, or why it cannot be had."""
     compiler = _compiler()
     if compiler is None:
@@ -51,6 +53,20 @@ def compile_c(source: str, defines: Sequence[str] = ()) -> ctypes.CDLL | str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"{compiler}: {error}"
     return refusal
+
+
+def why_not(source: str, defines: tuple[str, ...] = ()) -> str | None:
+    """Why there is no library of a file of this folder; None if there is."""
+    library = compile_c(source, defines)
+    return library if isinstance(library, str) else None
+
+
+def function(name: str, source: str, defines: tuple[str, ...] = ()) -> Callable[..., None]:
+    """A function of a file of this folder that ``why_not`` says nothing against."""
+    library = compile_c(source, defines)
+    assert isinstance(library, ctypes.CDLL), library
+    found: Callable[..., None] = getattr(library, name)
+    return found
 
 
 def address(tensor: Tensor, row: int) -> ctypes.c_void_p:

@@ -11,8 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,34 +121,15 @@ class FastPath:
         return None
 
 
-def _no_compiled_elementwise(call: Call) -> str | None:
-    from shardwise.kernels.elementwise_cpu import why_not_compiled
-
-    return why_not_compiled()
-
-
-def _no_compiled_loss(call: Call) -> str | None:
-    from shardwise.kernels.loss_cpu import why_not_compiled
-
-    return why_not_compiled(call.dtype or torch.float32)
-
-
-def _no_huge_pages(call: Call) -> str | None:
-    from shardwise.kernels.host_memory import why_not_huge_pages
-
-    return why_not_huge_pages()
-
-
-def _no_onednn(call: Call) -> str | None:
-    from shardwise.kernels.products import why_not_onednn
-
-    return why_not_onednn()
+def _module(name: str) -> Any:
+    """A kernel's own module, imported when it is first asked for: most of them import this one."""
+    return importlib.import_module(f"shardwise.kernels.{name}")
 
 
 @cache
 def _no_triton(device_index: int) -> str | None:
     try:
-        importlib.import_module("shardwise.kernels.loss_triton")
+        _module("loss_triton")
     # Whatever is wrong with an optional package, the reference runs.
     except Exception as error:
         return f"the triton kernels cannot be imported: {type(error).__name__}: {error}"
@@ -168,7 +148,7 @@ LOSS_CPU = FastPath(
     1 << 18,
     "logits",
     in_autocast=True,
-    missing=_no_compiled_loss,
+    missing=lambda call: _module("loss_cpu").why_not_compiled(call.dtype or torch.float32),
 )
 LOSS_TRITON = FastPath(
     "Triton loss",
@@ -185,7 +165,7 @@ ELEMENTWISE = FastPath(
     "cpu",
     (torch.float32,),
     1 << 16,
-    missing=_no_compiled_elementwise,
+    missing=lambda call: _module("elementwise_cpu").why_not_compiled(),
 )
 RMS_NORM = FastPath("RMSNorm in few passes", "for fp32 and fp64", "cpu", (torch.float32, torch.float64))
 # Under this many multiplications oneDNN's 10 microseconds to prepare a product are not won back.
@@ -196,7 +176,7 @@ ONEDNN = FastPath(
     (torch.float32,),
     1 << 23,
     "multiplications",
-    missing=_no_onednn,
+    missing=lambda call: _module("products").why_not_onednn(),
 )
 # Smaller tensors get memory that the allocator already had.
 HUGE_PAGES = FastPath(
@@ -207,7 +187,7 @@ HUGE_PAGES = FastPath(
     16 << 20,
     "bytes",
     in_autocast=True,
-    missing=_no_huge_pages,
+    missing=lambda call: _module("host_memory").why_not_huge_pages(),
 )
 # The C library maps anything larger anew and gives it back when it is freed, page faults and all (mallopt(3),
 # M_MMAP_THRESHOLD).
@@ -239,7 +219,7 @@ def report(
     ]
 
 
-def loss_kernels(logits: Tensor, out: Tensor | None = None, *, softcap: float | None = None) -> ModuleType:
+def loss_kernels(logits: Tensor, out: Tensor | None = None, *, softcap: float | None = None) -> Any:
     """Which of ``loss_reference`` and its kin does the loss' work on this rank's logits.
 
     Args:
@@ -253,9 +233,9 @@ def loss_kernels(logits: Tensor, out: Tensor | None = None, *, softcap: float | 
         return all(matrix.stride(1) == 1 for matrix in matrices)
 
     if LOSS_CPU.runs(*matrices, fits=lambda: softcap is None and lie_by_rows()):
-        return importlib.import_module("shardwise.kernels.loss_cpu")
+        return _module("loss_cpu")
     if LOSS_TRITON.runs(*matrices, fits=lambda: logits.size(1) == 1 or lie_by_rows()):
-        return importlib.import_module("shardwise.kernels.loss_triton")
+        return _module("loss_triton")
     return loss_reference
 
 

@@ -6,7 +6,7 @@ Where ``dispatch.ELEMENTWISE`` does not run, PyTorch's single operations compute
 from __future__ import annotations
 
 import ctypes
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardwise.kernels import dispatch
-from shardwise.kernels.compiled import address, compile_c, over_rows
+from shardwise.kernels import compiled, dispatch
+from shardwise.kernels.compiled import address, over_rows
 
 
 def why_not_compiled() -> str | None:
     """Why there is no compiled code on this machine; None if there is. Compiles when first asked."""
-    library = _library()
-    return library if isinstance(library, str) else None
+    return compiled.why_not("elementwise_cpu.c")
 
 
 def swiglu(inner: Tensor) -> Tensor:
@@ -159,12 +158,5 @@ def _rows_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1, tensor.size(-1))
 
 
-@functools.cache
-def _kernel(name: str) -> Any:
-    return getattr(_library(), name)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | str:
-    """The compiled file, or why there is none."""
-    return compile_c("elementwise_cpu.c")
+def _kernel(name: str) -> Callable[..., None]:
+    return compiled.function(name, "elementwise_cpu.c")

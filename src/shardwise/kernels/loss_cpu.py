@@ -8,21 +8,20 @@ is no softcap here, and columns lie side by side.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from shardwise.kernels.compiled import address, compile_c, over_rows, tell_autograd
+from shardwise.kernels import compiled
+from shardwise.kernels.compiled import address, over_rows, tell_autograd
 
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 
 
 def why_not_compiled(dtype: torch.dtype = torch.float32) -> str | None:
     """Why there is no compiled code for ``dtype`` on this machine; None if there is. Compiles when first asked."""
-    library = _library(dtype)
-    return library if isinstance(library, str) else None
+    return compiled.why_not("loss_cpu.c", _DEFINES[dtype])
 
 
 def row_statistics(
@@ -32,24 +31,29 @@ def row_statistics(
     softcap: float | None = None,
     temperature: float = 1.0,
     want_sum: bool = False,
+    exponentiate_: bool = False,
 ) -> Tensor:
     """``loss_reference.row_statistics``."""
     assert softcap is None
-    return _statistics(logits, target_local, temperature, want_sum, exponentiate=False)
+    kernel = _kernel(logits.dtype, "row_statistics")
+    target_local = target_local.contiguous()
+    statistics = torch.empty(logits.size(0), 4 if want_sum else 3)
 
+    def compute(start: int, stop: int) -> None:
+        kernel(
+            *_matrix(logits, start),
+            ctypes.c_int64(stop - start),
+            ctypes.c_int64(logits.size(1)),
+            address(target_local, start),
+            ctypes.c_float(1.0 / temperature),
+            ctypes.c_int(want_sum),
+            ctypes.c_int(exponentiate_),
+            address(statistics, start),
+        )
 
-def exponentials_(
-    logits: Tensor,
-    target_local: Tensor,
-    *,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    want_sum: bool = False,
-) -> Tensor:
-    """``loss_reference.exponentials_``."""
-    assert softcap is None
-    statistics = _statistics(logits, target_local, temperature, want_sum, exponentiate=True)
-    tell_autograd(logits)
+    over_rows(compute, *logits.shape)
+    if exponentiate_:
+        tell_autograd(logits)
     return statistics
 
 
@@ -86,41 +90,9 @@ def gradient_(
     tell_autograd(out)
 
 
-def _statistics(
-    logits: Tensor, target_local: Tensor, temperature: float, want_sum: bool, *, exponentiate: bool
-) -> Tensor:
-    kernel = _kernel(logits.dtype, "row_statistics")
-    target_local = target_local.contiguous()
-    statistics = torch.empty(logits.size(0), 4 if want_sum else 3)
-
-    def compute(start: int, stop: int) -> None:
-        kernel(
-            *_matrix(logits, start),
-            ctypes.c_int64(stop - start),
-            ctypes.c_int64(logits.size(1)),
-            address(target_local, start),
-            ctypes.c_float(1.0 / temperature),
-            ctypes.c_int(want_sum),
-            ctypes.c_int(exponentiate),
-            address(statistics, start),
-        )
-
-    over_rows(compute, *logits.shape)
-    return statistics
-
-
 def _matrix(tensor: Tensor, row: int) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
     return address(tensor, row), ctypes.c_int64(tensor.stride(0))
 
 
 def _kernel(dtype: torch.dtype, name: str) -> Callable[..., None]:
-    library = _library(dtype)
-    assert isinstance(library, ctypes.CDLL), library
-    kernel: Callable[..., None] = getattr(library, name)
-    return kernel
-
-
-@functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
-    """The compiled file, or why there is none."""
-    return compile_c("loss_cpu.c", _DEFINES[dtype])
+    return compiled.function(name, "loss_cpu.c", _DEFINES[dtype])

@@ -41,44 +41,49 @@ def row_statistics(
     softcap: float | None = None,
     temperature: float = 1.0,
     want_sum: bool = False,
+    exponentiate_: bool = False,
 ) -> Tensor:
     """Each row's maximum, sum of exponentials and target.
 
     Args:
-        logits: ``[n, v]``, any strides; not modified.
+        logits: ``[n, v]``, any strides.
         target_local: ``[n]`` columns, -1 where the target is not among them.
         softcap: the cap ``c``, or None.
         temperature: what capped logits are divided by.
         want_sum: a fourth number, the sum.
+        exponentiate_: overwrite the logits with ``slope · exp(y - m)``: the softmax's gradient but for a factor per
+            row. The target's entry becomes 0: what belongs there is a difference that only the whole vocabulary can
+            tell exactly.
 
     Returns:
         ``[n, 3]`` or ``[n, 4]``: ``m = max y``, ``Σ exp(y - m)``, ``y_target - m`` (-inf without a target), and
         ``Σ (y - m)``. Without columns ``-inf, 0, -inf, 0``. NaN or inf anywhere in a row makes its sum of exponentials
         NaN.
     """
-    return _statistics(logits, target_local, softcap, temperature, want_sum, exponentiate=False)
-
-
-def exponentials_(
-    logits: Tensor,
-    target_local: Tensor,
-    *,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    want_sum: bool = False,
-) -> Tensor:
-    """``row_statistics``, and logits become ``slope · exp(y - m)``: the softmax's gradient but for a factor per row.
-
-    The target's entry becomes 0: what belongs there is a difference that only the whole vocabulary can tell exactly.
-
-    Args:
-        logits: ``[n, v]``, any strides; overwritten.
-        target_local: as in ``row_statistics``, and so are the others.
-
-    Returns:
-        As ``row_statistics``.
-    """
-    return _statistics(logits, target_local, softcap, temperature, want_sum, exponentiate=True)
+    num_rows, num_columns = logits.shape
+    dtype = wide(logits.dtype)
+    statistics = torch.zeros(num_rows, 4 if want_sum else 3, dtype=dtype, device=logits.device)
+    if num_columns == 0:
+        statistics[:, ::2] = -torch.inf
+        return statistics
+    elsewhere = target_local < 0
+    columns = target_local.clamp(min=0).unsqueeze(1)
+    for rows in row_blocks(num_rows, num_columns):
+        y, slope = transformed(logits[rows], softcap, temperature)
+        maximum = y.amax(dim=1)
+        out = statistics[rows]
+        out[:, 0] = maximum
+        shifted, out[:, 2] = below_maximum(y, maximum, target_local[rows])
+        if want_sum:
+            out[:, 3] = shifted.sum(dim=1)
+        exponentials = shifted.exp_()
+        out[:, 1] = exponentials.sum(dim=1)
+        if exponentiate_:
+            index = columns[rows]
+            kept = torch.where(elsewhere[rows].unsqueeze(1), exponentials.gather(1, index), 0.0)
+            exponentials.scatter_(1, index, kept)
+            logits[rows] = exponentials if slope is None else exponentials.mul_(slope)
+    return statistics
 
 
 def gradient_(
@@ -160,38 +165,3 @@ def transformed(logits: Tensor, softcap: float | None, temperature: float) -> tu
     if temperature != 1.0:
         y, slope = y / temperature, (1.0 if slope is None else slope) / temperature
     return y, slope
-
-
-def _statistics(
-    logits: Tensor,
-    target_local: Tensor,
-    softcap: float | None,
-    temperature: float,
-    want_sum: bool,
-    *,
-    exponentiate: bool,
-) -> Tensor:
-    num_rows, num_columns = logits.shape
-    dtype = wide(logits.dtype)
-    statistics = torch.zeros(num_rows, 4 if want_sum else 3, dtype=dtype, device=logits.device)
-    if num_columns == 0:
-        statistics[:, ::2] = -torch.inf
-        return statistics
-    elsewhere = target_local < 0
-    columns = target_local.clamp(min=0).unsqueeze(1)
-    for rows in row_blocks(num_rows, num_columns):
-        y, slope = transformed(logits[rows], softcap, temperature)
-        maximum = y.amax(dim=1)
-        out = statistics[rows]
-        out[:, 0] = maximum
-        shifted, out[:, 2] = below_maximum(y, maximum, target_local[rows])
-        if want_sum:
-            out[:, 3] = shifted.sum(dim=1)
-        exponentials = shifted.exp_()
-        out[:, 1] = exponentials.sum(dim=1)
-        if exponentiate:
-            index = columns[rows]
-            kept = torch.where(elsewhere[rows].unsqueeze(1), exponentials.gather(1, index), 0.0)
-            exponentials.scatter_(1, index, kept)
-            logits[rows] = exponentials if slope is None else exponentials.mul_(slope)
-    return statistics

@@ -59,7 +59,7 @@ def statistics_kernel(
     EXPONENTIATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``row_statistics``, and with EXPONENTIATE ``exponentials_``, of one row."""
+    """``row_statistics`` of one row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     wide = statistics.dtype.element_ty
@@ -149,31 +149,9 @@ def row_statistics(
     softcap: float | None = None,
     temperature: float = 1.0,
     want_sum: bool = False,
+    exponentiate_: bool = False,
 ) -> Tensor:
     """As ``loss_reference.row_statistics``."""
-    return _statistics(logits, target_local, softcap, temperature, want_sum, exponentiate=False)
-
-
-def exponentials_(
-    logits: Tensor,
-    target_local: Tensor,
-    *,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    want_sum: bool = False,
-) -> Tensor:
-    """As ``loss_reference.exponentials_``."""
-    return _statistics(logits, target_local, softcap, temperature, want_sum, exponentiate=True)
-
-
-def _statistics(
-    logits: Tensor,
-    target_local: Tensor,
-    softcap: float | None,
-    temperature: float,
-    want_sum: bool,
-    exponentiate: bool,
-) -> Tensor:
     num_rows, num_columns = logits.shape
     numbers = 4 if want_sum else 3
     statistics = torch.empty(num_rows, numbers, dtype=wide(logits.dtype), device=logits.device)
@@ -187,7 +165,7 @@ def _statistics(
             CAP=float(softcap or 0.0),
             TEMPERATURE=float(temperature),
             WANT_SUM=want_sum,
-            EXPONENTIATE=exponentiate,
+            EXPONENTIATE=exponentiate_,
             BLOCK=block_size(num_columns),
             num_warps=8,
         )

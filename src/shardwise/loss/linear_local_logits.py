@@ -57,8 +57,7 @@ class LocalLogitsLoss(Function):
         smooth = options.label_smoothing > 0
         hides = logits.dtype in _FLOOR and not (smooth and options.softcap is not None)
 
-        statistics = kernels.exponentials_ if hides else kernels.row_statistics
-        own = statistics(valid, target_local, want_sum=smooth, **head.kernel_options)
+        own = kernels.row_statistics(valid, target_local, want_sum=smooth, exponentiate_=hides, **head.kernel_options)
         gather = head.start_gather(own)
         product = products.input_gradient(valid, valid_weight) if hides and needs_hidden else None
         combined = head.combined(gather.wait(), ignored, hidden, weight, bias)
