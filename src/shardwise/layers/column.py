@@ -14,7 +14,6 @@ from shardwise.errors import ConfigError, ShardingError, WeightError
 from shardwise.initialization import InitMethod
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.layers.parallel_linear import ParallelLinear
-from shardwise.layers.weight_gradient import WeightGradientQueue
 from shardwise.sharding import Interval, ParamLayout
 
 
@@ -41,10 +40,8 @@ class ColumnLinear(ParallelLinear):
         own_weight: make a weight; without, it is passed to ``forward``.
         parallelism: what the layer communicates, where it is not the usual: LOCAL leaves the input's gradient a partial
             sum.
-        fuse_weight_gradient: add the weight's gradient to ``weight.main_grad`` in place of ``weight.grad``.
-        delay_weight_gradient: leave the weight's gradient out of the backward, for ``backward_dw``.
-        weight_gradient_queue: where weight gradients wait, before those two.
-        options: ``initialize``, ``init_on_cpu`` of ``ShardedModule``.
+        options: ``fuse_weight_gradient``, ``delay_weight_gradient`` and ``weight_gradient_queue`` of
+            ``ParallelLinear``; ``initialize`` and ``init_on_cpu`` of ``ShardedModule``.
 
     Attributes:
         weight: ``[o/t, i]``, or None.
@@ -56,6 +53,8 @@ class ColumnLinear(ParallelLinear):
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
+
+    _usual_parallelism = (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE)
 
     def __init__(
         self,
@@ -73,32 +72,22 @@ class ColumnLinear(ParallelLinear):
         intervals: Sequence[Sequence[Interval]] | None = None,
         own_weight: bool = True,
         parallelism: LinearParallelism | None = None,
-        fuse_weight_gradient: bool = False,
-        delay_weight_gradient: bool = False,
-        weight_gradient_queue: WeightGradientQueue | None = None,
         **options: Any,
     ) -> None:
-        t = group.size()
-        if t == 1:
-            parallelism = LinearParallelism.LOCAL
-        elif parallelism is None:
-            parallelism = LinearParallelism.COLUMN_SEQUENCE if sequence_parallel else LinearParallelism.COLUMN
         super().__init__(
             in_features,
             out_features,
             group=group,
+            sequence_parallel=sequence_parallel,
+            sections=sections,
             parallelism=parallelism,
-            fuse_weight_gradient=fuse_weight_gradient,
-            delay_weight_gradient=delay_weight_gradient,
-            weight_gradient_queue=weight_gradient_queue,
             device=device,
             dtype=dtype,
             **options,
         )
         if intervals is not None and (sections != 1 or sizes is not None):
             raise ConfigError("intervals exclude sections and sizes; leave those at their defaults")
-        self.sections = sections
-        self.sequence_parallel = sequence_parallel and t > 1
+        t = group.size()
         self._can_gather = intervals is None
 
         def layout_of(shape: tuple[int, ...]) -> ParamLayout:

@@ -21,7 +21,14 @@ from shardwise.sharding import ParamLayout
 
 
 class ParallelLinear(ShardedModule):
-    """Base of ``ColumnLinear`` and ``RowLinear``.
+    """Base of ``ColumnLinear`` and ``RowLinear``, with the options that both have.
+
+    Args:
+        in_features, out_features, group, sequence_parallel, sections, parallelism: as the layer's own.
+        fuse_weight_gradient: add the weight's gradient to ``weight.main_grad`` in place of ``weight.grad``.
+        delay_weight_gradient: leave the weight's gradient out of the backward, for ``backward_dw``.
+        weight_gradient_queue: where weight gradients wait, before those two.
+        options: of ``ShardedModule``: ``device``, ``dtype``, ``initialize``, ``init_on_cpu``.
 
     Attributes:
         in_features, out_features: of the whole layer.
@@ -32,6 +39,8 @@ class ParallelLinear(ShardedModule):
     weight: Parameter | None
     bias: Parameter | None
     local_features: int
+    # What the layer communicates on several ranks: without sequence parallelism, and with it.
+    _usual_parallelism: tuple[LinearParallelism, LinearParallelism]
 
     def __init__(
         self,
@@ -39,16 +48,21 @@ class ParallelLinear(ShardedModule):
         out_features: int,
         *,
         group: ProcessGroup,
-        parallelism: LinearParallelism,
-        fuse_weight_gradient: bool,
-        delay_weight_gradient: bool,
-        weight_gradient_queue: WeightGradientQueue | None,
+        sequence_parallel: bool,
+        sections: int,
+        parallelism: LinearParallelism | None,
+        fuse_weight_gradient: bool = False,
+        delay_weight_gradient: bool = False,
+        weight_gradient_queue: WeightGradientQueue | None = None,
         **options: Any,
     ) -> None:
         super().__init__(group, **options)
         self.in_features = in_features
         self.out_features = out_features
-        self.parallelism = parallelism
+        self.sequence_parallel = sequence_parallel and group.size() > 1
+        self.sections = sections
+        usual = self._usual_parallelism[self.sequence_parallel]
+        self.parallelism = LinearParallelism.LOCAL if group.size() == 1 else parallelism or usual
         self.fuse_weight_gradient = fuse_weight_gradient
         self._delayed = WeightGradientQueue(inputs=[]) if delay_weight_gradient else None
         self._weight_gradient_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()

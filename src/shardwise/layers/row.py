@@ -14,7 +14,6 @@ from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.layers.parallel_linear import ParallelLinear
-from shardwise.layers.weight_gradient import WeightGradientQueue
 from shardwise.sharding import ParamLayout
 
 
@@ -31,8 +30,7 @@ class RowLinear(ParallelLinear):
         group: the ranks that share the layer.
         sequence_parallel: each rank keeps its shard of the output's sequence.
         sizes: input features of each rank, within one section; balanced if None.
-        device, dtype, init, fuse_weight_gradient, delay_weight_gradient, weight_gradient_queue, options: as
-            ``ColumnLinear``.
+        device, dtype, init, options: as ``ColumnLinear``.
         sections: number of equal parts of the input, each split by itself.
         parallelism: what the layer communicates, where it is not the usual: LOCAL leaves the output a partial sum.
 
@@ -45,6 +43,8 @@ class RowLinear(ParallelLinear):
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
+
+    _usual_parallelism = (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
 
     def __init__(
         self,
@@ -60,30 +60,20 @@ class RowLinear(ParallelLinear):
         init: InitMethod | None = None,
         sections: int = 1,
         parallelism: LinearParallelism | None = None,
-        fuse_weight_gradient: bool = False,
-        delay_weight_gradient: bool = False,
-        weight_gradient_queue: WeightGradientQueue | None = None,
         **options: Any,
     ) -> None:
-        t = group.size()
-        if t == 1:
-            parallelism = LinearParallelism.LOCAL
-        elif parallelism is None:
-            parallelism = LinearParallelism.ROW_SEQUENCE if sequence_parallel else LinearParallelism.ROW
         super().__init__(
             in_features,
             out_features,
             group=group,
+            sequence_parallel=sequence_parallel,
+            sections=sections,
             parallelism=parallelism,
-            fuse_weight_gradient=fuse_weight_gradient,
-            delay_weight_gradient=delay_weight_gradient,
-            weight_gradient_queue=weight_gradient_queue,
             device=device,
             dtype=dtype,
             **options,
         )
-        self.sections = sections
-        self.sequence_parallel = sequence_parallel and t > 1
+        t = group.size()
         layout = ParamLayout.split((out_features, in_features), 1, t, stride=sections, sizes=sizes)
         self._input_sizes = [layout.local_size(rank) for rank in range(t)]
         self.local_features = self._input_sizes[group.rank()]

@@ -33,7 +33,6 @@ fp32 (6e-8; 1e-16 for fp64 logits), of logits taken as they are given:
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,16 +41,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.agreement import agree
 from shardwise.kernels.dispatch import loss_kernels
 from shardwise.loss.combine import combine, gather_statistics
 from shardwise.loss.equal_shards import equal_ranges, with_size, without_sizes
 from shardwise.loss.finite import check_finite_logits
-from shardwise.loss.options import LossOptions, check_reduction
-from shardwise.loss.reduction import reduce_loss
+from shardwise.loss.options import LossOptions
+from shardwise.loss.reduction import Reduction
 from shardwise.loss.vocabulary import IGNORE_INDEX, check_target_shape, columns_of, flat_rows, vocab_ranges
 from shardwise.sharding import Interval
-from shardwise.validation import check_ids
 
 
 class _VocabParallelCrossEntropy(Function):
@@ -73,11 +70,7 @@ class _VocabParallelCrossEntropy(Function):
         flat = flat_rows(logits)[:, : own_ids[1] - own_ids[0]]
         target_local, ignored = columns_of(target, own_ids, ignore_index)
         own = loss_kernels(flat, softcap=options.softcap).row_statistics(
-            flat,
-            target_local,
-            softcap=options.softcap,
-            temperature=options.temperature,
-            want_sum=options.label_smoothing > 0,
+            flat, target_local, want_sum=options.label_smoothing > 0, **options.of_kernels
         )
         every = gather_statistics(own if sizes_are_known else with_size(own, logits.size(-1)), group)
         if not sizes_are_known:
@@ -112,8 +105,7 @@ class _VocabParallelCrossEntropy(Function):
             incoming * weight,
             incoming * at_target,
             incoming * rest[0] if rest else None,
-            softcap=options.softcap,
-            temperature=options.temperature,
+            **options.of_kernels,
         )
         if num_valid < result.size(1):
             result[:, num_valid:] = 0.0
@@ -176,12 +168,9 @@ def vocab_parallel_cross_entropy(
         logits,
         target,
         LossOptions(label_smoothing, z_loss, softcap, temperature),
+        Reduction(reduction, ignore_index, data_parallel_group, validate),
         group=group,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        data_parallel_group=data_parallel_group,
         inplace_=inplace_,
-        validate=validate,
         check_finite=check_finite,
     )
 
@@ -191,13 +180,10 @@ def cross_entropy_of_ranges(
     logits: Tensor,
     target: Tensor,
     options: LossOptions,
+    reduction: Reduction,
     *,
     group: ProcessGroup,
-    ignore_index: int,
-    reduction: str,
-    data_parallel_group: ProcessGroup | None,
     inplace_: bool,
-    validate: bool,
     check_finite: bool,
 ) -> Tensor:
     """``vocab_parallel_cross_entropy`` from every rank's range of ids where those are known.
@@ -205,30 +191,19 @@ def cross_entropy_of_ranges(
     If ``ranges`` is None each rank takes all shards to be as large as its own, and the all-gather has one more row, of
     the ranks' sizes: see ``equal_shards``, which raises a ShardingError on every rank where they differ.
     """
-    check_reduction(reduction)
     check_target_shape(logits, target)
     sizes_are_known = ranges is not None
     if ranges is None:
         ranges = equal_ranges(logits.size(-1), group)
     vocab_size = ranges[-1][1]
-    check = partial(check_ids, target, vocab_size, what="target", ignore_index=ignore_index)
     if sizes_are_known:
         options.check_vocabulary(vocab_size)
-        if validate:
-            agree(check, group=group, only_validated=True)
+        reduction.check_targets(target, vocab_size, group=group)
     loss: Tensor = _VocabParallelCrossEntropy.apply(
-        logits, target, ranges, options, ignore_index, inplace_, check_finite, sizes_are_known, group
+        logits, target, ranges, options, reduction.ignore_index, inplace_, check_finite, sizes_are_known, group
     )
-    if validate and not sizes_are_known:
+    if not sizes_are_known:
         # Not earlier: of ranks whose sizes differ, some would take a target for wrong and never reach the all-gather.
-        agree(check, group=group, only_validated=True)
-    return reduce_loss(
-        loss,
-        target,
-        reduction,
-        ignore_index=ignore_index,
-        data_parallel_group=data_parallel_group,
-        validate=validate,
-        # Of whoever called the function that called this one.
-        stacklevel=4,
-    )
+        reduction.check_targets(target, vocab_size, group=group)
+    # The warning is about the call of the function that called this one.
+    return reduction.apply(loss, target, stacklevel=4)

@@ -58,7 +58,7 @@ class ChunkedLoss(Function):
             logits = _logits(hidden, weight, bias, start, stop)
             local = _columns_between(target_local, start, stop)
             kernels = loss_kernels(logits, softcap=options.softcap)
-            later = kernels.row_statistics(logits, local, want_sum=smooth, **head.kernel_options)
+            later = kernels.row_statistics(logits, local, want_sum=smooth, **head.options.of_kernels)
             before = own
             own = later if before is None else merged_statistics(before, later, start, stop - start)
             if stop == head.num_valid:
@@ -70,10 +70,10 @@ class ChunkedLoss(Function):
                 if smooth and capped:
                     # What is taken from every column is not the same for all: it has the column's slope.
                     slopes, nowhere = torch.empty_like(logits), torch.full_like(local, -1)
-                    kernels.gradient_(slopes, logits, nowhere, maximum, zeros, zeros, -ones, **head.kernel_options)
+                    kernels.gradient_(slopes, logits, nowhere, maximum, zeros, zeros, -ones, **head.options.of_kernels)
                     sums = _plus_product(sums, slopes, weight[start:stop])
                     del slopes
-                kernels.gradient_(logits, logits, local, maximum, ones, zeros, **head.kernel_options)
+                kernels.gradient_(logits, logits, local, maximum, ones, zeros, **head.options.of_kernels)
                 if before is not None and product is not None:
                     product.mul_((before[:, 0] - finite(maximum)).exp().unsqueeze(1))
                 product = _plus_product(product, logits, weight[start:stop])
@@ -144,7 +144,7 @@ def _weight_gradients(
         logits = _logits(hidden, weight, bias, start, stop)
         local = _columns_between(target_local, start, stop)
         kernels = loss_kernels(logits, softcap=head.options.softcap)
-        kernels.gradient_(logits, logits, local, maximum, factor, at_target, rest, **head.kernel_options)
+        kernels.gradient_(logits, logits, local, maximum, factor, at_target, rest, **head.options.of_kernels)
         if grad_weight is not None:
             torch.mm(logits.t(), hidden, out=grad_weight[start:stop])
         elif head.main_grad_weight is not None and needs_weight:

@@ -23,24 +23,21 @@ are both gradients; the hidden gradient three times. With bf16 that is 2^-9 rela
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.agreement import agree
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.kernels import products
 from shardwise.loss.linear_chunked import ChunkedLoss
 from shardwise.loss.linear_head import Head
 from shardwise.loss.linear_local_logits import LocalLogitsLoss
-from shardwise.loss.options import LossOptions, check_reduction
-from shardwise.loss.reduction import reduce_loss
+from shardwise.loss.options import LossOptions
+from shardwise.loss.reduction import Reduction
 from shardwise.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
 from shardwise.sharding import balanced_sizes, uneven_sizes
-from shardwise.validation import check_ids
 
 Plan = Literal["auto", "local_logits", "chunked"]
 _PLANS = ("auto", "local_logits", "chunked")
@@ -105,16 +102,14 @@ def vocab_parallel_linear_cross_entropy(
         DivergenceError: logits that are NaN, with ``check_finite``.
     """
     options = LossOptions(label_smoothing, z_loss, softcap, temperature)
-    check_reduction(reduction)
+    reduces = Reduction(reduction, ignore_index, data_parallel_group, validate)
     if plan not in _PLANS:
         raise ConfigError(f"plan is {plan!r}; choose one of {', '.join(_PLANS)}")
     sequence_parallel = sequence_parallel and group.size() > 1
     _check_shapes(hidden, weight, bias, target, sequence_parallel, group)
     ranges = vocab_ranges(weight.size(0), vocab_size, padded_vocab_size, group)
     options.check_vocabulary(ranges[-1][1])
-    if validate:
-        check = partial(check_ids, target, ranges[-1][1], what="target", ignore_index=ignore_index)
-        agree(check, group=group, only_validated=True)
+    reduces.check_targets(target, ranges[-1][1], group=group)
     head = Head(
         ranges,
         options,
@@ -146,14 +141,7 @@ def vocab_parallel_linear_cross_entropy(
         loss = LocalLogitsLoss.apply(hidden, weight, bias, target_local, ignored, head)
     else:
         loss = ChunkedLoss.apply(hidden, weight, bias, target_local, ignored, head, memory_budget)
-    return reduce_loss(
-        loss.view(target.shape),
-        target,
-        reduction,
-        ignore_index=ignore_index,
-        data_parallel_group=data_parallel_group,
-        validate=validate,
-    )
+    return reduces.apply(loss.view(target.shape), target, stacklevel=3)
 
 
 def _check_shapes(

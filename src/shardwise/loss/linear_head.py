@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,11 +61,6 @@ class Head:
         """How many of this rank's columns are no padding."""
         start, stop = self.own_ids
         return stop - start
-
-    @property
-    def kernel_options(self) -> dict[str, Any]:
-        """What the kernels take of the options."""
-        return {"softcap": self.options.softcap, "temperature": self.options.temperature}
 
     def gathered(self, hidden: Tensor) -> Tensor:
         """The hidden states of all tokens, ``[n, h]``."""

@@ -57,7 +57,9 @@ class LocalLogitsLoss(Function):
         smooth = options.label_smoothing > 0
         hides = logits.dtype in _FLOOR and not (smooth and options.softcap is not None)
 
-        own = kernels.row_statistics(valid, target_local, want_sum=smooth, exponentiate_=hides, **head.kernel_options)
+        own = kernels.row_statistics(
+            valid, target_local, want_sum=smooth, exponentiate_=hides, **head.options.of_kernels
+        )
         gather = head.start_gather(own)
         product = products.input_gradient(valid, valid_weight) if hides and needs_hidden else None
         combined = head.combined(gather.wait(), ignored, hidden, weight, bias)
@@ -82,7 +84,7 @@ class LocalLogitsLoss(Function):
                 # Not scatter_, which copies the whole matrix on a CPU.
                 valid.index_put_(place, there)
         else:
-            kernels.gradient_(valid, valid, target_local, own[:, 0], factor, at_target, rest, **head.kernel_options)
+            kernels.gradient_(valid, valid, target_local, own[:, 0], factor, at_target, rest, **head.options.of_kernels)
             factor, rest = torch.ones_like(factor), None
             product = products.input_gradient(valid, valid_weight) if needs_hidden else None
 

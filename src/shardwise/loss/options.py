@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.errors import AssertedConfigError, ConfigError
-
-REDUCTIONS = ("none", "mean", "sum")
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,14 @@ class LossOptions:
             if value is not None and not 0.0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be over 0 and finite")
 
+    @property
+    def of_kernels(self) -> dict[str, Any]:
+        """Those that change the logits themselves, as the kernels take them."""
+        return {"softcap": self.softcap, "temperature": self.temperature}
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ConfigError if the probability taken from a target has no other id to go to."""
         if self.label_smoothing > 0 and vocab_size < 2:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing} over {vocab_size} ids; it needs at least 2 ids"
             )
-
-
-def check_reduction(reduction: str) -> None:
-    """Raise ConfigError unless ``reduction`` is one of ``REDUCTIONS``."""
-    if reduction not in REDUCTIONS:
-        raise ConfigError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")

@@ -1,50 +1,73 @@
-"""From the loss of each token to one number."""
+"""From the loss of each token to what is returned."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.communication.agreement import agree
 from shardwise.communication.collectives import all_reduce
-from shardwise.validation import validation_applies
+from shardwise.errors import ConfigError
+from shardwise.validation import check_ids, validation_applies
+
+REDUCTIONS = ("none", "mean", "sum")
 
 
-def reduce_loss(
-    loss: Tensor,
-    target: Tensor,
-    reduction: str,
-    *,
-    ignore_index: int,
-    data_parallel_group: ProcessGroup | None = None,
-    validate: bool = True,
-    stacklevel: int = 3,
-) -> Tensor:
-    """The sum of the tokens' losses, or their mean over the tokens that are not ignored.
+@dataclass(frozen=True)
+class Reduction:
+    """Which tokens count, and what becomes of their losses.
 
-    Args:
-        loss: of each token, 0 where it is ignored.
-        target: of each token.
-        reduction: ``"none"``, ``"mean"`` or ``"sum"``.
-        ignore_index: the target that is not counted.
+    Attributes:
+        kind: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored.
+        ignore_index: a target that costs nothing and is not counted.
         data_parallel_group: count the tokens of all its ranks, which costs one all-reduce of 8 bytes for a mean. The
             results of its ranks then add up to the mean over the whole batch, and so do their gradients.
-        validate: warn where there is no token to average over; the mean is 0 then.
-        stacklevel: of the warning, as in ``warnings.warn``.
+        validate: check that targets are in the vocabulary, and warn where there is no token to average over; the mean
+            is 0 then.
+
+    Raises:
+        ConfigError: ``kind`` is none of these.
     """
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    count = (target != ignore_index).sum().to(torch.float64)
-    if data_parallel_group is not None:
-        count = all_reduce(count, group=data_parallel_group)
-    if validate and validation_applies() and count.item() == 0:
-        warnings.warn(
-            f"all {target.numel()} targets are {ignore_index}, which is ignored: the mean loss is 0 and so is its "
-            "gradient",
-            stacklevel=stacklevel,
-        )
-    return loss.sum() / count.clamp(min=1.0).to(loss.dtype)
+
+    kind: str
+    ignore_index: int
+    data_parallel_group: ProcessGroup | None
+    validate: bool
+
+    def __post_init__(self) -> None:
+        if self.kind not in REDUCTIONS:
+            raise ConfigError(f"reduction is {self.kind!r}; choose one of {', '.join(REDUCTIONS)}")
+
+    def check_targets(self, target: Tensor, vocab_size: int, *, group: ProcessGroup) -> None:
+        """Raise VocabularyError for a target outside the vocabulary that is not ignored, if ``validate``."""
+        if self.validate:
+            check = partial(check_ids, target, vocab_size, what="target", ignore_index=self.ignore_index)
+            agree(check, group=group, only_validated=True)
+
+    def apply(self, loss: Tensor, target: Tensor, *, stacklevel: int) -> Tensor:
+        """The loss of each token, 0 where it is ignored, reduced.
+
+        Args:
+            loss: of each token.
+            target: of each token.
+            stacklevel: of the warning, as in ``warnings.warn``.
+        """
+        if self.kind == "none":
+            return loss
+        if self.kind == "sum":
+            return loss.sum()
+        count = (target != self.ignore_index).sum().to(torch.float64)
+        if self.data_parallel_group is not None:
+            count = all_reduce(count, group=self.data_parallel_group)
+        if self.validate and validation_applies() and count.item() == 0:
+            warnings.warn(
+                f"all {target.numel()} targets are {self.ignore_index}, which is ignored: the mean loss is 0 and so is "
+                "its gradient",
+                stacklevel=stacklevel,
+            )
+        return loss.sum() / count.clamp(min=1.0).to(loss.dtype)

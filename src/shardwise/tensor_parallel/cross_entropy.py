@@ -10,6 +10,7 @@ from shardwise.errors import ConfigError
 from shardwise.kernels import loss_reference
 from shardwise.loss.cross_entropy import cross_entropy_of_ranges
 from shardwise.loss.options import LossOptions
+from shardwise.loss.reduction import Reduction
 from shardwise.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
@@ -177,11 +178,8 @@ def vocab_parallel_cross_entropy(
         vocab_parallel_logits,
         target,
         LossOptions(label_smoothing, z_loss, softcap, temperature),
+        Reduction(reduction, ignore_index, data_parallel_group, validate),
         group=group,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        data_parallel_group=data_parallel_group,
         inplace_=inplace_,
-        validate=validate,
         check_finite=check_finite,
     )
