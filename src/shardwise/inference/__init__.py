@@ -4,6 +4,7 @@ from shardwise.inference.cache import PreallocatedCache
 from shardwise.inference.generation import generate, sequence_log_probs
 from shardwise.inference.sampling import GREEDY, Sampling, sample_next_token, vocab_parallel_argmax
 from shardwise.inference.streaming import TextStream
+from shardwise.inference.view import inference_view
 
 __all__ = [
     "GREEDY",
@@ -11,6 +12,7 @@ __all__ = [
     "Sampling",
     "TextStream",
     "generate",
+    "inference_view",
     "sample_next_token",
     "sequence_log_probs",
     "vocab_parallel_argmax",
