@@ -136,14 +136,26 @@ class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
 class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
     """One transformer and how it is split: the fields of ``ModelConfig`` and of ``ModelParallelConfig``.
 
+    Attributes:
+        use_inference_optimized_layers: in evaluation mode ``GPTModel`` uses layers for inference, which share its
+            weights and have no gradient.
+        inference_fuse_tp_communication: in these each half block makes one exchange.
+
     Other fields are accepted for programs that set them, as there.
 
     Raises:
         ConfigError: a value out of range, two that contradict each other, or an option that is not offered.
     """
 
+    use_inference_optimized_layers: bool = field(default=False, kw_only=True)
+    inference_fuse_tp_communication: bool = field(default=False, kw_only=True)
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.inference_fuse_tp_communication and not self.use_inference_optimized_layers:
+            raise ConfigError(
+                "inference_fuse_tp_communication is set, and use_inference_optimized_layers is not; set both"
+            )
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
 

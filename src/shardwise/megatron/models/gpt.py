@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
+import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
+from shardwise.inference.view import inference_view
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.transformer import MegatronTransformer
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
@@ -74,6 +78,31 @@ class GPTModel(MegatronTransformer, GPT):
             rope_scaling=rope_scaling,
             vp_stage=vp_stage,
         )
+        # In a tuple, so that it is no child of this model.
+        self._inference_views: tuple[GPTModel, ...] = ()
+        if config.use_inference_optimized_layers:
+            self._inference_view()
+
+    def _inference_view(self) -> GPTModel:
+        """The model on layers for inference; made again after parameters may have been replaced."""
+        if not self._inference_views:
+            assert isinstance(self.config, TransformerConfig)
+            self._inference_views = (inference_view(self, fused=self.config.inference_fuse_tp_communication),)
+        return self._inference_views[0]
+
+    def train(self, mode: bool = True) -> Self:
+        """As ``torch.nn.Module``'s."""
+        self._inference_views = ()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._inference_views = ()
+        return super()._apply(fn, recurse)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """As ``torch.nn.Module``'s."""
+        self._inference_views = ()
+        return super().load_state_dict(*args, **options)
 
     def forward(
         self,
@@ -87,7 +116,10 @@ class GPTModel(MegatronTransformer, GPT):
         document_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """As ``GPT``'s, with Megatron's names.
+        """As ``GPT``'s, with Megatron's names; in evaluation mode without gradient if the config says so.
+
+        With ``config.use_inference_optimized_layers`` evaluation mode is on layers for inference, and with
+        ``inference_fuse_tp_communication`` each of their half blocks makes one exchange.
 
         Args:
             input_ids, position_ids, attention_mask, labels, document_ids, cache: as there.
@@ -108,6 +140,8 @@ class GPTModel(MegatronTransformer, GPT):
                     "shardwise.inference.PreallocatedCache, once"
                 )
             cache = inference_context
-        return GPT.forward(
-            self, input_ids, position_ids, attention_mask, labels, document_ids=document_ids, cache=cache
-        )
+        arguments: dict[str, Any] = {"document_ids": document_ids, "cache": cache}
+        if self.training or not self.config.use_inference_optimized_layers:
+            return GPT.forward(self, input_ids, position_ids, attention_mask, labels, **arguments)
+        with torch.no_grad():
+            return GPT.forward(self._inference_view(), input_ids, position_ids, attention_mask, labels, **arguments)

@@ -1,0 +1,66 @@
+"""``use_inference_optimized_layers`` and ``inference_fuse_tp_communication``: what a GPT does with them, and when."""
+
+import copy
+
+import pytest
+import torch
+from harness.parity import assert_bit_equal, assert_close_to
+from inference.test_generation import make_model
+from models.test_gpt import Shape
+
+from shardwise.communication.accounting import CollectiveCounter
+from shardwise.errors import ConfigError
+from shardwise.megatron.config import TransformerConfig
+
+
+def made(group, *, fuse=True, **options):
+    return make_model(
+        Shape(), group, use_inference_optimized_layers=True, inference_fuse_tp_communication=fuse, **options
+    )
+
+
+@pytest.mark.ranks(1, 2, 3, slow=(1,))
+@pytest.mark.parametrize("fuse", [False, True])
+def test_evaluation_mode_uses_layers_for_inference(group, fuse):
+    split = group.size() > 1
+    model = made(group, fuse=fuse, sequence_parallel=split)
+    plain = make_model(Shape(), group, sequence_parallel=split)
+    ids = torch.randint(101, (2, 13))
+    assert_bit_equal(model(ids), plain(ids))
+    assert model(ids).requires_grad
+    model.eval()
+    with CollectiveCounter() as counter:
+        logits = model(ids)
+    assert not logits.requires_grad
+    assert_close_to(logits, plain(ids).detach(), rtol_of_norm=1e-12)
+    assert_close_to(model(ids, labels=ids), plain(ids, labels=ids).detach(), rtol_of_norm=1e-12)
+    names = [launch.name for launch in counter.launches]
+    assert names.count("reduce_scatter") == (4 if split and not fuse else 0)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.ranks(2)
+def test_what_is_loaded_or_converted_is_what_is_used(group):
+    model, other = made(group).eval(), made(group)
+    ids = torch.randint(101, (2, 5))
+    model(ids)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(0.9)
+        expected = other(ids)
+    # Parameters are replaced, not written to.
+    model.load_state_dict({name: tensor.clone() for name, tensor in other.state_dict().items()}, assign=True)
+    assert_close_to(model(ids), expected, rtol_of_norm=1e-12)
+    assert_close_to(copy.deepcopy(model)(ids), expected, rtol_of_norm=1e-12)
+    assert model.float()(ids).dtype == torch.float32
+
+
+@pytest.mark.ranks(2)
+def test_settings_that_cannot_be(group):
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    with pytest.raises(ConfigError, match="use_inference_optimized_layers is not; set both"):
+        TransformerConfig(inference_fuse_tp_communication=True, **sizes)
+    with pytest.raises(ConfigError, match="norm_position 'post'"):
+        made(group, fuse=False, norm_position="post")
+    with pytest.raises(ConfigError, match="needs a norm after the last layer"):
+        made(group, final_layernorm=False)
