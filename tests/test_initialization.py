@@ -9,8 +9,14 @@ from harness.parity import assert_bit_equal
 from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import initialization
-from shardwise.initialization import Normal, init_method_normal, initialize_shard_, scaled_init_method_normal
+from shardwise import initialization, philox
+from shardwise.initialization import (
+    CounterNormal,
+    Normal,
+    init_method_normal,
+    initialize_shard_,
+    scaled_init_method_normal,
+)
 from shardwise.sharding import ParamLayout
 
 SEED = 99
@@ -270,11 +276,56 @@ def test_where_draws_of_blocks_do_not_join_one_rank_draws_the_same_blocks(monkey
     assert len(seen[0]) > 1
 
 
+@pytest.mark.parametrize("shape", [(74, 10), (3, 5), (13,), (1,), (33, 2, 5), (0, 5), (5, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_counter_normals_are_the_whole_parameters(shape, dtype):
+    layouts = [ParamLayout.split(shape, dim, tp) for dim in range(len(shape)) for tp in (1, 2, 3, 5)]
+    layouts += [ParamLayout.replicated(shape, 2)]
+    if shape == (74, 10):
+        layouts += [ParamLayout.split(shape, dim, 3, stride=2) for dim in (0, 1)]
+        layouts += [ParamLayout.split(shape, 1, 3, stride=2, sizes=[1, 4, 0])]
+        layouts += [ParamLayout(shape, 0, (((0, 50),), ((20, 74), (0, 3))), 2)]
+    method = CounterNormal(0.5, mean=0.25)
+    for layout in layouts:
+        assert_equals_dense(layout, method, method, dtype)
+
+
+def test_counter_normals_of_a_scalar_and_of_more_rows():
+    torch.manual_seed(SEED)
+    fewer = CounterNormal(1.0)(torch.empty(5, 7))
+    torch.manual_seed(SEED)
+    # A vocabulary that is padded otherwise starts with the same words.
+    assert_bit_equal(CounterNormal(1.0)(torch.empty(9, 7))[:5], fewer)
+    # The key is one number, however large the parameter.
+    state = torch.get_rng_state()
+    torch.manual_seed(SEED)
+    assert CounterNormal(1.0)(torch.empty(())).item() == fewer[0, 0]
+    assert_bit_equal(torch.get_rng_state(), state)
+    assert not torch.equal(CounterNormal(1.0)(torch.empty(5, 7)), fewer)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_rank_computes_its_slice_and_no_more(monkeypatch, dim):
+    """But for the counters at both ends of a row, each of which gives four numbers."""
+    counters = []
+    monkeypatch.setattr(philox, "_normals", lambda key, rows, blocks: counted(counters, rows, blocks))
+    layout = ParamLayout.split((301, 200), dim, 4)
+    initialize_shard_(torch.empty(layout.local_shape(2)), layout, 2, CounterNormal(1.0))
+    rows, columns = layout.local_shape(2)
+    assert sum(counters) <= rows * (columns // 4 + 2)
+
+
+def counted(counters, rows, blocks):
+    counters.append(len(rows) * len(blocks))
+    return torch.zeros(len(rows), 4 * len(blocks), dtype=torch.float64)
+
+
 def test_a_meta_tensor_draws_nothing():
     torch.manual_seed(SEED)
     before = torch.get_rng_state()
     shard = torch.empty(2, 3, device="meta")
     assert initialize_shard_(shard, ParamLayout.split((4, 3), 0, 2), 1, Normal(1.0)) is shard
+    initialize_shard_(shard, ParamLayout.split((4, 3), 0, 2), 1, CounterNormal(1.0))
     assert_bit_equal(torch.get_rng_state(), before)
 
 

@@ -1,9 +1,11 @@
-"""One initialisation for every layout: a rank draws the whole parameter's numbers and keeps its slice.
+"""One initialisation for every layout: a rank's slice is that of the whole parameter.
 
 The whole weight is the same bit for bit, whatever the number of ranks, as long as every rank's default generator is in
-the same state; and the generator ends in the same state too, so that the next parameter agrees as well. Three kinds of
+the same state; and the generator ends in the same state too, so that the next parameter agrees as well. Four kinds of
 methods:
 
+* ``CounterNormal``, with which models start: a rank computes its slice and nothing else, and its bits are the same on
+  every device.
 * PyTorch's normal, uniform, Xavier and Kaiming methods and constants, by themselves or as ``functools.partial``: drawn
   a bounded block of rows at a time, so that no rank ever holds more than its slice and one block. On a CPU the values
   are those of ``init_method(torch.empty(global_shape))``.
@@ -22,20 +24,22 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import init
 
-from shardwise.sharding import ParamLayout
+from shardwise.philox import fill_normal_
+from shardwise.sharding import Interval, ParamLayout
 
 InitMethod = Callable[[Tensor], object]
 
 _BLOCK_ELEMENTS = 1 << 20
 # PyTorch's CPU normal fills 16 values at a time: a block that is a multiple of 16 elements continues the same stream.
 _ROW_MULTIPLE = 16
+_WITHOUT_FP64 = ("mps",)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,38 @@ class Normal:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return init.normal_(tensor, mean=self.mean, std=self.std)
+
+
+@dataclass(frozen=True)
+class CounterNormal:
+    """Fill with independent normal numbers, each a function of its place in the parameter and of a key.
+
+    The key is one number of the CPU's default generator, on every device and however large the parameter. See
+    ``shardwise.philox``.
+    """
+
+    std: float
+    mean: float = 0.0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return initialize_shard_(tensor, ParamLayout.replicated(tensor.shape, 1), 0, self)
+
+    def fill_(self, shard: Tensor, layout: ParamLayout, rank: int) -> None:
+        """Fill what ``rank`` holds of a parameter: a matrix of its last dimension, where it has several before."""
+        shape, key = layout.global_shape or (1,), draw_seed()
+        target = shard if shard.device.type not in _WITHOUT_FP64 else torch.empty_like(shard, device="cpu")
+        rows = torch.arange(math.prod(shape[:-1]), device=target.device)
+        columns: tuple[Interval, ...] = ((0, shape[-1]),)
+        if layout.dim == len(shape) - 1:
+            columns = layout.intervals[rank]
+        elif layout.dim is not None:
+            rows = replace(layout, global_shape=shape[:-1]).take(rows.view(shape[:-1]), rank).flatten()
+        matrix = target.view(len(rows), sum(stop - start for start, stop in columns))
+        sizes = [stop - start for start, stop in columns]
+        for (start, _), part in zip(columns, matrix.split(sizes, dim=1), strict=True):
+            fill_normal_(part, key=key, rows=rows, column=start, mean=self.mean, std=self.std)
+        if target is not shard:
+            shard.copy_(target)
 
 
 def init_method_normal(sigma: float) -> Normal:
@@ -144,12 +180,15 @@ def initialize_shard_(
         rank: this rank in the tensor-parallel group.
         init_method: fills a tensor in place.
         on_cpu: draw on the CPU in fp32 (fp64 for an fp64 shard), whatever the shard's device and dtype, and copy: the
-            same weights, up to the shard's rounding, on every device.
+            same weights, up to the shard's rounding, on every device. ``CounterNormal`` gives these anyway.
 
     Returns:
         ``shard``.
     """
     if shard.is_meta:
+        return shard
+    if isinstance(init_method, CounterNormal):
+        init_method.fill_(shard, layout, rank)
         return shard
     staging = shard
     if on_cpu:
@@ -207,9 +246,9 @@ def _fill_columns(shard: Tensor, layout: ParamLayout, rank: int, blocks: Iterato
         shard[start:stop].copy_(torch.cat(parts, layout.dim))
 
 
-def draw_seed(device: torch.device) -> int:
-    """A seed from ``device``'s default generator, for ``part_seeded``: one number, however large the model."""
-    return int(torch.empty((), dtype=torch.int64, device=device).random_())
+def draw_seed() -> int:
+    """A seed from the CPU's default generator, whatever PyTorch's default device is: one number, of 63 bits."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 @contextmanager

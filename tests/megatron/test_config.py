@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.errors import ConfigError
-from shardwise.initialization import Normal
+from shardwise.initialization import CounterNormal
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.config import _say_once as say_once
 
@@ -23,8 +23,8 @@ def test_defaults_follow_from_the_sizes():
     assert config.heads == (4, 4, 6)
     assert config.ffn_hidden_size == 96
     assert config.add_qkv_bias is True
-    assert config.init_method == Normal(0.02)
-    assert config.output_layer_init_method == Normal(0.02 / math.sqrt(6))
+    assert config.init_method == CounterNormal(0.02)
+    assert config.output_layer_init_method == CounterNormal(0.02 / math.sqrt(6))
     assert config.activation_func is F.gelu
     assert config.params_dtype is torch.float32
     assert config.perform_initialization
@@ -51,7 +51,7 @@ def test_what_is_given_stays():
     assert TransformerConfig(**SMALL, add_bias_linear=False).add_qkv_bias is False
     # As in the reference, whose programs give its default explicitly.
     assert TransformerConfig(**SMALL, add_qkv_bias=False).add_qkv_bias is True
-    assert TransformerConfig(**SMALL, init_method_std=0.5).init_method == Normal(0.5)
+    assert TransformerConfig(**SMALL, init_method_std=0.5).init_method == CounterNormal(0.5)
 
 
 def test_heads_that_divide_nothing_need_their_width():

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.config.layers import LayerConfig
 from shardwise.config.recompute import RecomputeConfig
 from shardwise.errors import ConfigError
-from shardwise.initialization import InitMethod, init_method_normal, scaled_init_method_normal
+from shardwise.initialization import CounterNormal, InitMethod, scaled_init_method_normal
 from shardwise.sharding import stage_layers
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -60,9 +60,9 @@ class ModelConfig(LayerConfig, RecomputeConfig):
         gated_linear_unit: multiply the activation by a second projection (SwiGLU with ``activation_func=F.silu``).
         activation_func: elementwise function of the MLP.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        init_method: initial values of weights; normal with ``init_method_std`` if None.
-        output_layer_init_method: initial values of the weights that write to the residual stream; normal with
-            ``init_method_std / sqrt(2 * num_layers)`` if None.
+        init_method: initial values of weights; ``CounterNormal`` with ``init_method_std`` if None.
+        output_layer_init_method: initial values of the weights that write to the residual stream; ``CounterNormal``
+            with ``init_method_std / sqrt(2 * num_layers)`` if None.
         init_method_std: standard deviation of the normal.
         fuse_output_layer_and_loss: compute output layer and loss in one, without the logits of all ranks.
 
@@ -127,9 +127,10 @@ class ModelConfig(LayerConfig, RecomputeConfig):
         self._derive_sizes()
         self.add_qkv_bias = self.add_qkv_bias or self.add_bias_linear
         if self.init_method is None:
-            self.init_method = init_method_normal(self.init_method_std)
+            self.init_method = CounterNormal(self.init_method_std)
         if self.output_layer_init_method is None:
-            self.output_layer_init_method = scaled_init_method_normal(self.init_method_std, self.num_layers)
+            scaled = scaled_init_method_normal(self.init_method_std, self.num_layers)
+            self.output_layer_init_method = CounterNormal(scaled.std)
 
     def _check_norm_position(self) -> None:
         if self.norm_position not in ("pre", "post"):

@@ -151,8 +151,7 @@ def add_adapters_(model: LanguageModel, config: LoraConfig, chosen: Iterable[Sit
     for site in chosen:
         together.setdefault(id(site.layer), []).append(site)
     model.requires_grad_(False)
-    on_cpu = model.config.use_cpu_initialization
-    seed = draw_seed(torch.device("cpu") if on_cpu else next(model.parameters()).device)
+    seed = draw_seed()
     for sites in together.values():
         with part_seeded(seed, sites[0].path):
             LoraLinear.add(sites[0].layer, config, {site.name: site.section for site in sites})

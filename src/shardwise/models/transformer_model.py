@@ -102,7 +102,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         layers = layers_of_this_stage(config, self.pp_group, vp_stage)
         device = parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization)
         starts = config.perform_initialization and torch.get_default_device().type != "meta"
-        self._seed = draw_seed(torch.device("cpu") if config.use_cpu_initialization else device) if starts else None
+        self._seed = draw_seed() if starts else None
         if pre_process:
             with self._seeded("embedding"):
                 self.embedding = TokenEmbedding(
@@ -244,8 +244,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         """
         if any(param.is_meta for param in self.parameters()):
             self.to_empty(device=parameter_device(self.tp_group, on_cpu=self.config.use_cpu_initialization))
-        device = next(self.parameters()).device
-        self._seed = draw_seed(torch.device("cpu") if self.config.use_cpu_initialization else device)
+        self._seed = draw_seed()
         for part, module in self._parts():
             with part_seeded(self._seed, *part):
                 for child in module.modules():

@@ -61,7 +61,7 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
         "sequence_parallel": parallel.sequence_parallel,
         "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
         **settings.recompute.config_fields(),
-        # So that a run starts from the same weights on every device.
+        # So that adapters start from the same values on every device, as weights do anyway.
         "use_cpu_initialization": True,
     }
 
@@ -76,8 +76,7 @@ def build_model(
 ) -> GPT:
     """The model that ``settings`` describe, or this rank's stage of it, on ``device``, with initial weights.
 
-    Weights are drawn on the CPU, so that a run starts from the same ones on every device, and from the default
-    generator: seed it first.
+    Weights are the same on every device, and follow from the CPU's default generator: seed it first.
 
     Args:
         settings: of the run.
@@ -88,9 +87,9 @@ def build_model(
     """
     description = describe(settings.model, vocab_size)
     config = model_config(description, **config_fields(settings, groups))
-    model = huggingface.build_model(description, config, groups=groups, vp_stage=vp_stage)
+    model = huggingface.build_model(description, config, groups=groups, device=device, vp_stage=vp_stage)
     assert isinstance(model, GPT)
-    return model.to(device)
+    return model
 
 
 def build_chunks(settings: Settings, vocab_size: int, *, groups: Groups, device: torch.device) -> ModelChunks:
