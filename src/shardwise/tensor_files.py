@@ -104,18 +104,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_box(descriptor: int, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def read_box(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """A box of a tensor, on the CPU, and no other byte of it.
 
     Args:
-        descriptor: of the open file.
         stored: where the tensor lies.
         offsets: first index of the box, in each dimension.
         sizes: number of indices, in each dimension.
 
     Raises:
-        CheckpointError: PyTorch does not have its dtype, or the file became shorter.
-        OSError: the file cannot be read.
+        CheckpointError: PyTorch does not have its dtype, or the file cannot be read, or became shorter.
     """
     if stored.dtype not in DTYPES:
         raise CheckpointError(
@@ -126,13 +124,17 @@ def read_box(descriptor: int, stored: StoredTensor, offsets: Sequence[int], size
         return result
     target = memoryview(result.view(-1).view(torch.uint8).numpy().data)
     done = 0
-    for start, length in _runs(stored.shape, offsets, sizes):
-        begin, stop = stored.start + start * result.itemsize, done + length * result.itemsize
-        while done < stop:
-            count = os.preadv(descriptor, [target[done : min(stop, done + _LONGEST_READ)]], begin)
-            if count == 0:
-                raise CheckpointError(f"tensor {stored.name!r} is truncated: {stored.file} became shorter")
-            done, begin = done + count, begin + count
+    try:
+        with open_regular(stored.file) as descriptor:
+            for start, length in _runs(stored.shape, offsets, sizes):
+                begin, stop = stored.start + start * result.itemsize, done + length * result.itemsize
+                while done < stop:
+                    count = os.preadv(descriptor, [target[done : min(stop, done + _LONGEST_READ)]], begin)
+                    if count == 0:
+                        raise CheckpointError(f"tensor {stored.name!r} is truncated: {stored.file} became shorter")
+                    done, begin = done + count, begin + count
+    except OSError as error:
+        raise CheckpointError(f"cannot read tensor {stored.name!r}: {stored.file}: {error.strerror}") from error
     return result
 
 
@@ -261,3 +263,9 @@ def write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         where = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
         raise CheckpointError(f"cannot write {path}: {error.strerror}{where}") from error
+
+
+def some_tensors(names: Sequence[str]) -> str:
+    """The first of the tensors and how many more there are, for a message."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"tensor {names[0]!r}{more}"

@@ -90,7 +90,7 @@ def test_windows_have_every_token_as_a_label_once(num_tokens, sequence_length):
     tokens, labels = (np.concatenate(parts) for parts in zip(*windows, strict=True))
     assert tokens.shape == labels.shape == (len(windows) * sequence_length,)
     counts = labels != IGNORE_INDEX
-    assert counts.sum() == windows.num_labels
+    assert counts.sum() == windows.stream.num_tokens
     np.testing.assert_array_equal(labels[counts], stream.tokens)
     # Each label's context is the token before it, and an end of text before the first.
     np.testing.assert_array_equal(tokens[counts], [EOS, *stream.tokens[:-1]])

@@ -261,9 +261,9 @@ def test_what_may_not_be_read(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(self))
 
     # Not by chmod, since a superuser reads all the same.
-    for method, named in (("open", path), ("iterdir", path.parent), ("stat", path.parent)):
+    for owner, function, named in ((Path, "open", path), (os, "scandir", path.parent), (Path, "stat", path.parent)):
         with monkeypatch.context() as patch:
-            patch.setattr(Path, method, refuse)
+            patch.setattr(owner, function, refuse)
             message = error_of(path.parent)
         assert message == f"cannot read {str(named)!r}: Permission denied; check the path and its permissions"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -211,7 +212,7 @@ def test_more_stages_than_layers_and_one_failing_rank(
     for groups in (groups_of(2, 1), groups_of(1, 2)):
         with monkeypatch.context() as patch:
             if group.rank() == 1:
-                patch.setattr("shardwise.huggingface.reading.read_box", _failing)
+                patch.setattr(os, "preadv", _failing)
             error = raised_everywhere(group, partial(load_pretrained, reference.folder, groups=groups))
         assert "cannot read tensor 'model." in str(error)
         assert "No route to host" in str(error)

@@ -1,6 +1,5 @@
 """Which slice is whose, against brute force and numpy."""
 
-import json
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -125,7 +124,6 @@ def test_split_against_numpy(split, from_the_end):
     assert_bit_equal(layout.assemble(shards), whole)
     assert layout.dim == dim
     assert layout.stride == stride
-    assert ParamLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
 def test_replicated():
@@ -136,7 +134,6 @@ def test_replicated():
     back = layout.assemble([whole] * 4)
     assert_bit_equal(back, whole)
     assert back.data_ptr() != whole.data_ptr()
-    assert ParamLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
 def test_overlapping_runs_in_any_order():
@@ -146,7 +143,6 @@ def test_overlapping_runs_in_any_order():
     shards = [layout.take(whole, rank) for rank in range(4)]
     assert shards[3].tolist() == [whole[3].tolist(), whole[2].tolist()]
     assert_bit_equal(layout.assemble(shards), whole)
-    assert ParamLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
 def test_assemble_makes_a_new_tensor_and_take_a_view_of_one_run():

@@ -6,6 +6,7 @@ checkpoint is complete or absent, that its contents are checked, and that every 
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from shardwise.checkpoint.storage import SafetensorsWriter
 from shardwise.communication.agreement import decide
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.sharding import ParamLayout, ParamShard, TensorPieces
+from shardwise.tensor_files import some_tensors
 
 Description = tuple[torch.dtype, tuple[int, ...], ParamLayout]
 """What is the same of a tensor on every rank: dtype, global shape (leading axes included), and layout."""
@@ -96,7 +98,7 @@ def save(
         records = {}
         for key in sorted(chunks):
             dtype, shape, layout = tensors[key]
-            records[key] = TensorRecord(shape, dtype, layout, tuple(chunks[key]))
+            records[key] = TensorRecord(shape, dtype, dataclasses.asdict(layout), tuple(chunks[key]))
         manifest = Manifest(step, next_serial(root), json_copy(meta), records, files)
         (partial / MANIFEST_NAME).write_text(manifest.to_text(), encoding="utf-8")
         fsync(partial / MANIFEST_NAME)
@@ -178,7 +180,8 @@ def load(
         extra = sorted(manifest.tensors.keys() - asked_for.keys())
         if extra and not allow_extra:
             raise CheckpointError(
-                f"checkpoint {path} holds {_some(extra)} for which there is no place here: it is of another model"
+                f"checkpoint {path} holds {some_tensors(extra)} for which there is no place here: it is of another "
+                "model"
             )
 
     decide(examine, compare, group=group)
@@ -212,7 +215,7 @@ def verify(path: Path) -> None:
     """
     manifest = Manifest.read(path)
     manifest.check_sizes(path)
-    manifest.check_contents(path, list(manifest.files))
+    manifest.check_contents(path)
 
 
 def describe_state(state: Mapping[str, ParamShard]) -> dict[str, Description]:
@@ -254,7 +257,7 @@ def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamSh
                 f"checkpoint {path} has tensor {shard.key!r} as {saved.dtype}, here it is {shard.data.dtype}"
             )
     if missing := sorted({shard.key for shard in state.values()} - manifest.tensors.keys()):
-        raise CheckpointError(f"checkpoint {path} is of another model or incomplete: it lacks {_some(missing)}")
+        raise CheckpointError(f"checkpoint {path} is of another model or incomplete: it lacks {some_tensors(missing)}")
 
 
 def _text(description: Description) -> str:
@@ -278,9 +281,3 @@ def add_extra_files(
         if path.is_file() and name not in known:
             added[name] = FileRecord.of(path)
     return added
-
-
-def _some(names: list[str]) -> str:
-    """A first name and how many more, for a message."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"tensor {names[0]!r}{more}"

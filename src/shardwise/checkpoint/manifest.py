@@ -18,8 +18,6 @@ from shardwise.checkpoint.entry import Entry, check_chunks
 from shardwise.errors import CheckpointError
 from shardwise.files import can_be_a_name, open_regular, read_regular
 from shardwise.json_files import MAX_TABLE_BYTES, parse_json, shown
-from shardwise.sharding import ParamLayout
-from shardwise.tensor_files import is_shape
 
 MANIFEST_NAME = "meta.json"
 FORMAT = "shardwise checkpoint"
@@ -71,13 +69,7 @@ class ChunkRecord:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; the inverse of ``from_json``."""
-        return {
-            "offsets": list(self.offsets),
-            "sizes": list(self.sizes),
-            "file": self.file,
-            "key": self.key,
-            "checksum": f"{self.checksum:016x}",
-        }
+        return vars(self) | {"checksum": f"{self.checksum:016x}"}
 
     @classmethod
     def from_json(cls, entry: Entry) -> ChunkRecord:
@@ -91,21 +83,20 @@ class ChunkRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A global tensor: its shape and dtype, the layout that it was saved from, and the chunks that fill it."""
+    """A global tensor: its shape and dtype, the chunks that fill it, and the layout that it was saved from.
+
+    Nothing is loaded by the layout, whose fields are kept for people to read.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: ParamLayout
+    layout: Mapping[str, Any]
     chunks: tuple[ChunkRecord, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; the inverse of ``from_json``."""
-        return {
-            "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "layout": self.layout.to_json(),
-            "chunks": [chunk.to_json() for chunk in self.chunks],
-        }
+        dtype = str(self.dtype).removeprefix("torch.")
+        return vars(self) | {"dtype": dtype, "chunks": [chunk.to_json() for chunk in self.chunks]}
 
     @classmethod
     def from_json(cls, entry: Entry) -> TensorRecord:
@@ -116,21 +107,7 @@ class TensorRecord:
             raise CheckpointError(f"{name!r} is no dtype of this PyTorch")
         shape, chunks = entry.shape("shape"), tuple(map(ChunkRecord.from_json, entry.entries("chunks")))
         check_chunks(entry.where, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
-        return cls(shape, dtype, _layout(entry.inner("layout")), chunks)
-
-
-def _layout(entry: Entry) -> ParamLayout:
-    """From ``ParamLayout.to_json``'s values."""
-    if entry.present("dim") is not None:
-        entry.count("dim")
-    intervals = entry.present("intervals")
-    is_pairs = isinstance(intervals, list) and all(
-        isinstance(runs, list) and all(is_shape(run) and len(run) == 2 for run in runs) for runs in intervals
-    )
-    if not is_pairs:
-        raise entry.wrong("intervals", intervals, "a list of pairs of indices for each rank")
-    entry.count("world_size"), entry.count("stride"), entry.shape("global_shape")
-    return ParamLayout.from_json(entry.values)
+        return cls(shape, dtype, entry.inner("layout").values, chunks)
 
 
 @dataclass(frozen=True)
@@ -163,18 +140,13 @@ class Manifest:
                         f"tensor {shown(name)} has a chunk in {shown(chunk.file)}, which is none of its files"
                     )
 
-    @property
-    def tensor_files(self) -> list[str]:
-        """Names of the files that hold tensors, sorted."""
-        return sorted({chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks})
-
     def to_text(self) -> str:
         """As JSON text, with a checksum of its own."""
         body = {
             "step": self.step,
             "serial": self.serial,
             "meta": self.meta,
-            "files": {name: {"size": file.size, "crc32": file.crc32} for name, file in sorted(self.files.items())},
+            "files": {name: vars(file) for name, file in sorted(self.files.items())},
             "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
         }
         head = {"format": FORMAT, "version": FORMAT_VERSION, "crc32": _checksum(body)}
@@ -201,9 +173,7 @@ class Manifest:
                 f"it was written by another Shardwise (format version {version}, this one reads {FORMAT_VERSION}); "
                 f"{remedy}"
             )
-        for key in ("step", "serial", "meta", "files", "tensors"):
-            top.present(key)
-        body = {key: value[key] for key in ("step", "serial", "meta", "files", "tensors")}
+        body = {key: top.present(key) for key in ("step", "serial", "meta", "files", "tensors")}
         if value.get("crc32") != _checksum(body):
             raise CheckpointError("its checksum does not match: it was changed or damaged after it was written")
         files, tensors = top.inner("files"), top.inner("tensors")
@@ -256,17 +226,17 @@ class Manifest:
                     f"checkpoint {folder} is damaged: {name} has {status.st_size} bytes, expected {file.size}"
                 )
 
-    def check_contents(self, folder: Path, names: list[str]) -> None:
-        """Read the files called ``names`` and raise CheckpointError unless their checksums are as recorded."""
-        for name in names:
+    def check_contents(self, folder: Path) -> None:
+        """Read every file and raise CheckpointError unless its checksum is as recorded."""
+        for name, file in self.files.items():
             try:
                 found = FileRecord.of(folder / name)
             except OSError as error:
                 raise CheckpointError(f"checkpoint {folder} is damaged: {name} cannot be read ({error})") from error
-            if found != self.files[name]:
+            if found != file:
                 raise CheckpointError(
-                    f"checkpoint {folder} is damaged: {name} has CRC-32 {found.crc32}, expected "
-                    f"{self.files[name].crc32}; use an older checkpoint or another copy"
+                    f"checkpoint {folder} is damaged: {name} has CRC-32 {found.crc32}, expected {file.crc32}; "
+                    "use an older checkpoint or another copy"
                 )
 
 

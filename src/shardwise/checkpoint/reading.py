@@ -30,7 +30,6 @@ from torch.futures import Future
 from shardwise.checkpoint.checksum import MODULUS, slice_checksum
 from shardwise.checkpoint.manifest import ChunkRecord, Manifest
 from shardwise.errors import CheckpointError
-from shardwise.files import open_regular
 from shardwise.tensor_files import StoredTensor, read_box, read_header
 
 
@@ -106,19 +105,15 @@ class SafetensorsReader(StorageReader):
             wanted.setdefault(self._place[box.chunk].file, []).append((box, item))
         for name, slices in wanted.items():
             header = self._header(name)
-            try:
-                with open_regular(self.folder / name) as descriptor:
-                    for box, item in slices:
-                        part = self._read(descriptor, header, box)
-                        if box in counted:
-                            self.sums[box.chunk] += slice_checksum(part, box.offsets, self._place[box.chunk].sizes)
-                            counted.remove(box)
-                        if item is not None:
-                            target = planner.resolve_tensor(item)
-                            target.copy_(part)
-                            planner.commit_tensor(item, target)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {self.folder / name}: {error.strerror}") from error
+            for box, item in slices:
+                part = self._read(header, box)
+                if box in counted:
+                    self.sums[box.chunk] += slice_checksum(part, box.offsets, self._place[box.chunk].sizes)
+                    counted.remove(box)
+                if item is not None:
+                    target = planner.resolve_tensor(item)
+                    target.copy_(part)
+                    planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -129,11 +124,11 @@ class SafetensorsReader(StorageReader):
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {self.folder} is damaged: {error}") from error
 
-    def _read(self, descriptor: int, header: Mapping[str, StoredTensor], box: Slice) -> Tensor:
+    def _read(self, header: Mapping[str, StoredTensor], box: Slice) -> Tensor:
         chunk, dtype = self._place[box.chunk], self._manifest.tensors[box.chunk.fqn].dtype
         stored = header.get(chunk.key)
         if stored is not None and stored.shape == chunk.sizes:
-            part = read_box(descriptor, stored, box.offsets, box.sizes)
+            part = read_box(stored, box.offsets, box.sizes)
             if part.dtype == dtype:
                 self.bytes_read += part.nbytes
                 return part

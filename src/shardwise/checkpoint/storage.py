@@ -7,14 +7,15 @@ their metadata as a pickle.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -23,16 +24,6 @@ from shardwise.checkpoint.checksum import slice_checksum
 from shardwise.checkpoint.manifest import ChunkRecord, FileRecord
 from shardwise.errors import CheckpointError
 from shardwise.tensor_files import TensorFile
-
-
-@dataclass(frozen=True)
-class WrittenChunk:
-    """What a rank reports of one chunk that it wrote; the same ``record`` for each chunk of one file."""
-
-    file: str
-    record: FileRecord
-    key: str
-    checksum: int
 
 
 class SafetensorsWriter(StorageWriter):
@@ -86,32 +77,29 @@ class SafetensorsWriter(StorageWriter):
         if len(set(keys)) != len(keys):
             raise CheckpointError(f"two tensors would both be stored as {next(k for k in keys if keys.count(k) > 1)!r}")
         tensors = {key: cast(Tensor, planner.resolve_data(item)) for key, item in zip(keys, items, strict=True)}
-        file = TensorFile(path, {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()})
-        try:
+        shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+        with contextlib.closing(TensorFile(path, shapes)) as file:
             for key, tensor in tensors.items():
                 file.write(key, tensor)
-        finally:
-            file.close()
         record = FileRecord.of(path)
-        checksums = {key: slice_checksum(part, [0] * part.dim(), part.shape) for key, part in tensors.items()}
-        return [
-            WriteResult(item.index, tensors[key].nbytes, WrittenChunk(self.file, record, key, checksums[key]))
-            for key, item in zip(keys, items, strict=True)
-        ]
+        results = []
+        for key, item in zip(keys, items, strict=True):
+            part, data = tensors[key], item.tensor_data
+            assert data is not None
+            checksum = slice_checksum(part, [0] * part.dim(), part.shape)
+            chunk = ChunkRecord(tuple(data.chunk.offsets), tuple(data.chunk.sizes), self.file, key, checksum)
+            results.append(WriteResult(item.index, part.nbytes, (chunk, record)))
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Hand the records of what all ranks wrote to the ``finish`` that was given."""
-        written: list[WriteResult] = [result for rank_results in results for result in rank_results]
-        place = {result.index: cast(WrittenChunk, result.storage_data) for result in written}
         chunks: dict[str, list[ChunkRecord]] = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            for chunk in tensor.chunks:
-                stored = place[MetadataIndex(name, chunk.offsets)]
-                box = tuple(chunk.offsets), tuple(chunk.sizes)
-                record = ChunkRecord(*box, stored.file, stored.key, stored.checksum)
-                chunks.setdefault(name, []).append(record)
-        self._finish(chunks, {stored.file: stored.record for stored in place.values()})
+        files: dict[str, FileRecord] = {}
+        for result in itertools.chain.from_iterable(results):
+            chunk, record = result.storage_data
+            files[chunk.file] = record
+            chunks.setdefault(result.index.fqn, []).append(chunk)
+        self._finish(chunks, files)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from shardwise.errors import ConfigError, DataError
 
 
-def format_bytes(num_bytes: int) -> str:
-    """A size for people to read.
+def text_size(texts: Iterable[str]) -> str:
+    """The size of texts in UTF-8, for people to read.
 
-    >>> format_bytes(12_108_092), format_bytes(1500), format_bytes(7)
+    >>> text_size(["x" * 12_108_092]), text_size(["x" * 1000, "y" * 500]), text_size(["1234567"])
     ('12.1 MB', '1.5 kB', '7 B')
     """
+    num_bytes = sum(len(text.encode()) for text in texts)
     for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -136,8 +137,7 @@ class Corpus:
 
     def _part(self, what: str, documents: Iterable[str]) -> Corpus:
         texts = tuple(document for document in documents if document)
-        size = format_bytes(sum(len(text.encode()) for text in texts))
-        return Corpus(f"{self.name} ({what}: {size})", texts)
+        return Corpus(f"{self.name} ({what}: {text_size(texts)})", texts)
 
 
 def _cut_tail(document: str, num_bytes: int) -> tuple[str, str]:

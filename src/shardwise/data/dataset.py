@@ -102,11 +102,6 @@ class EvaluationWindows:
         """Size of the text behind the labels in UTF-8, in bytes."""
         return self.stream.num_bytes
 
-    @property
-    def num_labels(self) -> int:
-        """Number of labels that count, over all windows."""
-        return self.stream.num_tokens
-
     def bits_per_byte(self, total_nll: float) -> float:
         """Bits that the model spends on a byte of the text, the ends of documents included.
 

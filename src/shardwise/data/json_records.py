@@ -130,23 +130,19 @@ def _text_of_line(line: str, where: str, text_key: str) -> str:
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: JSON that cannot be read: {error}; repair or remove the line") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: not a JSON object but {_kind(value)}; each line must be like {_example(text_key)}")
-    return _text_of_object(value, where, text_key)
+    return _text_of_object(value, where, text_key, problem="not a JSON object")
 
 
 def _text_of_record(value: object, where: str, text_key: str) -> str:
     if isinstance(value, str):
         return _checked(value, where, "the text")
+    return _text_of_object(value, where, text_key, problem="neither a JSON object nor a string")
+
+
+def _text_of_object(value: object, where: str, text_key: str, *, problem: str) -> str:
     if not isinstance(value, dict):
-        raise DataError(
-            f"{where}: neither a JSON object nor a string but {_kind(value)}; each record must be like "
-            f'{_example(text_key)} or "..."'
-        )
-    return _text_of_object(value, where, text_key)
-
-
-def _text_of_object(value: dict[str, object], where: str, text_key: str) -> str:
+        example = f'{{{json.dumps(text_key)}: "..."}}'
+        raise DataError(f"{where}: {problem} but {_kind(value)}; each record must be like {example}")
     if text_key not in value:
         keys = ", ".join(map(repr, list(value)[:5])) or "none"
         raise DataError(
@@ -169,10 +165,6 @@ def _checked(text: str, where: str, what: str) -> str:
             f"{where}: a lone surrogate \\u{ord(text[error.start]):04x} in {what}, which is no character; remove it"
         ) from error
     return text
-
-
-def _example(text_key: str) -> str:
-    return f'{{{json.dumps(text_key)}: "..."}}'
 
 
 def _kind(value: object) -> str:

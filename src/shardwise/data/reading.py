@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shardwise.data.corpus import Corpus, format_bytes
+from shardwise.data.corpus import Corpus, text_size
 from shardwise.data.json_records import texts_of_json, texts_of_lines
 from shardwise.errors import ConfigError, DataError
 
@@ -77,7 +77,7 @@ def read_corpus(paths: AnyPath | Iterable[AnyPath], *, text_key: str = "text") -
     if not names:
         raise ConfigError("no data given; name at least one file or folder of text")
     documents = [document for of_file in texts.values() for document in of_file]
-    size = format_bytes(sum(len(document.encode()) for document in documents))
+    size = text_size(documents)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return Corpus(f"{shown}, {len(texts)} file{'s' if len(texts) > 1 else ''}, {size}", tuple(documents))
 
@@ -122,22 +122,19 @@ def _files_of(root: Path) -> list[Path]:
 
 def _walk(root: Path) -> Iterator[Path]:
     """All that is no folder below a folder, hidden names left out. Each folder is entered once, so link loops end."""
+
+    def fail(error: OSError) -> None:
+        raise _unreadable(Path(error.filename), error) from error
+
     entered = set()
-    pending = [root]
-    while pending:
-        folder = pending.pop()
-        status = _status(folder)
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
+        status = _status(Path(folder))
         if (status.st_dev, status.st_ino) in entered:
+            folders.clear()
             continue
         entered.add((status.st_dev, status.st_ino))
-        try:
-            entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
-            is_folder = {entry: entry.is_dir() for entry in entries}
-        except OSError as error:
-            raise _unreadable(folder, error) from error
-        # The last one pending is entered next.
-        pending.extend(entry for entry in reversed(entries) if is_folder[entry])
-        yield from (entry for entry in entries if not is_folder[entry])
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
 def _documents_of(file: Path, text_key: str) -> list[str]:

@@ -8,7 +8,7 @@ import sysconfig
 import tokenize
 from pathlib import Path
 
-from shardwise.data.corpus import Corpus, format_bytes
+from shardwise.data.corpus import Corpus, text_size
 from shardwise.errors import DataError
 
 # Tests are left out as data about data. The others are not the standard library (installed packages, pip's wheels), or
@@ -58,7 +58,7 @@ def stdlib_corpus(folder: Path | None = None) -> Corpus:
             f"the sources of {python}'s standard library are not in {str(root)!r}: {len(documents)} files, fewer than "
             f"{_MIN_FILES}; use a Python that has them, or name other data"
         )
-    size = format_bytes(sum(len(document.encode()) for document in documents))
+    size = text_size(documents)
     return Corpus(f"{python} standard library, {len(documents)} files, {size}", tuple(documents))
 
 

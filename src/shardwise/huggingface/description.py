@@ -84,10 +84,6 @@ class ModelDescription:
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and under 1")
-        if self.num_attention_heads % self.num_query_groups != 0:
-            raise ConfigError(
-                f"{self.num_attention_heads} query heads are not a multiple of {self.num_query_groups} key-value heads"
-            )
 
     @property
     def heads(self) -> Heads:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.huggingface.folder import PretrainedFolder
@@ -33,7 +34,7 @@ def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[
 def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolder, names: Mapping[str, str]) -> None:
     """Read this rank's part of a parameter into ``shard.data``; at most as much memory again is used."""
     layout, target = shard.layout, shard.data.detach()
-    rows: Sequence[Interval] = layout.intervals[shard.rank] if layout.dim == 0 else [(0, composition.shape[0])]
+    rows = _own_rows(shard)
     columns: Sequence[Interval] = [(0, size) for size in composition.shape[1:]]
     if layout.dim == 1:
         columns = layout.intervals[shard.rank]
@@ -43,15 +44,27 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
             # Of a vector there are no columns.
             place = 0
             for start, stop in columns or [(0, 0)]:
-                offsets, sizes = (first, start)[: target.dim()], (count, stop - start)[: target.dim()]
-                if composition.turns:
-                    values = folder.read(names[name], offsets[::-1], sizes[::-1]).t()
-                else:
-                    values = folder.read(names[name], offsets, sizes)
+                values = _read(folder, names[name], composition, (first, start), (count, stop - start))
                 part = target.narrow(1, place, stop - start) if columns else target
                 for run in together:
                     part[run.place : run.place + run.rows].copy_(values[run.start - first :][: run.rows])
                 place += stop - start
+
+
+def _own_rows(shard: ParamShard) -> Sequence[Interval]:
+    """The rows of the whole parameter of which this rank holds some columns, or all."""
+    layout = shard.layout
+    return layout.intervals[shard.rank] if layout.dim == 0 else [(0, layout.global_shape[0])]
+
+
+def _read(
+    folder: TensorFolder, name: str, composition: Composition, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Tensor:
+    """Rows and columns of a stored tensor as the parameter has them; of a vector only the rows count."""
+    dims = len(composition.shape)
+    if composition.turns:
+        return folder.read(name, offsets[::-1], sizes[::-1]).t()
+    return folder.read(name, offsets[:dims], sizes[:dims])
 
 
 class _Run(NamedTuple):
@@ -94,8 +107,6 @@ def check_copies(
     A few rows of this rank's part are compared: a second copy that was trained on its own differs in all of them, and
     reading it whole would cost as much as the first.
     """
-    layout = shard.layout
-    own = layout.intervals[shard.rank] if layout.dim == 0 else [(0, composition.shape[0])]
     for copy, original in source.copies().items():
         if names.get(copy) in (None, names.get(original)) or original not in composition.stored_shapes:
             continue
@@ -103,30 +114,20 @@ def check_copies(
         repeated = Composition(composition.shape, pieces, composition.transposed)
         check_shapes(source.tensors, repeated, names)
         # No tied weight is split by columns.
-        if layout.dim != 1 and not _same_rows(shard, repeated, own, source.tensors, names):
+        if shard.layout.dim != 1 and not _same_rows(shard, repeated, source.tensors, names):
             raise CheckpointError(
                 f"{source.path} has tensors {names[original]!r} and {names[copy]!r}, which differ, but its config.json "
                 "says that they are one (tie_word_embeddings)"
             )
 
 
-def _same_rows(
-    shard: ParamShard,
-    repeated: Composition,
-    own: Sequence[Interval],
-    folder: TensorFolder,
-    names: Mapping[str, str],
-) -> bool:
+def _same_rows(shard: ParamShard, repeated: Composition, folder: TensorFolder, names: Mapping[str, str]) -> bool:
     data, local = shard.data.detach(), 0
-    for first, last in own:
+    for first, last in _own_rows(shard):
         for start, stop in ((first, min(last, first + _ROWS)), (max(first + _ROWS, last - _ROWS), last)):
             for name, runs in _runs_by_tensor(repeated, [(start, max(start, stop))]).items():
                 for run in runs:
-                    offsets, sizes = (run.start, 0)[: data.dim()], (run.rows, *repeated.shape[1:])
-                    if repeated.turns:
-                        values = folder.read(names[name], offsets[::-1], sizes[::-1]).t()
-                    else:
-                        values = folder.read(names[name], offsets, sizes)
+                    values = _read(folder, names[name], repeated, (run.start, 0), (run.rows, *repeated.shape[1:]))
                     place = local + start - first + run.place
                     if not torch.equal(values.to(data.dtype), data[place : place + run.rows].cpu()):
                         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, read_config
 from shardwise.huggingface.reading import TensorFolder, is_weight_dtype, weight_dtype
+from shardwise.tensor_files import some_tensors
 
 
 class PretrainedFolder:
@@ -76,10 +77,10 @@ class PretrainedFolder:
             if copy in found:
                 found.setdefault(original, found[copy])
         if missing := sorted(expected - found.keys()):
-            raise CheckpointError(f"{self.path} lacks {_some(missing)}, which its config.json asks for")
+            raise CheckpointError(f"{self.path} lacks {some_tensors(missing)}, which its config.json asks for")
         if extra:
             raise CheckpointError(
-                f"{self.path} holds {_some(extra)}, for which a model of its config.json has no place"
+                f"{self.path} holds {some_tensors(extra)}, for which a model of its config.json has no place"
             )
         return found
 
@@ -136,8 +137,3 @@ def no_folder(folder: Path, hint: str = "") -> str:
         f"{said}; a model of the Hugging Face hub is downloaded first (pip install huggingface_hub): hf download "
         f"{match[1]} --exclude 'original/*' --local-dir {name}, and its folder given: {name}"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"tensor {names[0]!r}{more}"

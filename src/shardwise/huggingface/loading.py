@@ -86,23 +86,6 @@ def load_pretrained(
     for model in models:
         # What is added to the model later starts as it would in another.
         model.config.perform_initialization = True
-    load_weights_(models, source, groups=groups)
-    return models[0] if config.virtual_pipeline_model_parallel_size is None else ModelChunks(models)
-
-
-def load_weights_(
-    models: Sequence[Model],
-    source: PretrainedFolder,
-    *,
-    groups: Groups,
-) -> None:
-    """Fill the parameters of a model, or of this stage's chunks, from a folder, whatever their dtype and device.
-
-    Collective over the tensor- and pipeline-parallel groups.
-
-    Raises:
-        CheckpointError: the folder's tensors are not the model's; see ``load_pretrained``.
-    """
     parts, names = _plan(models, source, groups)
 
     def fill() -> None:
@@ -111,6 +94,7 @@ def load_weights_(
             check_copies(shard, composition, source, names)
 
     agree(fill, group=model_groups(groups))
+    return models[0] if config.virtual_pipeline_model_parallel_size is None else ModelChunks(models)
 
 
 def _check_sizes(source: PretrainedFolder) -> None:

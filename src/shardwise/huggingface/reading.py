@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise import json_files
 from shardwise.errors import CheckpointError
-from shardwise.files import can_be_a_name, open_regular
+from shardwise.files import can_be_a_name
 from shardwise.json_files import MAX_CONFIG_BYTES, MAX_TABLE_BYTES
 from shardwise.tensor_files import DTYPES, StoredTensor, read_box, read_header
 
@@ -84,12 +84,7 @@ class TensorFolder:
         Raises:
             CheckpointError: the file cannot be read.
         """
-        stored = self.tensors[name]
-        try:
-            with open_regular(stored.file) as descriptor:
-                box = read_box(descriptor, stored, offsets, sizes)
-        except OSError as error:
-            raise CheckpointError(f"cannot read tensor {name!r}: {stored.file}: {error.strerror}") from error
+        box = read_box(self.tensors[name], offsets, sizes)
         self.bytes_read += box.nbytes
         return box
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,24 +13,15 @@ from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
 from shardwise.transformer.rotary_scaling import RotaryScaling
 
-# By kind: Hugging Face's fields, and their defaults where a field may be missing or null.
-_REQUIRED = object()
-_CONTEXT: dict[str, Any] = {"original_max_position_embeddings": None}
-_SCALINGS: dict[str, dict[str, Any]] = {
-    "linear": {"factor": _REQUIRED},
-    "llama3": {"factor": _REQUIRED, "low_freq_factor": _REQUIRED, "high_freq_factor": _REQUIRED, **_CONTEXT},
-    "yarn": {
-        "factor": None,
-        "attention_factor": None,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": None,
-        "mscale_all_dim": None,
-        "truncate": True,
-        **_CONTEXT,
-    },
+# By kind, the fields that must be there, and those that may be missing or null.
+_CONTEXT = "original_max_position_embeddings"
+_YARN = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", _CONTEXT)
+_SCALINGS = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_CONTEXT,)),
+    "yarn": ((), _YARN),
 }
-_KINDS: dict[str, Any] = {"original_max_position_embeddings": int, "truncate": bool}
+_KINDS: dict[str, Any] = {_CONTEXT: int, "truncate": bool}
 
 
 def read_rope(fields: Fields, longest: int) -> dict[str, Any]:
@@ -63,20 +55,13 @@ def read_rope(fields: Fields, longest: int) -> dict[str, Any]:
 
 
 def _read_scaling(kind: str, rope: Fields, fields: Fields, longest: int) -> RotaryScaling:
-    values: dict[str, Any] = {}
-    for name, default in _SCALINGS[kind].items():
-        if rope.values.get(name) is None:
-            if default is _REQUIRED:
-                raise ConfigError(f"{rope.where} of type {kind!r} lacks {name}")
-            values[name] = default
-        else:
-            values[name] = rope.get(_KINDS.get(name, float), name)
-    if "original_max_position_embeddings" in values:
-        given = fields.optional(int, "original_max_position_embeddings")
-        original = given or values["original_max_position_embeddings"] or longest
-        values["original_max_position_embeddings"] = original
-        if values["factor"] is None:
-            values["factor"] = longest / max(original, 1)
+    rope = Fields(rope.values, f"{rope.where} of type {kind!r}")
+    required, optional = _SCALINGS[kind]
+    given = [name for name in optional if rope.values.get(name) is not None]
+    values: dict[str, Any] = {name: rope.get(_KINDS.get(name, float), name) for name in (*required, *given)}
+    if _CONTEXT in optional:
+        original = fields.optional(int, _CONTEXT) or values.get(_CONTEXT) or longest
+        values = {"factor": longest / max(original, 1), **values, _CONTEXT: original}
     try:
         # A key of the table, which has the kinds that there are.
         return RotaryScaling(kind=kind, **values)  # type: ignore[arg-type]
@@ -92,7 +77,7 @@ def rope_json(description: ModelDescription) -> dict[str, Any]:
         # Truncation is the default of all readers, and unknown to old ones.
         old = {"rope_type": scaling.kind} | {
             name: value
-            for name in _SCALINGS[scaling.kind]
+            for name in itertools.chain(*_SCALINGS[scaling.kind])
             if (value := getattr(scaling, name)) is not None and (name, value) != ("truncate", True)
         }
     new = {"rope_type": "default", **(old or {}), "rope_theta": description.rotary_base}

@@ -175,8 +175,8 @@ def _write_folder(target: Path, plan: _Plan, groups: Groups, max_file_size: int)
     partial = target.with_name(f".{target.name}.{token}.partial")
     with ExitStack() as stack:
         agree(lambda: stack.enter_context(_begun(target, partial)) if is_first else None, group=model_groups(groups))
-        failure = _write_files(partial, dict(zip(names[first:], own_files, strict=False)), groups)
-        agree(lambda: _raise(failure), group=model_groups(groups))
+        own = dict(zip(names[first:], own_files, strict=False))
+        agree(lambda: _write_files(partial, own, groups), group=model_groups(groups))
         agree(lambda: _finish(target, partial, plan, index) if is_first else None, group=model_groups(groups))
 
 
@@ -211,10 +211,10 @@ def _index(names: Sequence[str], files: Sequence[tuple[list[str], int]]) -> dict
     return {"metadata": {"total_size": sum(size for _, size in files)}, "weight_map": weight_map}
 
 
-def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], groups: Groups) -> Exception | None:
-    """Gather this stage's parameters, and write them, each file on another rank; why that failed, if it did.
+def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], groups: Groups) -> None:
+    """Gather this stage's parameters, and write them, each file on another rank.
 
-    A rank that fails goes on gathering, since the others could not go on without it.
+    A rank that fails goes on gathering, since the others could not go on without it, and raises its error at the end.
     """
     group = groups.tp
     failure: Exception | None = None
@@ -235,10 +235,6 @@ def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], groups: Gr
                         file.close()
             # Not kept while the next is gathered.
             del whole
-    return failure
-
-
-def _raise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
 

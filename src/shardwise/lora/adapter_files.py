@@ -11,27 +11,26 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from shardwise.communication.agreement import agree
-from shardwise.errors import CheckpointError, ConfigError
-from shardwise.files import open_regular, write_atomically
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.files import write_atomically
 from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, no_folder
 from shardwise.huggingface.ranks import gather_from_stages, model_groups
-from shardwise.huggingface.reading import weight_dtype
-from shardwise.json_files import read_json
+from shardwise.huggingface.reading import read_json, weight_dtype
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
 from shardwise.lora.model import Site, add_adapters_, all_paths, is_chosen, layers_without_adapters, sites_of
 from shardwise.models.gpt import GPT
-from shardwise.models.language_model import LanguageModel
+from shardwise.models.transformer_model import TransformerModel
 from shardwise.sharded_state import gather_parameter
 from shardwise.tensor_files import StoredTensor, read_box, read_header
 
@@ -75,20 +74,16 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
     path = Path(folder) / CONFIG_NAME
     if not os.path.isdir(folder):
         raise CheckpointError(no_folder(Path(folder)))
+    if not os.path.lexists(path):
+        raise CheckpointError(f"no adapter at {str(folder)!r}: it has no {CONFIG_NAME}")
     try:
         values = read_json(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"no adapter at {str(folder)!r}: it has no {CONFIG_NAME}") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    except ValueError as error:
+        kind, fields = values.get("peft_type"), Fields(values, CONFIG_NAME)
+        arguments = _lora_arguments(fields) if kind == "LORA" else {}
+    except ShardwiseError as error:
         raise CheckpointError(f"{str(path)!r} is not an adapter's configuration: {error}") from error
-    if values.get("peft_type") != "LORA":
-        raise ConfigError(f"{str(path)!r}: peft_type is {values.get('peft_type')!r:.80}; only 'LORA' is supported")
-    try:
-        arguments = _lora_arguments(Fields(values, CONFIG_NAME))
-    except ConfigError as error:
-        raise CheckpointError(f"{str(path)!r} is not an adapter's configuration: {error}") from error
+    if kind != "LORA":
+        raise ConfigError(f"{str(path)!r}: peft_type is {kind!r:.80}; only 'LORA' is supported")
     config = LoraConfig(**arguments)
     for name in _VARIANTS:
         if values.get(name):
@@ -122,7 +117,7 @@ def _lora_arguments(fields: Fields) -> dict[str, Any]:
     }
 
 
-def load_adapter_(model: LanguageModel, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
+def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
     """Give a model the adapters of a folder and freeze all else, in place. Collective over the model's ranks.
 
     Args:
@@ -152,7 +147,7 @@ def load_adapter_(model: LanguageModel, folder: str | os.PathLike[str], architec
 
 
 def save_adapter(
-    model: LanguageModel,
+    model: TransformerModel,
     folder: str | os.PathLike[str],
     architecture: Architecture,
     *,
@@ -192,7 +187,7 @@ def save_adapter(
     agree(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, group=model_groups(model.groups))
 
 
-def _writes(model: LanguageModel) -> bool:
+def _writes(model: TransformerModel) -> bool:
     """Whether this rank writes what all ranks of the model, and of its data-parallel copies, write once."""
     copies = model.groups.dp
     return all(group.rank() == 0 for group in (*model_groups(model.groups), *([copies] if copies else [])))
@@ -238,7 +233,7 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) 
     try:
         # An earlier adapter is touched when there was room for both files of this one.
         for name, path in new.items():
-            write_atomically(path, partial(_put, contents[name]))
+            write_atomically(path, methodcaller("write", contents[name]))
         # The configuration goes first and comes last: where it stands, its tensors do.
         (folder / CONFIG_NAME).unlink(missing_ok=True)
         for name, path in new.items():
@@ -249,10 +244,6 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) 
         for path in new.values():
             with suppress(OSError):
                 path.unlink()
-
-
-def _put(content: bytes, file: BinaryIO) -> None:
-    file.write(content)
 
 
 def _read(
@@ -266,7 +257,6 @@ def _read(
         for site in sites
         for name, shape in zip(("lora_A", "lora_B"), _shapes(site, config.r), strict=True)
     }
-    tensors: dict[tuple[str, str], Tensor] = {}
     found: set[tuple[str, str]] = set()
     if not path.exists():
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}")
@@ -294,12 +284,6 @@ def _read(
             )
         weight_dtype(stored)
         chosen[place] = stored
-    try:
-        with open_regular(path) as descriptor:
-            for place, stored in chosen.items():
-                tensors[place] = read_box(descriptor, stored, [0] * len(stored.shape), stored.shape)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror}") from error
     lacking = sorted(
         f"{_PREFIX}{place}.{other}.weight"
         for place, name in found
@@ -307,7 +291,8 @@ def _read(
     )
     if lacking or not found:
         raise CheckpointError(f"{str(path)!r} lacks {lacking[0] if lacking else 'every tensor'}")
-    return config, tensors
+    whole = {place: read_box(stored, [0] * len(stored.shape), stored.shape) for place, stored in chosen.items()}
+    return config, whole
 
 
 def _shapes(site: Site, r: int) -> tuple[tuple[int, int], tuple[int, int]]:

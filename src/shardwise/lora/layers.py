@@ -144,7 +144,8 @@ class LoraLinear(ParallelLinear):
             raise ConfigError("the layer leaves its communication to its caller, so it cannot have adapters")
         adapters = {name: LoraAdapter(layer, config, section) for name, section in sections.items()}
         adapted: Any = layer
-        adapted.__class__ = _with_adapters(layer.__class__)
+        plain: Any = type(layer)
+        adapted.__class__ = _with_adapters(plain)
         adapted.lora = nn.ModuleDict(adapters)
         adapted.lora_config = config
         adapted.lora_enabled = True
@@ -282,17 +283,11 @@ class LoraRow(LoraLinear):
         return output
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@functools.cache
 def _with_adapters(plain: type[nn.Module]) -> type[nn.Module]:
     """The class of a ``plain`` layer with adapters."""
-    if plain not in _classes:
-        base = LoraColumn if issubclass(plain, ColumnLinear) else LoraRow
-        _classes[plain] = type(
-            f"Lora{plain.__name__}", (base, plain), {"__doc__": f"A {plain.__name__} with adapters."}
-        )
-    return _classes[plain]
+    base = LoraColumn if issubclass(plain, ColumnLinear) else LoraRow
+    return type(f"Lora{plain.__name__}", (base, plain), {"__doc__": f"A {plain.__name__} with adapters."})
 
 
 def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:

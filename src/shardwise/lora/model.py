@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,7 @@ from shardwise.initialization import draw_seed, part_seeded
 from shardwise.layers import ColumnLinear, RowLinear
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
 from shardwise.lora.layers import LoraAdapter, LoraLinear
-from shardwise.models.language_model import LanguageModel
-
-_BLOCKS = ("decoder", "encoder")
+from shardwise.models.transformer_model import TransformerModel
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Site:
         return adapter
 
 
-def sites_of(model: LanguageModel, architecture: Architecture) -> list[Site]:
+def sites_of(model: TransformerModel, architecture: Architecture) -> list[Site]:
     """Every linear layer of the model's transformer layers, those of this pipeline stage, in order.
 
     Args:
@@ -62,25 +61,17 @@ def sites_of(model: LanguageModel, architecture: Architecture) -> list[Site]:
     Raises:
         ConfigError: the architecture has no such layers.
     """
-    return [
-        site
-        for block, layers in _layers_of(model)
-        for layer in layers
-        for site in _sites_of_layer(model, layer, f"{block}.layers.{_index(layer)}", architecture)
-    ]
+    layers: Iterable[Any] = model.block.layers
+    return [site for layer in layers for site in _sites_of_layer(model, layer, layer.layer_number - 1, architecture)]
 
 
-def all_paths(model: LanguageModel, architecture: Architecture) -> set[str]:
+def all_paths(model: TransformerModel, architecture: Architecture) -> set[str]:
     """The paths of the linear layers of all pipeline stages."""
-    return {
-        site.path
-        for block, layers in _layers_of(model)
-        for index in range(model.config.num_layers)
-        for site in _sites_of_layer(model, layers[0], f"{block}.layers.{index}", architecture)
-    }
+    first, numbers = model.block.layers[0], range(model.config.num_layers)
+    return {site.path for number in numbers for site in _sites_of_layer(model, first, number, architecture)}
 
 
-def layers_without_adapters(model: LanguageModel, architecture: Architecture) -> dict[str, str]:
+def layers_without_adapters(model: TransformerModel, architecture: Architecture) -> dict[str, str]:
     """The paths of the embeddings and the output layer, which cannot have adapters, and what each is."""
     parts = {
         "embedding.word_embeddings.weight": "the embedding",
@@ -96,7 +87,7 @@ def layers_without_adapters(model: LanguageModel, architecture: Architecture) ->
     return found
 
 
-def add_lora_(model: LanguageModel, config: LoraConfig, architecture: Architecture) -> None:
+def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Architecture) -> None:
     """Give a model adapters and freeze all else, in place.
 
     Initial values depend on the state of PyTorch's default generator and on the layer's name, so they are the same on
@@ -139,7 +130,7 @@ def choose(sites: Iterable[Site], targets: Iterable[str]) -> list[Site]:
     return [site for site in sites if is_chosen(site.path, targets)]
 
 
-def add_adapters_(model: LanguageModel, config: LoraConfig, chosen: Iterable[Site]) -> None:
+def add_adapters_(model: TransformerModel, config: LoraConfig, chosen: Iterable[Site]) -> None:
     """``add_lora_`` at given sites.
 
     Raises:
@@ -193,28 +184,20 @@ def lora_disabled(model: nn.Module) -> Iterator[None]:
             layer.lora_enabled = enabled
 
 
-def _layers_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    return [(name, getattr(model, name).layers) for name in _BLOCKS if hasattr(model, name)]
-
-
-def _index(layer: nn.Module) -> int:
-    """The layer's place in the whole model, from 0."""
-    number = layer.layer_number
-    assert isinstance(number, int)
-    return number - 1
-
-
 def _names(target: str, path: str) -> bool:
     return f".{path}".endswith(f".{target}")
 
 
-def _sites_of_layer(model: LanguageModel, layer: nn.Module, prefix: str, architecture: Architecture) -> Iterator[Site]:
+def _sites_of_layer(
+    model: TransformerModel, layer: nn.Module, number: int, architecture: Architecture
+) -> Iterator[Site]:
+    """The sites of a layer, as those of the layer of that number, from 0."""
     heads = Heads(*model.config.heads)
     for name, linear in layer.named_modules():
         if not isinstance(linear, ColumnLinear | RowLinear):
             continue
         shape = linear.param_layouts["weight"].global_shape
-        composition = compose(architecture.table, f"{prefix}.{name}.weight", shape, heads)
+        composition = compose(architecture.table, f"{model.block_name}.layers.{number}.{name}.weight", shape, heads)
         sections = {
             tensor: torch.empty(sum(piece.rows for piece in composition.pieces if piece.tensor == tensor)).long()
             for tensor in composition.stored_shapes

@@ -114,7 +114,7 @@ class Bert(TransformerModel):
         TopologyError: not the groups that the stages need.
     """
 
-    _block_name = "encoder"
+    block_name = "encoder"
     _attention_is_masked = True
     _output_bias = True
     encoder: TransformerBlock

@@ -58,7 +58,8 @@ class TokenEmbedding(GroupModule):
         super().__init__()
         if num_tokentypes < 0:
             raise ConfigError(f"num_tokentypes is {num_tokentypes}; it must not be negative")
-        assert config.init_method is not None
+        init = config.init_method
+        assert init is not None
         self.tp_group = tp_group
         self.num_tokentypes = num_tokentypes
         self.max_sequence_length = max_sequence_length
@@ -70,20 +71,16 @@ class TokenEmbedding(GroupModule):
             config.hidden_size,
             # Positions and token types are added to the whole sequence before it is split.
             sequence_parallel=self.scatters and not learned and num_tokentypes == 0,
-            init=config.init_method,
+            init=init,
             deterministic=config.deterministic_mode,
             **arguments,
         )
-        self.position_embeddings: ReplicatedEmbedding | None = None
-        if learned:
-            self.position_embeddings = ReplicatedEmbedding(
-                max_sequence_length, config.hidden_size, what="position", init=config.init_method, **arguments
-            )
-        self.tokentype_embeddings: ReplicatedEmbedding | None = None
-        if num_tokentypes > 0:
-            self.tokentype_embeddings = ReplicatedEmbedding(
-                num_tokentypes, config.hidden_size, what="token type", init=config.init_method, **arguments
-            )
+
+        def table(rows: int, what: str) -> ReplicatedEmbedding:
+            return ReplicatedEmbedding(rows, config.hidden_size, what=what, init=init, **arguments)
+
+        self.position_embeddings = table(max_sequence_length, "position") if learned else None
+        self.tokentype_embeddings = table(num_tokentypes, "token type") if num_tokentypes > 0 else None
         self.layernorm: nn.Module | None = None
         if config.embedding_layernorm:
             with parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization):

@@ -43,7 +43,7 @@ class GPT(TransformerModel):
         TopologyError: not the groups that the stages need.
     """
 
-    _block_name = "decoder"
+    block_name = "decoder"
     decoder: TransformerBlock
 
     def forward(

@@ -54,7 +54,7 @@ class TransformerModel(FixedTensors, LanguageModel):
     """
 
     # Name of the attribute that holds the transformer block.
-    _block_name: str
+    block_name: str
     _fixed = ("alibi_slopes",)
     # A model with token types, or with a bias of the output layer, sets them before its parts are made.
     num_tokentypes = 0
@@ -131,7 +131,7 @@ class TransformerModel(FixedTensors, LanguageModel):
             post_process=post_process,
             seed=self._seed,
         )
-        self.add_module(self._block_name, block)
+        self.add_module(self.block_name, block)
         self.output_queue: WeightGradientQueue | None = None
         if config.defer_embedding_wgrad_compute and post_process:
             self.output_queue = WeightGradientQueue(limit=config.wgrad_deferral_limit, inputs=[])
@@ -217,7 +217,7 @@ class TransformerModel(FixedTensors, LanguageModel):
     @property
     def block(self) -> TransformerBlock:
         """This stage's layers."""
-        block = self.get_submodule(self._block_name)
+        block = self.get_submodule(self.block_name)
         assert isinstance(block, TransformerBlock)
         return block
 

@@ -168,7 +168,7 @@ class Schedule:
                 row = slots[stage]
                 while len(row) < len(actions):
                     action = actions[len(row)]
-                    needed = [finished.get(key) for key in self._needs(stage, action)]
+                    needed = [finished.get(key) for key in self.needs(stage, action)]
                     if None in needed:
                         break
                     start = max([row[-1].finish if row else 0.0, *(time for time in needed if time is not None)])
@@ -184,7 +184,7 @@ class Schedule:
                 raise ConfigError(f"schedule {self.name!r}: stage {stage} would wait for ever before {stuck}")
         return tuple(map(tuple, slots))
 
-    def _needs(self, stage: int, action: Action) -> Iterator[tuple[Kind, int, int]]:
+    def needs(self, stage: int, action: Action) -> Iterator[tuple[Kind, int, int]]:
         """What must be finished before, as ``(kind, micro-batch, part)``; BACKWARD stands for either way of it."""
         part, micro_batch = self.part(stage, action.chunk), action.micro_batch
         if action.kind is Kind.FORWARD:
@@ -196,13 +196,6 @@ class Schedule:
                 yield Kind.BACKWARD, micro_batch, part + 1
         else:
             yield Kind.INPUT_GRADIENT, micro_batch, part
-
-
-def idle_share(timeline: Sequence[Sequence[Slot]]) -> float:
-    """The share of all stages' time that they wait, from the first action of any to the last: the bubble."""
-    end = max(row[-1].finish for row in timeline)
-    busy = sum(slot.finish - slot.start for row in timeline for slot in row)
-    return 1.0 - busy / (end * len(timeline))
 
 
 def drawn(timeline: Sequence[Sequence[Slot]]) -> str:

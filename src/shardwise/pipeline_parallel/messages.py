@@ -7,6 +7,7 @@ that waits for it: of all that is not done yet, what comes first in this order c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -81,36 +82,21 @@ def made_by(schedule: Schedule, stage: int, action: Action) -> Message | None:
 
 def needed_by(schedule: Schedule, stage: int, action: Action) -> Message | None:
     """The message that ``action`` of ``stage`` waits for, or None."""
-    part = schedule.part(stage, action.chunk)
-    if action.kind is Kind.FORWARD and part > 0:
-        return Message(action.micro_batch, part - 1, False, schedule.place(part - 1)[0], stage)
-    if action.kind.returns_gradient and part < schedule.num_parts - 1:
-        return Message(action.micro_batch, part + 1, True, schedule.place(part + 1)[0], stage)
+    for kind, micro_batch, part in schedule.needs(stage, action):
+        if part != schedule.part(stage, action.chunk):
+            return Message(micro_batch, part, kind is not Kind.FORWARD, schedule.place(part)[0], stage)
     return None
 
 
-def _merged(stage: int, slots: Sequence[Slot], messages: list[tuple[float, Message]]) -> Program:
+def _merged(stage: int, slots: Sequence[Slot], messages: Sequence[tuple[float, Message]]) -> Program:
     """A stage's actions, each after the messages of the time at which it starts, among which may be its own."""
-    program: list[Action | Exchange] = []
-    for slot in slots:
-        while messages and messages[0][0] <= slot.start:
-            program.append(_first_exchange(stage, messages))
-        program.append(slot.action)
-    while messages:
-        program.append(_first_exchange(stage, messages))
-    return tuple(program)
-
-
-def _first_exchange(stage: int, messages: list[tuple[float, Message]]) -> Exchange:
-    """Take the messages of the first time off the list."""
-    time = messages[0][0]
-    together = []
-    while messages and messages[0][0] == time:
-        together.append(messages.pop(0)[1])
-    return Exchange(
-        tuple(message for message in together if message.source == stage),
-        tuple(message for message in together if message.target == stage),
-    )
+    steps: list[tuple[float, int, Action | Exchange]] = [(slot.start, 1, slot.action) for slot in slots]
+    for time, group in itertools.groupby(messages, key=lambda item: item[0]):
+        together = [message for _, message in group]
+        sends = tuple(message for message in together if message.source == stage)
+        receives = tuple(message for message in together if message.target == stage)
+        steps.append((time, 0, Exchange(sends, receives)))
+    return tuple(step for _, _, step in sorted(steps, key=lambda step: step[:2]))
 
 
 def hidden_shape(

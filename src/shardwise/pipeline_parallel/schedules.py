@@ -80,7 +80,8 @@ def forward_only(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -
 
 def _gpipe(stage: int, p: int, m: int) -> list[Action]:
     """All forward steps, then all backward steps. Source: Huang et al. 2019 (arXiv:1811.06965)."""
-    return [Action(_F, index) for index in range(m)] + [Action(_B, index) for index in range(m)]
+    steps = [(index, 0) for index in range(m)]
+    return _alternating(steps, steps, ahead=m)
 
 
 def _1f1b(stage: int, p: int, m: int) -> list[Action]:
@@ -88,13 +89,8 @@ def _1f1b(stage: int, p: int, m: int) -> list[Action]:
 
     Source: Narayanan et al. 2021 (arXiv:2006.09503), "PipeDream-Flush".
     """
-    ahead = min(p - stage - 1, m)
-    actions = [Action(_F, index) for index in range(ahead)]
-    for index in range(m):
-        if index + ahead < m:
-            actions.append(Action(_F, index + ahead))
-        actions.append(Action(_B, index))
-    return actions
+    steps = [(index, 0) for index in range(m)]
+    return _alternating(steps, steps, ahead=p - stage - 1)
 
 
 def _zero_bubble(stage: int, p: int, m: int) -> list[Action]:
@@ -103,15 +99,31 @@ def _zero_bubble(stage: int, p: int, m: int) -> list[Action]:
     The stage before waits only for input gradients. Every stage holds as many micro-batches as the first one of 1F1B.
     Source: Qi et al. 2023 (arXiv:2401.10241), schedule ZB-H1.
     """
-    ahead = min(p - stage - 1, m)
-    actions = [Action(_F, index) for index in range(ahead)]
-    for index in range(m):
-        if index + ahead < m:
-            actions.append(Action(_F, index + ahead))
-        actions.append(Action(_I, index))
-        if index >= stage:
-            actions.append(Action(_W, index - stage))
+    actions = []
+    for action in _1f1b(stage, p, m):
+        if action.kind is _F:
+            actions.append(action)
+            continue
+        actions.append(Action(_I, action.micro_batch))
+        if action.micro_batch >= stage:
+            actions.append(Action(_W, action.micro_batch - stage))
     return actions + [Action(_W, index) for index in range(max(m - stage, 0), m)]
+
+
+def _alternating(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], *, ahead: int) -> list[Action]:
+    """``ahead`` forward steps, or all if there are fewer, then a forward and a backward step in turn.
+
+    Args:
+        forwards: micro-batch and chunk of each forward step, in order.
+        backwards: of each backward step; as many.
+        ahead: by how many steps the forwards are ahead of the backwards.
+    """
+    actions = [Action(_F, *step) for step in forwards[:ahead]]
+    for index, step in enumerate(backwards):
+        if index + ahead < len(forwards):
+            actions.append(Action(_F, *forwards[index + ahead]))
+        actions.append(Action(_B, *step))
+    return actions
 
 
 def _interleaved(p: int, m: int, num_chunks: int, group_size: int) -> Schedule:
@@ -137,11 +149,6 @@ def _interleaved(p: int, m: int, num_chunks: int, group_size: int) -> Schedule:
     backwards = [(micro_batch, num_chunks - 1 - chunk) for micro_batch, chunk in forwards]
     rows = []
     for stage in range(p):
-        ahead = min(2 * (p - stage - 1) + (num_chunks - 1) * group_size, len(forwards))
-        actions = [Action(_F, *step) for step in forwards[:ahead]]
-        for index, step in enumerate(backwards):
-            if index + ahead < len(forwards):
-                actions.append(Action(_F, *forwards[index + ahead]))
-            actions.append(Action(_B, *step))
-        rows.append(tuple(actions))
+        ahead = 2 * (p - stage - 1) + (num_chunks - 1) * group_size
+        rows.append(tuple(_alternating(forwards, backwards, ahead=ahead)))
     return Schedule("interleaved", p, m, num_chunks, tuple(rows))

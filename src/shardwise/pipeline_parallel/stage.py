@@ -8,6 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -135,29 +136,23 @@ class Pipeline(Generic[T]):
         return bool(largest[2])
 
 
+@dataclass
 class _Step(Generic[T]):
-    """One run of a program: what is there between its actions."""
+    """One run of a program: what is given to it, and what is there between its actions."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline[T],
-        schedule: Schedule,
-        forward: ForwardStep,
-        loss: LossStep[T],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        input_dtype: torch.dtype,
-        no_sync: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
+    pipeline: Pipeline[T]
+    schedule: Schedule
+    forward: ForwardStep
+    loss: LossStep[T]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    input_dtype: torch.dtype
+    no_sync: Callable[[], AbstractContextManager[Any]]
+
+    def __post_init__(self) -> None:
         self.results: list[T] = []
-        self._pipeline = pipeline
-        self._schedule = schedule
-        self._forward_step = forward
-        self._loss_step = loss
-        self._shape, self._dtype, self._device, self._input_dtype = shape, dtype, device, input_dtype
-        self._no_sync = no_sync
-        self._stage = pipeline.group.rank()
+        self._stage = self.pipeline.group.rank()
         self._failure: Exception | None = None
         # By micro-batch and chunk: a part's input and where its backward starts, what it made for its neighbours, and
         # its weight gradients that wait.
@@ -167,8 +162,8 @@ class _Step(Generic[T]):
         self._made: dict[Message, Tensor] = {}
         self._coming: dict[Message, Pending] = {}
         self._sent: deque[Pending] = deque()
-        self._backwards_left = [schedule.num_micro_batches] * schedule.num_chunks
-        self._weight_gradients_left = [schedule.num_micro_batches] * schedule.num_chunks
+        self._backwards_left = [self.schedule.num_micro_batches] * self.schedule.num_chunks
+        self._weight_gradients_left = [self.schedule.num_micro_batches] * self.schedule.num_chunks
 
     def run(self, program: Program) -> None:
         """Do everything, and end as every stage ends."""
@@ -185,21 +180,21 @@ class _Step(Generic[T]):
             if self._failure is not None:
                 raise self._failure from error
             raise
-        for chunk in range(len(self._pipeline.chunks)):
+        for chunk in range(len(self.pipeline.chunks)):
             self._set_input(chunk, None)
         self._end_alike()
 
     def _set_input(self, chunk: int, hidden: Tensor | None) -> None:
         """What the chunk's next forward begins with."""
-        self._pipeline._setters[chunk](None if hidden is None else hidden.to(self._input_dtype))
+        self.pipeline._setters[chunk](None if hidden is None else hidden.to(self.input_dtype))
 
     def _end_alike(self) -> None:
-        group = self._pipeline.group
-        failed = torch.tensor(float(self._failure is not None), device=self._device)
+        group = self.pipeline.group
+        failed = torch.tensor(float(self._failure is not None), device=self.device)
         if not all_reduce(failed, group=group, op=dist.ReduceOp.MAX):
             return
         # Gradients that still wait are of no use to the next step, whichever stage failed.
-        for chunk in self._pipeline.chunks:
+        for chunk in self.pipeline.chunks:
             for layer in _delayed(chunk):
                 layer.take_weight_gradients()
             for buffer in deferred_buffers(chunk) or ():
@@ -213,25 +208,23 @@ class _Step(Generic[T]):
     def _exchange(self, step: Exchange) -> None:
         sends = [Transfer(self._made.pop(message), message.target, self._tag(message)) for message in step.sends]
         receives = [
-            Transfer(
-                torch.empty(self._shape, dtype=self._dtype, device=self._device), message.source, self._tag(message)
-            )
+            Transfer(torch.empty(self.shape, dtype=self.dtype, device=self.device), message.source, self._tag(message))
             for message in step.receives
         ]
-        sent, coming = exchange(sends, receives, group=self._pipeline.group)
+        sent, coming = exchange(sends, receives, group=self.pipeline.group)
         self._coming.update(zip(step.receives, coming, strict=True))
         self._sent.extend(sent)
         # A tensor is kept until it arrived. Waiting for an early one is safe: messages travel in one order.
-        while len(self._sent) > self._schedule.num_stages:
+        while len(self._sent) > self.schedule.num_stages:
             self._sent.popleft().wait()
 
     def _tag(self, message: Message) -> int:
-        return 2 * (message.part * self._schedule.num_micro_batches + message.micro_batch) + message.is_gradient
+        return 2 * (message.part * self.schedule.num_micro_batches + message.micro_batch) + message.is_gradient
 
     def _act(self, action: Action) -> None:
         """One action; from the first failure on only its messages are passed on, so that no stage waits in vain."""
-        part = self._schedule.part(self._stage, action.chunk)
-        needed = needed_by(self._schedule, self._stage, action)
+        part = self.schedule.part(self._stage, action.chunk)
+        needed = needed_by(self.schedule, self._stage, action)
         received = None if needed is None else self._coming.pop(needed).wait()
         made: Tensor | None = None
         if self._failure is None:
@@ -241,11 +234,11 @@ class _Step(Generic[T]):
                 self._failure = error
                 for kept in (self._inputs, self._roots, self._waiting):
                     kept.clear()
-        message = made_by(self._schedule, self._stage, action)
+        message = made_by(self.schedule, self._stage, action)
         if message is not None:
             # Zeros where there is nothing to say, as from an input that no output depends on.
             if made is None:
-                made = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+                made = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self._made[message] = made
 
     def _computed(self, action: Action, part: int, received: Tensor | None) -> Tensor | None:
@@ -256,7 +249,7 @@ class _Step(Generic[T]):
             self._compute_weight_gradients(key)
             return None
         gradient = self._backward(key, received)
-        self._waiting[key] = [layer.take_weight_gradients() for layer in _delayed(self._pipeline.chunks[action.chunk])]
+        self._waiting[key] = [layer.take_weight_gradients() for layer in _delayed(self.pipeline.chunks[action.chunk])]
         if action.kind is Kind.BACKWARD:
             self._compute_weight_gradients(key)
         return gradient
@@ -265,7 +258,7 @@ class _Step(Generic[T]):
         self._weight_gradients_left[key[1]] -= 1
         computations = self._waiting.pop(key)
         if computations:
-            with self._no_sync() if self._weight_gradients_left[key[1]] else contextlib.nullcontext():
+            with self.no_sync() if self._weight_gradients_left[key[1]] else contextlib.nullcontext():
                 for compute in computations:
                     compute()
 
@@ -275,19 +268,19 @@ class _Step(Generic[T]):
         if received is not None and keeps:
             self._inputs[key] = received.requires_grad_()
         self._set_input(chunk, received)
-        output = self._forward_step(micro_batch, chunk)
-        if part == self._schedule.num_parts - 1:
-            scalar, result = self._loss_step(micro_batch, output)
+        output = self.forward(micro_batch, chunk)
+        if part == self.schedule.num_parts - 1:
+            scalar, result = self.loss(micro_batch, output)
             self.results.append(result)
             if keeps:
                 self._roots[key] = None if scalar is None or not scalar.requires_grad else get_gradient_edge(scalar)
             return None
-        if tuple(output.shape) != self._shape:
+        if tuple(output.shape) != self.shape:
             raise ShardingError(
                 f"micro-batch {micro_batch}: stage {self._stage} made hidden states of shape {list(output.shape)}, and "
-                f"the stages exchange {list(self._shape)}; every micro-batch must have the same size and length"
+                f"the stages exchange {list(self.shape)}; every micro-batch must have the same size and length"
             )
-        output = output.to(self._dtype)
+        output = output.to(self.dtype)
         if keeps:
             # The graph without the output itself, which is kept only until it was sent.
             self._roots[key] = get_gradient_edge(output) if output.requires_grad else None
@@ -299,7 +292,7 @@ class _Step(Generic[T]):
         # A chunk that is recomputed asks for its input again, when that of a later micro-batch has long been set.
         self._set_input(chunk, input_)
         self._backwards_left[chunk] -= 1
-        with self._no_sync() if self._backwards_left[chunk] else contextlib.nullcontext():
+        with self.no_sync() if self._backwards_left[chunk] else contextlib.nullcontext():
             if root is not None:
                 torch.autograd.backward((root,), None if received is None else (received,))
         self._set_input(chunk, None)

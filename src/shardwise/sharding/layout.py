@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,27 +173,6 @@ class ParamLayout:
         for start, stop in self.intervals[rank]:
             whole.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, offset, stop - start))
             offset += stop - start
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; the inverse of ``from_json``."""
-        return {
-            "global_shape": list(self.global_shape),
-            "dim": self.dim,
-            "intervals": [[list(run) for run in runs] for runs in self.intervals],
-            "world_size": self.world_size,
-            "stride": self.stride,
-        }
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> ParamLayout:
-        """From ``to_json``'s values."""
-        return cls(
-            tuple(value["global_shape"]),
-            value["dim"],
-            tuple(tuple((run[0], run[1]) for run in runs) for runs in value["intervals"]),
-            value["world_size"],
-            value["stride"],
-        )
 
 
 class Segment(NamedTuple):
