@@ -167,6 +167,8 @@ def _run(request: Path) -> tuple[bool, Any]:
     try:
         module_name, path, qualname, args = pickle.loads(request.read_bytes())
         warnings.simplefilter("error")
+        # As a program on GPUs has it, which is told otherwise.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         sys.path.insert(0, str(Path(path).parent))
         if module_name not in sys.modules:
             spec = importlib.util.spec_from_file_location(module_name, path)

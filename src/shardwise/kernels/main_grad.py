@@ -16,11 +16,17 @@ _MIN_ROWS = 256
 
 
 def main_grad_of(weight: Tensor) -> Tensor:
-    """``weight.main_grad``.
+    """``weight.main_grad``, for one backward to add to.
+
+    A parameter of Megatron-FSDP (it has ``__fsdp_param__``) gets a new one, of zeros, from its ``get_main_grad()``: ask
+    once for all that is to be added together.
 
     Raises:
         ConfigError: it has none.
     """
+    if hasattr(weight, "__fsdp_param__"):
+        fsdp_weight: Any = weight
+        fsdp_weight.main_grad = fsdp_weight.get_main_grad().zero_()
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise ConfigError(

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from shardwise.communication import moves
 from shardwise.errors import ConfigError, ShardingError, WeightError
 from shardwise.initialization import InitMethod
-from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
+from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.sharding import Interval, ParamLayout
 
@@ -118,21 +118,7 @@ class ColumnLinear(ParallelLinear):
             ShardingError: the input is not of the layer's width.
             WeightError: there is no weight, or a passed one is not of this layer's shape.
         """
-        return self._apply_linear(input_, weight, self.bias, sequence_length)
-
-    def _apply_linear(
-        self, input_: Tensor, weight: Tensor | None, bias: Tensor | None, sequence_length: int | None
-    ) -> Tensor:
-        weight = self._checked_weight(input_, weight)
-        return tensor_parallel_linear(
-            input_,
-            weight,
-            bias,
-            parallelism=self.parallelism,
-            group=self.group,
-            sequence_length=sequence_length,
-            weight_gradient=self._weight_gradient(weight),
-        )
+        return self._multiply(input_, self._checked_weight(input_, weight), self.bias, sequence_length)
 
     def _checked_weight(self, input_: Tensor, weight: Tensor | None) -> Tensor:
         """The layer's own weight if ``weight`` is None; an error for one of another shape, or an input that is."""

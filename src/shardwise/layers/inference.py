@@ -74,10 +74,14 @@ class InferenceColumnLinear(ColumnLinear):
         return input_
 
     @torch.no_grad()
-    def _apply_linear(
-        self, input_: Tensor, weight: Tensor | None, bias: Tensor | None, sequence_length: int | None
+    def _multiply(
+        self,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_length: int | None = None,
+        parallelism: LinearParallelism | None = None,
     ) -> Tensor:
-        weight = self._checked_weight(input_, weight)
         _check_dtype(input_, weight)
         if self.group.size() == 1:
             return products.linear(self._normed(input_), weight, bias)

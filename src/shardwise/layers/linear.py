@@ -29,7 +29,8 @@ from shardwise.communication.context import context_of
 from shardwise.communication.pending import Pending
 from shardwise.errors import ShardingError
 from shardwise.kernels import products
-from shardwise.layers.weight_gradient import WeightGradient, accumulate_
+from shardwise.kernels.main_grad import add_product_, main_grad_of
+from shardwise.layers.weight_gradient import WeightGradient
 from shardwise.recompute import is_kept_briefly
 from shardwise.sharding import uneven_sizes
 
@@ -94,6 +95,8 @@ class TensorParallelLinear(Function):
         elif parallelism is LinearParallelism.ROW_SEQUENCE:
             assert group is not None
             ctx.sizes = uneven_sizes(input_.size(0), group.size())
+        if kept is not None and weight_gradient is not None:
+            weight_gradient.announce(kept)
         ctx.gathers_again = parallelism is LinearParallelism.COLUMN_SEQUENCE and kept is not input_
         ctx.save_for_backward(kept, weight)
         return _multiply_and_reduce(input_, weight, bias, parallelism, group)
@@ -131,7 +134,8 @@ class TensorParallelLinear(Function):
             if gathered_input is not None:
                 input_ = gathered_input.wait()
             if weight_gradient is not None and weight_gradient.fuse:
-                accumulate_(weight_gradient.weight, _flat(grad_output), _flat(input_), fuse=True)
+                # In the dtype of `main_grad`: where it is wider, the sum over micro-batches loses nothing to rounding.
+                add_product_(main_grad_of(weight_gradient.weight), _flat(grad_output), _flat(input_))
                 grad_weight = weight_gradient.placeholder()
             else:
                 grad_weight = products.weight_gradient(_flat(grad_output), _flat(input_))
@@ -180,7 +184,7 @@ def tensor_parallel_linear(
     if group is None or group.size() == 1:
         parallelism = LinearParallelism.LOCAL
     sizes: Sizes = None
-    if parallelism is LinearParallelism.COLUMN_SEQUENCE:
+    if sequence_length is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
         assert group is not None
         sizes = shard_sizes(input_, sequence_length, group)
     local = parallelism is LinearParallelism.LOCAL
@@ -199,7 +203,13 @@ def tensor_parallel_linear(
         return output
     # Recomputation ends with the last tensor that is saved. The product saves, the move after it does not: apart, the
     # move is not repeated for a row layer at the end of what is recomputed.
-    assert group is not None
+    return reduce_product(output, parallelism, group)
+
+
+def reduce_product(output: Tensor, parallelism: LinearParallelism, group: ProcessGroup | None) -> Tensor:
+    """What ROW and ROW_SEQUENCE do with the ranks' products, as a move of its own; nothing for the others."""
+    if group is None or parallelism not in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE):
+        return output
     if parallelism is LinearParallelism.ROW:
         return moves.reduce(output, group=group)
     return moves.reduce_scatter(output, dim=0, group=group)

@@ -14,7 +14,7 @@ from torch.nn import Parameter, init
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.initialization import InitMethod
-from shardwise.layers.linear import LinearParallelism
+from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.layers.module import ShardedModule
 from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue
 from shardwise.sharding import ParamLayout
@@ -89,11 +89,27 @@ class ParallelLinear(ShardedModule):
             zeros_or_uniform = init.zeros_ if init_method else functools.partial(init.uniform_, a=-bound, b=bound)
             self._make_parameter("bias", bias, zeros_or_uniform, partial_gradient=partial_bias_gradient)
 
-    def _weight_gradient(self, weight: Tensor) -> WeightGradient | None:
-        """What becomes of the gradient of ``weight``; None if autograd keeps it."""
-        if not (self.fuse_weight_gradient or self._queues) or not weight.requires_grad:
-            return None
-        return WeightGradient(weight, fuse=self.fuse_weight_gradient, queues=self._queues)
+    def _multiply(
+        self,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_length: int | None = None,
+        parallelism: LinearParallelism | None = None,
+    ) -> Tensor:
+        """``input_ @ weight.T + bias`` with the layer's communication, unless another is given."""
+        weight_gradient: WeightGradient | None = None
+        if (self.fuse_weight_gradient or self._queues) and weight.requires_grad:
+            weight_gradient = WeightGradient(weight, fuse=self.fuse_weight_gradient, queues=self._queues)
+        return tensor_parallel_linear(
+            input_,
+            weight,
+            bias,
+            parallelism=parallelism or self.parallelism,
+            group=self.group,
+            sequence_length=sequence_length,
+            weight_gradient=weight_gradient,
+        )
 
     @property
     def delays_weight_gradients(self) -> bool:

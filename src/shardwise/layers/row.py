@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from shardwise.communication import moves
 from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod
-from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
+from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.sharding import ParamLayout
 
@@ -105,14 +105,7 @@ class RowLinear(ParallelLinear):
         if input_.shape[-1:] != (self.local_features,):
             raise self._wrong_width(input_, self.local_features)
         assert self.weight is not None
-        return tensor_parallel_linear(
-            input_,
-            self.weight,
-            bias,
-            parallelism=self.parallelism,
-            group=self.group,
-            weight_gradient=self._weight_gradient(self.weight),
-        )
+        return self._multiply(input_, self.weight, bias)
 
     def _add_bias(self, output: Tensor) -> Tensor:
         assert self.bias is not None

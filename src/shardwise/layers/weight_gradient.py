@@ -12,49 +12,71 @@ from shardwise.communication.collectives import all_gather_async
 from shardwise.communication.pending import Pending
 from shardwise.errors import AssertedShardingError
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
+from shardwise.recompute import is_kept_briefly
 from shardwise.sharding import uneven_sizes
 
 
 class WeightGradientQueue:
     """One layer's weight gradients that wait for a step of their own: their inputs and output gradients.
 
-    Both enter together, so they match whatever order micro-batches come back in, and recomputation does not enter an
-    input twice.
+    The first inputs are those of the output gradients, in the same order, whatever order micro-batches come back in;
+    what comes after them was announced by a forward whose backward has not come yet.
 
     Args:
         limit: how many may wait; 0 is no limit.
         inputs: where the inputs are kept, ``[s, b, i]`` each, or this rank's shards of them; None if the caller keeps
             them itself.
         grad_outputs: where the output gradients are kept, ``[s, b, o]`` each.
+        from_forward: an input is there from its forward on; else it comes with its output gradient.
 
     Attributes:
         weight: the layer's one weight, its own or the one that it is always called with; None until a gradient waits.
     """
 
     def __init__(
-        self, *, limit: int = 0, inputs: list[Tensor] | None = None, grad_outputs: list[Tensor] | None = None
+        self,
+        *,
+        limit: int = 0,
+        inputs: list[Tensor] | None = None,
+        grad_outputs: list[Tensor] | None = None,
+        from_forward: bool = False,
     ) -> None:
         self.limit = limit
+        self.from_forward = from_forward
         self.inputs = inputs
         self.grad_outputs: list[Tensor] = [] if grad_outputs is None else grad_outputs
         self.weight: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightGradientQueue:
         """For the copy of a layer, whose gradients are its own: nothing waits."""
-        copied = WeightGradientQueue(limit=self.limit, inputs=None if self.inputs is None else [])
+        inputs: list[Tensor] | None = None if self.inputs is None else []
+        copied = WeightGradientQueue(limit=self.limit, inputs=inputs, from_forward=self.from_forward)
         if self.inputs is not None:
             memo[id(self.inputs)] = copied.inputs
         memo[id(self.grad_outputs)] = copied.grad_outputs
         return copied
 
-    def add(self, weight: Tensor, input_: Tensor, grad_output: Tensor) -> bool:
-        """Let one gradient of ``weight`` wait; False if as many wait as may."""
-        if self.limit and len(self.grad_outputs) >= self.limit:
+    def announce(self, input_: Tensor) -> bool:
+        """Keep the input of a forward whose gradient is to wait, with ``from_forward``; whether it is kept."""
+        if not self.from_forward or self.inputs is None or (self.limit and len(self.inputs) >= self.limit):
+            return False
+        self.inputs.append(input_)
+        return True
+
+    def add(self, weight: Tensor, input_: Tensor, grad_output: Tensor, announced: Tensor | None = None) -> bool:
+        """Let one gradient of ``weight`` wait, whose input may be announced; False if as many wait as may."""
+        inputs, num_waiting = self.inputs, len(self.grad_outputs)
+        if inputs is not None:
+            for place in range(num_waiting, len(inputs)):
+                if inputs[place] is announced:
+                    del inputs[place]
+                    break
+        if self.limit and num_waiting >= self.limit:
             return False
         self.weight = weight
         self.grad_outputs.append(grad_output)
-        if self.inputs is not None:
-            self.inputs.append(input_)
+        if inputs is not None:
+            inputs.insert(num_waiting, input_)
         return True
 
     def take(self, *, fuse: bool, gather_group: ProcessGroup | None) -> Callable[[], None]:
@@ -77,12 +99,18 @@ class WeightGradient:
         queues: where it waits: in the first that has room.
     """
 
-    __slots__ = ("_queues", "fuse", "weight")
+    __slots__ = ("_announced", "_queues", "fuse", "weight")
 
     def __init__(self, weight: Tensor, *, fuse: bool, queues: tuple[WeightGradientQueue, ...] = ()) -> None:
         self.weight = weight
         self.fuse = fuse
         self._queues = queues
+        self._announced: Tensor | None = None
+
+    def announce(self, input_: Tensor) -> None:
+        """Tell the queues of an input in its forward; of a forward that is recomputed it comes with the backward."""
+        if not is_kept_briefly() and any(queue.announce(input_) for queue in self._queues):
+            self._announced = input_
 
     @property
     def may_wait(self) -> bool:
@@ -91,7 +119,8 @@ class WeightGradient:
 
     def defer(self, input_: Tensor, grad_output: Tensor) -> bool:
         """Let the gradient wait; False if it must be computed now."""
-        return any(queue.add(self.weight, input_, grad_output) for queue in self._queues)
+        announced, self._announced = self._announced, None
+        return any(queue.add(self.weight, input_, grad_output, announced) for queue in self._queues)
 
     def placeholder(self) -> Tensor | None:
         """What autograd is given in place of a gradient that it need not keep (``kernels.main_grad``)."""
@@ -137,32 +166,14 @@ def compute_weight_gradients_(
         return all_gather_async(input_, group=gather_group, dim=0, sizes=sizes)
 
     following = next_input()
+    main_grad = main_grad_of(weight) if fuse and following is not None else None
     while following is not None:
         input_ = following.wait() if isinstance(following, Pending) else following
         grad_output = grad_outputs.pop(0)
         following = next_input()
-        accumulate_(weight, grad_output.flatten(0, -2), input_.flatten(0, -2), fuse=fuse)
-
-
-@torch.no_grad()
-def accumulate_(weight: Tensor, grad_output: Tensor, input_: Tensor, *, fuse: bool) -> None:
-    """Add ``grad_output.T @ input_`` to ``weight.main_grad`` or, without ``fuse``, to ``weight.grad``.
-
-    Where ``main_grad`` is wider than the factors, products and sums are in its dtype too, so that summing many
-    micro-batches loses nothing to the parameter's rounding; the factors are widened a bounded number of tokens at a
-    time.
-
-    Args:
-        weight: a parameter, whose gradient is overwritten.
-        grad_output: ``[n, o]``.
-        input_: ``[n, i]``.
-        fuse: see above.
-
-    Raises:
-        ConfigError: with ``fuse``, ``weight`` has no ``main_grad``.
-    """
-    if fuse:
-        add_product_(main_grad_of(weight), grad_output, input_)
-        return
-    gradient = grad_output.t().mm(input_).to(weight.dtype)
-    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        grad_output, input_ = grad_output.flatten(0, -2), input_.flatten(0, -2)
+        if main_grad is not None:
+            add_product_(main_grad, grad_output, input_)
+            continue
+        gradient = grad_output.t().mm(input_).to(weight.dtype)
+        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)

@@ -30,7 +30,8 @@ from torch.nn import init
 from shardwise.communication import moves
 from shardwise.dropout import sharded_dropout
 from shardwise.errors import ConfigError
-from shardwise.layers import ColumnLinear, LinearParallelism, RowLinear, ShardedModule, tensor_parallel_linear
+from shardwise.layers import ColumnLinear, LinearParallelism, RowLinear, ShardedModule
+from shardwise.layers.linear import reduce_product
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.lora.config import LoraConfig
 from shardwise.lora.sections import is_identity, local_places, section_layout
@@ -236,11 +237,15 @@ class LoraColumn(LoraLinear):
 
     sequence_parallel: bool
 
-    def _apply_linear(
-        self, input_: Tensor, weight: Tensor | None, bias: Tensor | None, sequence_length: int | None
+    def _multiply(
+        self,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_length: int | None = None,
+        parallelism: LinearParallelism | None = None,
     ) -> Tensor:
-        plain: Any = super()
-        output: Tensor = plain._apply_linear(input_, weight, bias, sequence_length)
+        output = super()._multiply(input_, weight, bias, sequence_length, parallelism)
         if not self._is_active:
             return output
         t, sizes = self.group.size(), None
@@ -260,27 +265,19 @@ class LoraRow(LoraLinear):
 
     _input_sizes: list[int]
 
-    def _apply_linear(self, input_: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply(
+        self,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_length: int | None = None,
+        parallelism: LinearParallelism | None = None,
+    ) -> Tensor:
         if not self._is_active:
-            plain: Any = super()
-            result: Tensor = plain._apply_linear(input_, bias)
-            return result
-        if input_.shape[-1:] != (self.local_features,):
-            raise self._wrong_width(input_, self.local_features)
-        output = tensor_parallel_linear(
-            input_,
-            self.weight,
-            bias,
-            parallelism=LinearParallelism.LOCAL,
-            group=self.group,
-            weight_gradient=self._weight_gradient(self.weight),
-        )
+            return super()._multiply(input_, weight, bias, sequence_length, parallelism)
+        output = super()._multiply(input_, weight, bias, parallelism=LinearParallelism.LOCAL)
         output = self._add_up(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes))
-        if self.parallelism is LinearParallelism.ROW:
-            return moves.reduce(output, group=self.group)
-        if self.parallelism is LinearParallelism.ROW_SEQUENCE:
-            return moves.reduce_scatter(output, dim=0, group=self.group)
-        return output
+        return reduce_product(output, self.parallelism, self.group)
 
 
 @functools.cache

@@ -137,6 +137,7 @@ def _weight_gradients(
     head: Head = ctx.head
     fuses = head.main_grad_weight is not None
     grad_weight = empty_in_huge_pages(weight.shape, weight) if needs_weight and not fuses else None
+    main_grad = main_grad_of(head.main_grad_weight) if needs_weight and head.main_grad_weight is not None else None
     grad_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
     factor, at_target = grad_output * factor, grad_output * at_target
     rest = None if rest is None else grad_output * rest
@@ -147,8 +148,8 @@ def _weight_gradients(
         kernels.gradient_(logits, logits, local, maximum, factor, at_target, rest, **head.options.of_kernels)
         if grad_weight is not None:
             torch.mm(logits.t(), hidden, out=grad_weight[start:stop])
-        elif head.main_grad_weight is not None and needs_weight:
-            add_product_(main_grad_of(head.main_grad_weight)[start:stop], logits, hidden)
+        elif main_grad is not None:
+            add_product_(main_grad[start:stop], logits, hidden)
         if grad_bias is not None:
             grad_bias[start:stop] = logits.sum(dim=0, dtype=factor.dtype)
         del logits

@@ -14,6 +14,7 @@ from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.weight_gradient import WeightGradientQueue
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.sharding import Interval
+from shardwise.tensor_parallel.linear_functions import warn_of_connections
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
 
 
@@ -26,7 +27,7 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         config: dtype, initialisation, sequence parallelism, and where weight gradients go.
         init_method: fills the whole weight in place.
         bias: whether there is a bias.
-        gather_output: return the whole output on every rank (not with sequence parallelism).
+        gather_output: return the whole output on every rank.
         stride: number of equal sections of the output, each split by itself: 2 for a gate and an up projection.
         keep_master_weight_for_test: keep the whole weight as it starts, in ``master_weight``.
         skip_bias_add: return the bias in place of adding it, for the caller to fuse.
@@ -48,8 +49,7 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
     Raises:
         TopologyError: no group given and none initialised.
         ShardingError: ``sizes`` do not sum to a section.
-        ConfigError: ``gather_output`` with sequence parallelism; a deferred weight gradient without both buffers;
-            ``intervals`` with what they exclude.
+        ConfigError: a deferred weight gradient without both buffers; ``intervals`` with what they exclude.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
@@ -77,8 +77,6 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         intervals: Sequence[Sequence[Interval]] | None = None,
     ) -> None:
         arguments = self._arguments(config, tp_group, is_expert=is_expert, keep_master=keep_master_weight_for_test)
-        if gather_output and arguments["sequence_parallel"]:
-            raise ConfigError("gather_output and sequence_parallel exclude each other; turn one off")
         if intervals is not None and gather_output:
             raise ConfigError("intervals exclude gather_output, stride and sizes; leave those at their defaults")
         if (embedding_activation_buffer is None) != (grad_output_buffer is None):
@@ -89,7 +87,10 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         queue: WeightGradientQueue | None = None
         if config.defer_embedding_wgrad_compute and grad_output_buffer is not None:
             queue = WeightGradientQueue(
-                limit=config.wgrad_deferral_limit, inputs=embedding_activation_buffer, grad_outputs=grad_output_buffer
+                limit=config.wgrad_deferral_limit,
+                inputs=embedding_activation_buffer,
+                grad_outputs=grad_output_buffer,
+                from_forward=True,
             )
         explicit_expert_comm = is_expert and self._has_expert_communication(config, arguments["group"])
         communicates_nothing = explicit_expert_comm or (disable_grad_reduce and not arguments["sequence_parallel"])
@@ -107,6 +108,7 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
             weight_gradient_queue=queue,
             **arguments,
         )
+        warn_of_connections(self._device(), self.parallelism)
         self.explicit_expert_comm = explicit_expert_comm
         self.input_size, self.output_size, self.stride = input_size, output_size, stride
         self.output_size_per_partition = self.local_features
@@ -145,7 +147,8 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         """
         if weight is None and self.weight is None:
             raise WeightError("the layer was made with skip_weight_param_allocation; pass a weight to forward")
-        output = self._apply_linear(input_, weight, None if self.skip_bias_add else self.bias, sequence_length)
+        added_bias = None if self.skip_bias_add else self.bias
+        output = self._multiply(input_, self._checked_weight(input_, weight), added_bias, sequence_length)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather and self.tp_size > 1:
             output = self.gather(output)

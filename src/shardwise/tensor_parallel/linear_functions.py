@@ -1,18 +1,22 @@
 """The linear with its communication under the names, and in the argument orders, that programs know.
 
-One implementation stands behind them: ``shardwise.tensor_parallel.linear``.
+One implementation stands behind them: ``shardwise.layers.linear``.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import AssertedConfigError
-from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
+from shardwise.kernels import products
+from shardwise.layers.linear import LinearParallelism, TensorParallelLinear, tensor_parallel_linear
 from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue, compute_weight_gradients_
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
@@ -56,25 +60,23 @@ def linear_with_grad_accumulation_and_async_allreduce(
         TopologyError: a group is needed, and neither given nor initialised.
     """
     _warn_deprecated(async_grad_allreduce)
-    parallelism = _parallelism(allreduce_dgrad, sequence_parallel)
-    weight_gradient: WeightGradient | None = None
-    if gradient_accumulation_fusion or grad_output_buffer is not None:
-        weight_gradient = WeightGradient(
-            weight,
-            fuse=gradient_accumulation_fusion,
-            queues=()
-            if grad_output_buffer is None
-            else (WeightGradientQueue(limit=wgrad_deferral_limit or 0, grad_outputs=grad_output_buffer),),
-        )
+    parallelism, group = _communication(allreduce_dgrad, sequence_parallel, tp_group)
+    warn_of_connections(input.device, parallelism)
     return tensor_parallel_linear(
         input,
         weight,
         bias,
         parallelism=parallelism,
-        group=_group(parallelism, tp_group),
+        group=group,
         sequence_length=sequence_length,
-        weight_gradient=weight_gradient,
+        weight_gradient=_weight_gradient(
+            weight, gradient_accumulation_fusion, grad_output_buffer, wgrad_deferral_limit
+        ),
     )
+
+
+# A program that sets it to True is not warned.
+linear_with_grad_accumulation_and_async_allreduce.__dict__["warned"] = False
 
 
 def linear_with_frozen_weight(
@@ -103,8 +105,7 @@ def linear_with_frozen_weight(
         allreduce_dgrad: sum the input gradient over the group.
         sequence_parallel: gather the input along the sequence, reduce-scatter its gradient.
         tp_group: tensor-parallel group; the ambient one if None. Not looked at where nothing is communicated.
-        grad_output_buffer: not used.
-        wgrad_deferral_limit: not used.
+        grad_output_buffer, wgrad_deferral_limit: None, as nothing is put off.
         async_grad_allreduce: deprecated and not used.
         sequence_length: ``s``, where the ranks do not divide it; None if all hold as many positions.
 
@@ -112,26 +113,28 @@ def linear_with_frozen_weight(
         ``[s, b, o/t]``.
 
     Raises:
-        ConfigError: both ``allreduce_dgrad`` and ``sequence_parallel``.
+        ConfigError: both ``allreduce_dgrad`` and ``sequence_parallel``; a buffer or a limit, for a gradient that is not
+            computed.
         TopologyError: a group is needed, and neither given nor initialised.
     """
     _warn_deprecated(async_grad_allreduce)
-    parallelism = _parallelism(allreduce_dgrad, sequence_parallel)
+    if grad_output_buffer is not None or wgrad_deferral_limit is not None:
+        raise AssertedConfigError(
+            "a frozen weight has no gradient that could be put off; leave grad_output_buffer and wgrad_deferral_limit "
+            "None, or call linear_with_grad_accumulation_and_async_allreduce"
+        )
+    parallelism, group = _communication(allreduce_dgrad, sequence_parallel, tp_group)
     return tensor_parallel_linear(
-        input,
-        weight.detach(),
-        bias,
-        parallelism=parallelism,
-        group=_group(parallelism, tp_group),
-        sequence_length=sequence_length,
+        input, weight.detach(), bias, parallelism=parallelism, group=group, sequence_length=sequence_length
     )
 
 
-class LinearWithGradAccumulationAndAsyncCommunication:
-    """The autograd function of that name, for programs that call its ``apply``."""
+class LinearWithGradAccumulationAndAsyncCommunication(Function):
+    """The autograd function of that name; ``linear_with_grad_accumulation_and_async_allreduce`` says what it does."""
 
     @staticmethod
-    def apply(
+    def forward(
+        ctx: Any,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -142,29 +145,77 @@ class LinearWithGradAccumulationAndAsyncCommunication:
         wgrad_deferral_limit: int | None,
         tp_group: ProcessGroup | None,
     ) -> Tensor:
-        """As ``linear_with_grad_accumulation_and_async_allreduce``."""
-        return linear_with_grad_accumulation_and_async_allreduce(
-            input,
-            weight,
-            bias,
-            gradient_accumulation_fusion,
-            allreduce_dgrad,
-            sequence_parallel,
-            grad_output_buffer,
-            wgrad_deferral_limit,
-            tp_group=tp_group,
+        weight_gradient = _weight_gradient(
+            weight, gradient_accumulation_fusion, grad_output_buffer, wgrad_deferral_limit
         )
-
-
-class LinearWithFrozenWeight:
-    """The autograd function of that name, for programs that call its ``apply``."""
+        communication = _communication(allreduce_dgrad, sequence_parallel, tp_group)
+        return _forward(ctx, input, weight, bias, *communication, weight_gradient)
 
     @staticmethod
-    def apply(
-        input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: ProcessGroup | None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return *TensorParallelLinear.backward(ctx, grad_output)[:3], *(None,) * 6
+
+
+class LinearWithFrozenWeight(Function):
+    """The autograd function of that name; ``linear_with_frozen_weight`` says what it does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        tp_group: ProcessGroup | None,
     ) -> Tensor:
-        """As ``linear_with_frozen_weight``, of a whole input."""
-        return linear_with_frozen_weight(input, weight, bias, False, allreduce_dgrad, False, tp_group)
+        return _forward(ctx, input, weight, bias, *_communication(allreduce_dgrad, False, tp_group), None, frozen=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return *TensorParallelLinear.backward(ctx, grad_output)[:3], None, None
+
+
+def _forward(
+    ctx: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    parallelism: LinearParallelism,
+    group: ProcessGroup | None,
+    weight_gradient: WeightGradient | None,
+    frozen: bool = False,
+) -> Tensor:
+    # A context that a program made itself does not say which gradients are wanted.
+    needs_input, needs_weight, needs_bias = getattr(ctx, "needs_input_grad", (True, True, bias is not None))[:3]
+    ctx.needs_input_grad = needs_input, needs_weight and not frozen, needs_bias
+    if torch.is_autocast_enabled(input.device.type):
+        input, weight, bias = products.autocast(input, weight, bias)
+    return TensorParallelLinear.forward(ctx, input, weight, bias, parallelism, group, None, weight_gradient)
+
+
+def _weight_gradient(
+    weight: Tensor, fuse: bool, grad_output_buffer: list[Tensor] | None, limit: int | None
+) -> WeightGradient | None:
+    if not fuse and grad_output_buffer is None:
+        return None
+    queues = (
+        () if grad_output_buffer is None else (WeightGradientQueue(limit=limit or 0, grad_outputs=grad_output_buffer),)
+    )
+    return WeightGradient(weight, fuse=fuse, queues=queues)
+
+
+def warn_of_connections(device: torch.device, parallelism: LinearParallelism) -> None:
+    """Say once per process that a GPU may begin a collective of the backward after the product that should hide it."""
+    if parallelism not in (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE) or device.type != "cuda":
+        return
+    function = linear_with_grad_accumulation_and_async_allreduce.__dict__
+    if not function["warned"] and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        function["warned"] = True
+        warnings.warn(
+            "CUDA_DEVICE_MAX_CONNECTIONS is not 1, so the GPU may begin the collectives of a linear layer's backward "
+            "after the products that should hide them; set it to 1 before the program starts",
+            stacklevel=3,
+        )
 
 
 def _warn_deprecated(async_grad_allreduce: Any) -> None:
@@ -176,21 +227,21 @@ def _warn_deprecated(async_grad_allreduce: Any) -> None:
         )
 
 
-def _parallelism(allreduce_dgrad: bool, sequence_parallel: bool) -> LinearParallelism:
+def _communication(
+    allreduce_dgrad: bool, sequence_parallel: bool, tp_group: ProcessGroup | None
+) -> tuple[LinearParallelism, ProcessGroup | None]:
+    """What is communicated, and among whom."""
     if allreduce_dgrad and sequence_parallel:
         raise AssertedConfigError(
             "allreduce_dgrad and sequence_parallel are both set; with sequence parallelism the input gradient is "
             "reduce-scattered, so set allreduce_dgrad=False"
         )
-    if sequence_parallel:
-        return LinearParallelism.COLUMN_SEQUENCE
-    return LinearParallelism.COLUMN if allreduce_dgrad else LinearParallelism.LOCAL
-
-
-def _group(parallelism: LinearParallelism, tp_group: ProcessGroup | None) -> ProcessGroup | None:
-    if parallelism is LinearParallelism.LOCAL:
-        return tp_group
-    return resolve_tensor_model_parallel_group(tp_group)
+    if not (allreduce_dgrad or sequence_parallel):
+        return LinearParallelism.LOCAL, tp_group
+    group = resolve_tensor_model_parallel_group(tp_group)
+    if group.size() == 1:
+        return LinearParallelism.LOCAL, group
+    return LinearParallelism.COLUMN_SEQUENCE if sequence_parallel else LinearParallelism.COLUMN, group
 
 
 def drain_embedding_wgrad_compute(

@@ -10,13 +10,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
+from shardwise.errors import AssertedConfigError
 from shardwise.initialization import initialize_shard_
 from shardwise.layers.arguments import layer_arguments
+from shardwise.layers.linear import LinearParallelism, reduce_product
 from shardwise.layers.module import ShardedModule
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.recompute import is_checkpointing
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel.attributes import mark_parameter
+from shardwise.tensor_parallel.linear_functions import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 
 
 class MegatronLayer(ShardedModule):
@@ -105,7 +112,14 @@ class MegatronLayer(ShardedModule):
 
 
 class MegatronLinear(MegatronLayer, ParallelLinear):
-    """A linear layer that is made from a config."""
+    """A linear layer that is made from a config, and whose product a subclass may replace.
+
+    Attributes:
+        embedding_activation_buffer, grad_output_buffer: where inputs and output gradients wait, or None.
+    """
+
+    embedding_activation_buffer: list[Tensor] | None = None
+    grad_output_buffer: list[Tensor] | None = None
 
     @property
     def gradient_accumulation_fusion(self) -> bool:
@@ -115,6 +129,59 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
     @gradient_accumulation_fusion.setter
     def gradient_accumulation_fusion(self, value: bool) -> None:
         self.fuse_weight_gradient = value
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The product, by ``linear_with_grad_accumulation_and_async_allreduce`` or ``linear_with_frozen_weight``.
+
+        What a subclass puts in its place is called with their arguments, by name. A row layer's sum over the ranks, and
+        its bias, come after it.
+        """
+        if weight.requires_grad:
+            return linear_with_grad_accumulation_and_async_allreduce(input, weight, *args, **kwargs)
+        return linear_with_frozen_weight(input, weight, *args, **kwargs)
+
+    def _multiply(
+        self,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_length: int | None = None,
+        parallelism: LinearParallelism | None = None,
+    ) -> Tensor:
+        offloading = getattr(self.config, "_cpu_offloading_context", None)
+        if offloading is not None and offloading.inside_context and getattr(self.config, "cpu_offloading", False):
+            raise AssertedConfigError(
+                "this layer is called inside config._cpu_offloading_context with cpu_offloading=True, and activations "
+                "stay on their device here; set cpu_offloading=False, or use torch.autograd.graph.save_on_cpu()"
+            )
+        if getattr(self._forward_impl, "__func__", None) is MegatronLinear._forward_impl:
+            return super()._multiply(input_, weight, bias, sequence_length, parallelism)
+        parallelism = parallelism or self.parallelism
+        defers = self.config.defer_embedding_wgrad_compute and weight.requires_grad
+        buffer, limit = (self.grad_output_buffer, self.config.wgrad_deferral_limit) if defers else (None, None)
+        inputs = self.embedding_activation_buffer
+        keeps = buffer is not None and torch.is_grad_enabled() and not is_checkpointing()
+        if keeps and inputs is not None and (not limit or len(inputs) < limit):
+            inputs.append(input_)
+        output = self._forward_impl(
+            input=input_,
+            weight=weight,
+            bias=bias,
+            gradient_accumulation_fusion=self.fuse_weight_gradient,
+            allreduce_dgrad=parallelism is LinearParallelism.COLUMN,
+            sequence_parallel=parallelism is LinearParallelism.COLUMN_SEQUENCE,
+            grad_output_buffer=buffer,
+            wgrad_deferral_limit=limit,
+            tp_group=self.group,
+            **({} if sequence_length is None else {"sequence_length": sequence_length}),
+        )
+        return reduce_product(output, parallelism, self.group)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"TP={self.tp_size}"
+        )
 
 
 class StatelessExtra(nn.Module):
