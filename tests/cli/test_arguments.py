@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.arguments import parse_command, parse_finetune_arguments, parse_train_arguments
+from shardwise.cli.arguments import parse_command
 from shardwise.cli.demo import DemoArguments
 from shardwise.cli.export_hf import ExportArguments
+from shardwise.cli.finetune import FinetuneArguments
 from shardwise.cli.generate import GenerateArguments
 from shardwise.cli.import_hf import ImportArguments
+from shardwise.cli.train import TrainArguments
 from shardwise.errors import ConfigError
 from shardwise.training.settings import Settings
 
@@ -20,6 +22,7 @@ def of(cls):
     return lambda argv: parse_command(cls, argv, "shardwise")
 
 
+parse_train_arguments, parse_finetune_arguments = of(TrainArguments), of(FinetuneArguments)
 PARSERS = {
     "train": parse_train_arguments,
     "finetune": parse_finetune_arguments,

@@ -12,7 +12,8 @@ from training.tiny import tiny_settings
 
 from shardwise import checkpoint
 from shardwise.cli import demo, start
-from shardwise.cli.demo import DemoArguments, demo_settings, main
+from shardwise.cli.demo import DemoArguments, demo_settings
+from shardwise.cli.main import run_subcommand
 from shardwise.errors import ConfigError
 
 FILES = ("loss.png", "metrics.jsonl", "sample.txt", "settings.json", "tokenizer.json")
@@ -35,7 +36,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
 
     # A second demo replaces the first: started the same way, and here on a text and a model that take moments.
     monkeypatch.setattr(start, "launch_ranks", lambda *arguments, **options: 0)
-    assert main(["--out", str(out)]) == 0
+    assert run_subcommand("demo", ["--out", str(out)]) == 0
     tiny = tiny_settings(tmp_path)
     monkeypatch.setattr(
         demo,
@@ -47,7 +48,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     for name in FILES:
         (out / name).unlink()
-    assert main(["--out", str(out), "--tp", "1", "--steps", "3"]) == 0
+    assert run_subcommand("demo", ["--out", str(out), "--tp", "1", "--steps", "3"]) == 0
     assert all((out / name).stat().st_size > 0 for name in FILES)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000003"]
     checkpoint.verify(out / "checkpoints" / "step-00000003")
@@ -56,7 +57,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
 def test_demo_does_not_replace_somebodys_run(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match="not a demo's"):
-        main(["--out", str(tmp_path)])
+        run_subcommand("demo", ["--out", str(tmp_path)])
 
 
 def test_the_demos_own_settings_can_be():

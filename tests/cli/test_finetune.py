@@ -12,7 +12,8 @@ import torch
 from harness.program import run
 from lora.tiny_models import read_adapters, save_model
 
-from shardwise.cli.arguments import parse_finetune_arguments
+from shardwise.cli.arguments import parse_command
+from shardwise.cli.finetune import FinetuneArguments
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError
 from shardwise.tokenizer import Tokenizer
@@ -164,13 +165,23 @@ def test_a_folder_that_is_no_model_is_one_line(capsys, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def parse(argv):
+    return parse_command(FinetuneArguments, argv, "shardwise finetune")
+
+
 def test_settings_from_flags_and_file(tmp_path):
     (tmp_path / "run.toml").write_text('base = "from-file"\ndata = ["a"]\n[lora]\nlora_rank = 4\n[parallel]\ntp = 2\n')
-    arguments = parse_finetune_arguments(["--config", str(tmp_path / "run.toml"), "--lora-rank", "8"])
+    arguments = parse_command(
+        FinetuneArguments, ["--config", str(tmp_path / "run.toml"), "--lora-rank", "8"], "shardwise finetune"
+    )
     settings = arguments.settings
     assert (settings.base, settings.data, settings.lora.lora_rank, settings.parallel.tp) == ("from-file", ("a",), 8, 2)
     for flag in ("--tp", "--parallel.tp"):
-        settings = parse_finetune_arguments(["base", "--data", "a", "b", flag, "2"]).settings
+        settings = parse_command(
+            FinetuneArguments, ["base", "--data", "a", "b", flag, "2"], "shardwise finetune"
+        ).settings
         assert (settings.base, settings.data, settings.parallel.tp) == ("base", ("a", "b"), 2)
     with pytest.raises(ConfigError, match=r"optimizer\.learning-rate is -1"):
-        parse_finetune_arguments(["base", "--data", "a", "--optimizer.learning-rate", "-1"])
+        parse_command(
+            FinetuneArguments, ["base", "--data", "a", "--optimizer.learning-rate", "-1"], "shardwise finetune"
+        )

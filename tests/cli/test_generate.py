@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from tokenizers import processors
 
 from shardwise import checkpoint
 from shardwise.checkpoint import ParamShard
-from shardwise.cli.generate import main
 from shardwise.cli.main import main as shardwise_main
+from shardwise.cli.main import run_subcommand
 from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.inference import Sampling, generate
 from shardwise.models.gpt import GPT
@@ -29,6 +30,8 @@ from shardwise.training.ranks import open_ranks
 from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 
 STEPS = (1, 2)
+
+main = partial(run_subcommand, "generate")
 
 
 class Run:
@@ -127,7 +130,7 @@ def test_folders_that_name_a_checkpoint(run, capsys):
 
 def test_pieces_are_shown_as_they_come(run, monkeypatch):
     shown = []
-    monkeypatch.setattr("shardwise.cli.generate._show", shown.append)
+    monkeypatch.setattr("shardwise.cli.generating._show", shown.append)
     main([str(run.folder), "--prompt", "def f(", "--max-new-tokens", "20"])
     # The prompt, each token and the line's end.
     assert len(shown) == 22
@@ -233,7 +236,7 @@ def test_help_explains_each_flag(capsys):
 def test_leaves_no_thread_of_a_process_group(run):
     # In a process of its own, where nothing is imported or made before.
     program = (
-        "import sys; from pathlib import Path; from shardwise.cli.generate import main; main(sys.argv[1:]);"
+        "import sys; from pathlib import Path; from shardwise.cli.main import main; main(['generate', *sys.argv[1:]]);"
         "print(*sorted(path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')), file=sys.stderr)"
     )
     command = ["-c", program, run.folder, "--prompt", "x", "--max-new-tokens", "2"]

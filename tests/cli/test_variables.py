@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import shardwise
-from shardwise.cli.env import main
+from shardwise.cli.main import main
 from shardwise.cli.variables import VARIABLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "environment.md"
@@ -40,7 +40,7 @@ def test_the_page_has_them_with_their_meaning():
 def test_the_command_shows_them(capsys, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", "/there")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert main(["--json"]) == 0
+    assert main(["env", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["environment"]
     assert shown.keys() == VARIABLES.keys()
     assert (shown["SHARDWISE_CACHE"], shown["XDG_CACHE_HOME"]) == ("/there", None)

@@ -2,50 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
-
 import pytest
 import torch
+from harness.calls import calls_until
 
-import shardwise
 from shardwise.layers import ColumnLinear
 
-PACKAGE = Path(shardwise.__file__).parent.as_posix() + "/"
 
-
-def names(frame: FrameType) -> tuple[str, str]:
-    """File and function of a frame; the file is empty where it is not of the package."""
-    path = frame.f_code.co_filename
-    return path.removeprefix(PACKAGE) if path.startswith(PACKAGE) else "", frame.f_code.co_qualname
-
-
-def calls_until(stop: Callable[[str, str], bool], function: Callable[[], Any]) -> list[str]:
-    """Our functions that ``function()`` calls, one after the other or in each other, before the first ``stop``."""
-    called: list[str] = []
-    stopped = False
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal stopped
-        file, name = names(frame)
-        if event == "call" and file and not stopped:
-            stopped = stop(file, name)
-            if not stopped:
-                called.append(f"{file}:{name}")
-
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    assert stopped, called
-    return called
-
-
-def is_transport(file: str, _: str) -> bool:
+def is_transport(function: str) -> bool:
+    file = function.partition(":")[0]
     return file.startswith("communication/transports/") and not file.endswith("transports/__init__.py")
 
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 from made_files import Folders, Tensors, mutate, rewrite, strange_kinds
 
-from shardwise.cli.arguments import parse_train_arguments
+from shardwise.cli.arguments import parse_command
+from shardwise.cli.train import TrainArguments
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.ranks import open_ranks
 
@@ -185,7 +186,7 @@ def test_settings_of_a_stranger(tmp_path: Path) -> None:
 
     def refused() -> str:
         with little_memory(), pytest.raises(ConfigError, match=re.escape(str(path))) as info:
-            parse_train_arguments(["--config", str(path)])
+            parse_command(TrainArguments, ["--config", str(path)], "shardwise train")
         return str(info.value)
 
     for kind, put in strange_kinds().items():

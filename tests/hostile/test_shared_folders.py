@@ -15,7 +15,8 @@ from harness.program import Program
 from harness.watchdog import wait_until
 from made_files import Folders
 
-from shardwise.cli import demo, export_hf, finetune, import_hf, start, train
+from shardwise.cli import start
+from shardwise.cli.main import run_subcommand
 from shardwise.errors import ConfigError
 from shardwise.folder_lock import LOCK_NAME, FolderLock, check_free
 from shardwise.training.ranks import open_ranks
@@ -88,12 +89,12 @@ def test_two_runs_and_a_killed_launcher(tmp_path: Path) -> None:
     assert {name for name in os.listdir("/dev/shm") if name.startswith("shardwise-memory")} <= memory_before
 
 
-COMMANDS: dict[str, Callable[[str], tuple[Callable[[list[str]], int], list[str]]]] = {
-    "train": lambda out: (train.main, ["--data", "stdlib", "--out", out, "--parallel.tp", "2"]),
-    "finetune": lambda out: (finetune.main, ["MODEL", "--data", "stdlib", "--out", out, "--tp", "2"]),
-    "demo": lambda out: (demo.main, ["--out", out]),
-    "import-hf": lambda out: (import_hf.main, ["MODEL", "--out", out, "--nproc", "2"]),
-    "export-hf": lambda out: (export_hf.main, ["STEP", "--out", out, "--nproc", "2"]),
+COMMANDS: dict[str, Callable[[str], list[str]]] = {
+    "train": lambda out: ["--data", "stdlib", "--out", out, "--parallel.tp", "2"],
+    "finetune": lambda out: ["MODEL", "--data", "stdlib", "--out", out, "--tp", "2"],
+    "demo": lambda out: ["--out", out],
+    "import-hf": lambda out: ["MODEL", "--out", out, "--nproc", "2"],
+    "export-hf": lambda out: ["STEP", "--out", out, "--nproc", "2"],
 }
 
 
@@ -113,10 +114,10 @@ def test_an_out_that_cannot_be_is_said_before_anything_else(
     places = {"": r"out is (empty|'')", "file/below": "file is a file", "loop/below": "loop is a link to nothing"}
     with FolderLock(**lock):
         for place, said in (places | {"held": f"held is in use by process {os.getpid()}"}).items():
-            run, arguments = COMMANDS[command](str(tmp_path / place) if place else "")
+            arguments = COMMANDS[command](str(tmp_path / place) if place else "")
             arguments = [{"MODEL": str(folders.model), "STEP": str(folders.step)}.get(word, word) for word in arguments]
             with pytest.raises(ConfigError, match=said):
-                run(arguments)
+                run_subcommand(command, arguments)
 
 
 def test_what_killed_imports_and_exports_left(folders: Folders, tmp_path: Path) -> None:
@@ -125,14 +126,14 @@ def test_what_killed_imports_and_exports_left(folders: Folders, tmp_path: Path) 
     left.mkdir(parents=True)
     (left / "rank-00000.safetensors").write_bytes(b"x" * 100)
     (out / LOCK_NAME).write_text('{"pid": 1, "host": "here"}')
-    assert import_hf.main([str(folders.model), "--out", str(out)]) == 0
+    assert run_subcommand("import-hf", [str(folders.model), "--out", str(out)]) == 0
     assert [path.name for path in out.rglob(".*")] == []
 
     (tmp_path / ".exported.0123abcd.partial").mkdir()
     (tmp_path / ".exported.0123abcd.partial" / "model.safetensors").touch()
     (tmp_path / ".exported.lock").touch()
     (tmp_path / ".exported.of.another.partial.txt").touch()
-    assert export_hf.main([str(out), "--out", str(exported)]) == 0
+    assert run_subcommand("export-hf", [str(out), "--out", str(exported)]) == 0
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".exported.of.another.partial.txt"]
 
 

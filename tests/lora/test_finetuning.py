@@ -23,7 +23,7 @@ from shardwise.lora.model import sites_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.tokenizer import Tokenizer
 from shardwise.training import finetune as finetune_module
-from shardwise.training.finetune import export, open_finetuning
+from shardwise.training.finetune import Finetuning
 from shardwise.training.finetune_settings import (
     FinetuneOptimizerSettings,
     FinetuneSettings,
@@ -33,6 +33,7 @@ from shardwise.training.finetune_settings import (
 from shardwise.training.metrics import read_metrics
 from shardwise.training.ranks import Ranks
 from shardwise.training.run import train
+from shardwise.training.session import open_session
 from shardwise.training.settings import CorpusSettings, ParallelSettings, TrainingSettings
 from shardwise.training.texts import encode_texts, read_data
 
@@ -133,7 +134,8 @@ def encode_texts_in(root, tokenizer):
 def open_run(settings, root, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(root / "cache"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    return open_finetuning(settings, ranks)
+    session = open_session(settings, ranks, Finetuning)
+    return session, session.recipe
 
 
 def start_from(adapters, session, base):
@@ -195,7 +197,7 @@ def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch
     whole = settings_of(root, "gpt2", tmp_path / "whole", tp=2, lora=lora, steps=8)
     session, base = open_run(whole, root, monkeypatch)
     train(session)
-    export(session, base)
+    base.after(session)
     session.topology.destroy()
     session, _ = open_run(settings_of(root, "gpt2", tmp_path / "run", tp=2, lora=lora, steps=8, save_every=6), root, monkeypatch)  # fmt: skip # noqa: E501
     original = session.trainer.train_step
@@ -218,7 +220,7 @@ def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch
     again = settings_of(root, "gpt2", tmp_path / "run", tp=1, lora=lora, steps=8, resume="auto", save_every=6)
     session, base = open_run(again, root, monkeypatch)
     train(session)
-    export(session, base)
+    base.after(session)
     dist.barrier(group=group)
     session.topology.destroy()
     losses = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole")]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwise.cli.arguments import parse_train_arguments
+from shardwise.cli.arguments import parse_command
+from shardwise.cli.train import TrainArguments
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 
@@ -23,7 +24,7 @@ def test_examples():
 
 def test_the_command():
     (command,) = re.findall(r"^    shardwise train (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    settings = parse_train_arguments(shlex.split(command)).settings
+    settings = parse_command(TrainArguments, shlex.split(command), "shardwise train").settings
     assert (settings.parallel.tp, settings.parallel.pp) == (2, 2)
     settings.check_world(4)
 

@@ -14,19 +14,24 @@ from harness.program import run
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardwise.cli.arguments import parse_command, parse_finetune_arguments, parse_train_arguments
+from shardwise.cli.arguments import parse_command
 from shardwise.cli.demo import DemoArguments, demo_settings
 from shardwise.cli.export_hf import ExportArguments
+from shardwise.cli.finetune import FinetuneArguments
 from shardwise.cli.generate import GenerateArguments
 from shardwise.cli.import_hf import ImportArguments
+from shardwise.cli.train import TrainArguments
 from shardwise.errors import ConfigError
-from shardwise.training.bounds import Range, _declared, check_values
+from shardwise.training.bounds import Range, annotations_of, check_values, range_of
 from shardwise.training.finetune_settings import FinetuneSettings
 from shardwise.training.settings import Settings
 
 
 def parse(cls):
     return lambda argv: parse_command(cls, argv, "shardwise")
+
+
+parse_train_arguments, parse_finetune_arguments = parse(TrainArguments), parse(FinetuneArguments)
 
 
 def parse_demo(argv):
@@ -46,12 +51,12 @@ COMMANDS = {
 def numbers_of(cls: type, prefix: str = "") -> dict[str, tuple[type, Range | None]]:
     """Each numeric field by its dotted name: its kind and range."""
     found: dict[str, tuple[type, Range | None]] = {}
-    for name, (annotation, limits) in _declared(cls).items():
+    for name, (annotation, marks) in annotations_of(cls).items():
         kinds = getattr(annotation, "__args__", (annotation,))
         if dataclasses.is_dataclass(annotation):
             found |= numbers_of(annotation, f"{prefix}{name}.")
         elif kind := next((kind for kind in (int, float) if kind in kinds), None):
-            found[prefix + name] = (kind, limits)
+            found[prefix + name] = (kind, range_of(marks))
     return found
 
 
@@ -124,7 +129,7 @@ def test_a_number_of_any_kind_is_taken_or_refused(cls, data):
         and math.isfinite(value)
     )
     group, _, last = name.rpartition(".")
-    part = next((hint for field, (hint, _) in _declared(cls).items() if field == group), cls) if group else cls
+    part = next((hint for field, (hint, _) in annotations_of(cls).items() if field == group), cls) if group else cls
     values = {**required(part), last: value}
     if not usable:
         with pytest.raises(ConfigError, match=re.escape(last.replace("_", "-"))) as caught:
@@ -141,7 +146,7 @@ def test_a_number_of_any_kind_is_taken_or_refused(cls, data):
 def required(cls: type) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}
     given = {"checkpoint": "run", "folder": "f", "out": "o"} | (
-        {"lora_rank": 4} if "lora_rank" in _declared(cls) else {}
+        {"lora_rank": 4} if "lora_rank" in annotations_of(cls) else {}
     )
     return {name: value for name, value in given.items() if name in names or name == "lora_rank"}
 
@@ -218,7 +223,7 @@ def test_kinds_that_are_no_numbers():
         other: Literal["a", "b"] | None = None
         share: Annotated[float, Range(0, 1)] = 0.5
 
-    _declared.cache_clear()
+    annotations_of.cache_clear()
     globals()["Some"] = Some
     check_values(Some())
     check_values(Some(other="b"))

@@ -14,18 +14,18 @@ from training.tiny import tiny_settings
 from shardwise import checkpoint
 from shardwise.errors import CheckpointError, ConfigError, DivergenceError, ParityError
 from shardwise.layers import linear
+from shardwise.training.finishing import compressed_bits_per_byte
 from shardwise.training.metrics import MetricsWriter, read_metrics
 from shardwise.training.parity import check_parity
 from shardwise.training.ranks import Ranks
-from shardwise.training.references import compressed_bits_per_byte
 from shardwise.training.run import train
-from shardwise.training.session import gather_texts, open_session
+from shardwise.training.session import open_session
 
 
 def open_tiny(settings, monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    return open_session(settings, ranks, gather_texts(settings, ranks))
+    return open_session(settings, ranks)
 
 
 def losses(folder: Path) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +15,14 @@ from training.tiny import tiny_settings
 from shardwise.errors import ParityError
 from shardwise.pipeline_parallel import Pipeline
 from shardwise.sharded_state import gather_parameter, sharded_state_dict
-from shardwise.topology import Topology
+from shardwise.topology import Groups, Topology
+from shardwise.training.build import build_model
 from shardwise.training.metrics import read_metrics
 from shardwise.training.parity import check_parity
 from shardwise.training.run import train
-from shardwise.training.session import count_parameters, make_trainer
+from shardwise.training.session import count_parameters
 from shardwise.training.settings import ParallelSettings
+from shardwise.training.trainer import Trainer
 from shardwise.training.wording import banner
 
 VOCAB = 101
@@ -34,9 +35,14 @@ def trainer_of(folder, parallel, **model):
         folder, model={"num_layers": 5, "hidden_size": 24, **model}, dtype="float64", steps=STEPS, micro_batch_size=1
     )
     settings = dataclasses.replace(settings, parallel=parallel)
-    texts = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=VOCAB))
     topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
-    return make_trainer(settings, texts, topology, torch.device("cpu")), topology
+    groups = Groups.of(topology)
+    if parallel == ParallelSettings():
+        # The whole model, on each rank alone.
+        groups = Groups(tp=groups.tp, dp=groups.tp)
+    torch.manual_seed(settings.training.seed)
+    model = build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
+    return Trainer(settings, model, groups), topology
 
 
 def curve(trainer, steps=STEPS):
@@ -79,7 +85,6 @@ LAYOUTS = {
 def test_loss_curve_is_the_same_in_stages(group, tmp_path, architecture):
     model = {"architecture": architecture, "tie_embeddings": architecture == "llama", "sequence_length": 13}
     whole, alone = trainer_of(tmp_path, ParallelSettings(), **model)
-    whole.set_dp_group(alone.group("tp"))
     expected = curve(whole)
     assert expected[-1, 0] < expected[0, 0] - 0.1
     final = sharded_state_dict(whole.model, group=alone.group("tp"))

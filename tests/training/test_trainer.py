@@ -30,7 +30,7 @@ def make_trainer(folder, topology, dp_group, *, sequence_parallel, dtype, archit
     torch.manual_seed(11)
     groups = Groups.of(topology)
     model = build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
-    return Trainer(settings, model, tp_group=topology.group("tp"), dp_group=dp_group)
+    return Trainer(settings, model, Groups(tp=topology.group("tp"), dp=dp_group))
 
 
 def batches(settings):
@@ -140,7 +140,7 @@ def test_replicated_parameters_stay_equal_and_dropout_is_reproducible(group, tmp
         )
         torch.manual_seed(11)
         model = build_model(settings, VOCAB, groups=Groups.of(topology), device=torch.device("cpu"))
-        trainer = Trainer(settings, model, tp_group=topology.group("tp"), dp_group=alone.group("tp"))
+        trainer = Trainer(settings, model, Groups(tp=topology.group("tp"), dp=alone.group("tp")))
         curves.append(curve(trainer))
         for name, param, layout in named_param_layouts(model, 2):
             if layout.dim is None:

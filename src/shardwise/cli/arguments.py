@@ -2,73 +2,57 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import tyro
 
 from shardwise.cli.flags import FlagReader
 from shardwise.cli.toml_file import checked_settings, read_toml
-from shardwise.errors import ConfigError
-from shardwise.training.bounds import (
-    DEFAULT_TIMEOUT,
-    LOCAL_RANKS,
-    RANKS,
-    TIMEOUT,
-    annotations_of,
-    check_values,
-)
-from shardwise.training.finetune_settings import FinetuneSettings
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.folder_lock import check_free
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, RANKS, TIMEOUT, Checked, annotations_of
 from shardwise.training.plain_values import with_values
-from shardwise.training.settings import RunSettings, Settings
+from shardwise.training.settings import RunSettings
+from shardwise.training.stopping import way_on
 
 _T = TypeVar("_T")
-_Run = TypeVar("_Run", bound="RunArguments")
-
-# Two spaces keep tyro from joining the lines.
-_TRAIN_DESCRIPTION = textwrap.indent(
-    """\
-Train a GPT on your text. Settings come from their defaults, then from the
-TOML file of --config (a table for each group: [model] num_layers = 8), then
-from flags. On this machine:
-  shardwise train --data FOLDER --tp 2
-On many hosts, where torchrun starts the ranks (leave --nproc out there, which
-torchrun takes for a flag of its own unless "--" stands before it):
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise train --data FOLDER
-""",
-    "  ",
-)
-
-_FINETUNE_DESCRIPTION = textwrap.indent(
-    """\
-Fine-tune a Hugging Face model on your text: all of its weights, or low-rank
-adapters (LoRA) beside them. OUT becomes a Hugging Face folder, or an adapter
-folder of the peft library. Settings come from their defaults, then from the
-TOML file of --config, then from flags:
-  shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2
-  shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2 --lora-rank 8
-""",
-    "  ",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchArguments:
+class Arguments(Checked, prefix="--"):
+    """What every command is told, and what it does.
+
+    Attributes:
+        debug: show stack traces, and the launcher's log.
+        lasts: it goes on when nobody reads what it prints.
+    """
+
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    lasts: ClassVar[bool] = False
+
+    def work(self) -> Callable[[], object]:
+        """What the command is for, to be called on one rank. Imported only here, because PyTorch takes seconds."""
+        raise NotImplementedError
+
+    def way_on(self) -> str:
+        """How the command can go on after it ended early; nothing if there is nothing to say."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchArguments(Arguments):
     """What every command that starts ranks is told.
 
     Attributes:
         nproc: ranks to start on this machine; as many as parallel.tp x parallel.pp if not given.
-        debug: show stack traces, and the launcher's log.
     """
 
     nproc: Annotated[int | None, LOCAL_RANKS] = None
-    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-
-    def __post_init__(self) -> None:
-        check_values(self, "--")
 
     @property
     def num_ranks(self) -> int:
@@ -78,6 +62,12 @@ class LaunchArguments:
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError unless the model can be split over ``world_size`` ranks as the arguments say."""
         raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise what is wrong with the rest, as far as it is found in no time; not called in a rank of several."""
+
+    def prepare(self, world_size: int) -> None:
+        """Raise what a rank of ``world_size`` would; called before they are started, and imports PyTorch as they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +115,7 @@ class RunArguments(LaunchArguments):
 
     config: str | None = None
     settings: RunSettings
+    lasts: ClassVar[bool] = True
 
     @property
     def num_ranks(self) -> int:
@@ -135,55 +126,28 @@ class RunArguments(LaunchArguments):
         """See ``RunSettings.check_world``."""
         self.settings.check_world(world_size)
 
+    def check(self) -> None:
+        """Raise ConfigError if another run is in the folder, or it cannot be written to."""
+        check_free(Path(self.settings.out))
 
-@dataclass(frozen=True, kw_only=True)
-class TrainArguments(RunArguments):
-    """What ``shardwise train`` is told."""
+    def way_on(self) -> str:
+        """From the newest checkpoint, if there is one."""
+        folder = Path(self.settings.out) / "checkpoints"
+        if not folder.exists():
+            return way_on(None)
+        # Late, because PyTorch takes seconds to import.
+        from shardwise.checkpoint import latest
 
-    settings: Annotated[Settings, tyro.conf.arg(name="")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneArguments(RunArguments):
-    """What ``shardwise finetune`` is told."""
-
-    settings: Annotated[FinetuneSettings, tyro.conf.arg(name="")]
-
-
-def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
-    """Parse the arguments of ``shardwise train``: defaults, then the TOML file of ``--config``, then flags.
-
-    Raises:
-        ConfigError: an unknown flag or setting, a value that is missing or of the wrong kind, settings that contradict
-            each other; the TOML file cannot be read.
-        SystemExit: help was asked for and printed.
-    """
-    return _parse_run_arguments(TrainArguments, argv, "shardwise train", _TRAIN_DESCRIPTION)
-
-
-def parse_finetune_arguments(argv: Sequence[str]) -> FinetuneArguments:
-    """Parse the arguments of ``shardwise finetune``, as ``parse_train_arguments`` does those of ``train``."""
-    return _parse_run_arguments(FinetuneArguments, argv, "shardwise finetune", _FINETUNE_DESCRIPTION)
-
-
-def _parse_run_arguments(cls: type[_Run], argv: Sequence[str], prog: str, description: str) -> _Run:
-    if _asks_for_help(argv):
-        _print_help(cls, prog, description)
-    values = FlagReader(cls).read(argv)
-    path = values.get("config")
-    settings_class = annotations_of(cast(Any, cls))["settings"][0]
-    table = {} if path is None else checked_settings(settings_class, read_toml(Path(path)), path)
-    return with_values(cls, _merged({"settings": table}, values))
-
-
-def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``values`` with those of ``over`` in their place, in the tables likewise."""
-    inner = {key: _merged(values.get(key, {}), value) for key, value in over.items() if isinstance(value, dict)}
-    return values | over | inner
+        try:
+            return way_on(latest(folder))
+        except CheckpointError as error:
+            return str(error)
 
 
 def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
     """Parse the arguments of a command into a dataclass, whose docstring is the help.
+
+    Where it has settings, they come from their defaults, then from the TOML file of ``--config``, then from flags.
 
     Args:
         cls: a dataclass.
@@ -191,18 +155,27 @@ def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
         prog: the command's name, for help.
 
     Raises:
-        ConfigError: an unknown flag, a value that is missing or of the wrong kind, or what the dataclass itself raised.
+        ConfigError: an unknown flag or setting, a value that is missing or of the wrong kind, or what the dataclass
+            itself raised; the TOML file cannot be read.
         SystemExit: help was asked for and printed.
     """
-    if _asks_for_help(argv):
-        _print_help(cls, prog)
-    return with_values(cls, FlagReader(cls).read(argv))
+    if "-h" in argv or "--help" in argv:
+        # Two spaces keep tyro from joining the lines, some of which are examples.
+        text = (
+            textwrap.indent((inspect.getdoc(cls) or "").replace("\n\n", "\n"), "  ")
+            if issubclass(cls, RunArguments)
+            else None
+        )
+        tyro.cli(cls, prog=prog, description=text, args=["--help"], config=(tyro.conf.DisallowNone,))
+    values = FlagReader(cls).read(argv)
+    if issubclass(cls, RunArguments):
+        path, settings_class = values.get("config"), annotations_of(cast(Any, cls))["settings"][0]
+        table = {} if path is None else checked_settings(settings_class, read_toml(Path(path)), path)
+        values = _merged({"settings": table}, values)
+    return with_values(cls, values)
 
 
-def _asks_for_help(argv: Sequence[str]) -> bool:
-    return "-h" in argv or "--help" in argv
-
-
-def _print_help(cls: type, prog: str, description: str | None = None) -> NoReturn:
-    tyro.cli(cls, prog=prog, description=description, args=["--help"], config=(tyro.conf.DisallowNone,))
-    raise AssertionError("help ends the program")
+def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``values`` with those of ``over`` in their place, in the tables likewise."""
+    inner = {key: _merged(values.get(key, {}), value) for key, value in over.items() if isinstance(value, dict)}
+    return values | over | inner

@@ -6,22 +6,39 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from shardwise import checkpoint
+from shardwise.checkpoint.checkpoint import check_state_fits
+from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
+from shardwise.communication.agreement import agree
 from shardwise.errors import CheckpointError, ConfigError, DataError
+from shardwise.huggingface import (
+    PretrainedConfig,
+    build_model,
+    config_from_json,
+    config_to_json,
+    describe_model,
+    load_pretrained,
+    model_config,
+)
+from shardwise.huggingface.architectures import ARCHITECTURES
+from shardwise.huggingface.building import Model
+from shardwise.huggingface.description import ModelDescription
+from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder, no_folder
+from shardwise.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
+from shardwise.huggingface.pretrained import CONFIG_NAME
+from shardwise.huggingface.reading import read_json
 from shardwise.json_files import shown
-
-if TYPE_CHECKING:
-    import torch
-
-    from shardwise.huggingface import PretrainedConfig
-    from shardwise.huggingface.architectures import Architecture
-    from shardwise.huggingface.building import Model
-    from shardwise.huggingface.description import ModelDescription
-    from shardwise.huggingface.generation_config import GenerationDefaults
-    from shardwise.tokenizer import Tokenizer
-    from shardwise.training.ranks import Ranks
-
+from shardwise.lora import load_adapter_, read_adapter_config
+from shardwise.models.chunks import ModelChunks
+from shardwise.sharded_state import sharded_state_dict
+from shardwise.tokenizer import PaddedTokenizer, Tokenizer
+from shardwise.topology import Groups
+from shardwise.training.build import DTYPES, describe
+from shardwise.training.ranks import Ranks
+from shardwise.training.settings import Settings
 
 TO_BRING_A_TOKENIZER = (
     "put the model's tokenizer.json and tokenizer_config.json there (transformers makes them from other files: "
@@ -57,22 +74,11 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: they cannot be read.
         """
-        from shardwise.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
-
         if self.config is None:
             return GenerationDefaults()
         # Adapters may have been trained to end their texts otherwise.
         beside = self.adapter is not None and (self.adapter / GENERATION_CONFIG_NAME).exists()
         return GenerationDefaults(self.adapter if beside else self.folder, self.config.values)
-
-    def check_fits(self, world_size: int) -> None:
-        """Raise ConfigError unless the model can be split over ``world_size`` ranks."""
-        heads = self.description.num_attention_heads
-        if world_size > heads:
-            raise ConfigError(
-                f"the model's {heads} attention heads cannot be split over {world_size} ranks; use --nproc {heads} or "
-                "less"
-            )
 
     def load_model(self, ranks: Ranks) -> Model:
         """The model, with the adapters if there are any, split over all ranks; every rank calls.
@@ -83,32 +89,22 @@ class OpenCheckpoint:
         """
         model = self._load_weights(ranks)
         if self.adapter is not None:
-            from shardwise.lora import load_adapter_
-
-            load_adapter_(model, self.adapter, self._architecture(model))
+            if self.config is not None:
+                architecture = self.config.architecture
+            else:
+                # An export of a model that a run trained would be of this one.
+                architecture = ARCHITECTURES[config_to_json(describe_model(model))["model_type"]]
+            load_adapter_(model, self.adapter, architecture)
         return model
 
     def _load_weights(self, ranks: Ranks) -> Model:
-        import torch
-
-        from shardwise import checkpoint
-        from shardwise.checkpoint.checkpoint import check_state_fits
-        from shardwise.checkpoint.manifest import Manifest
-        from shardwise.communication.agreement import agree
-        from shardwise.huggingface import load_pretrained
-        from shardwise.models.chunks import ModelChunks
-        from shardwise.sharded_state import sharded_state_dict
-        from shardwise.topology import Groups
-
         if not self.is_checkpoint:
-            groups = Groups(tp=ranks.world)
-            loaded = load_pretrained(self.folder, groups=groups, device=ranks.device)
+            loaded = load_pretrained(self.folder, groups=Groups(tp=ranks.world), device=ranks.device)
             assert not isinstance(loaded, ModelChunks)
             return loaded
         # What the settings say is compared with what there is before memory is asked for by it.
         agree(self._check_sizes, group=ranks.control)
-        with torch.device("meta"):
-            outline = self._build_model(ranks, torch.device("meta"))
+        outline = self._build_model(ranks, torch.device("meta"))
         shapes = sharded_state_dict(outline, "model.", group=ranks.world)
         agree(lambda: check_state_fits(self.folder, Manifest.read(self.folder), shapes), group=ranks.control)
         model = self._build_model(ranks, ranks.device)
@@ -119,8 +115,6 @@ class OpenCheckpoint:
 
     def _check_sizes(self) -> None:
         """Check the sizes that decide on the number of tensors, and of what is made beside them."""
-        from shardwise.checkpoint.manifest import Manifest
-
         tensors = Manifest.read(self.folder).tensors.values()
         layers, width = self.description.num_layers, max(self.description.hidden_size, self.description.kv_channels)
         if layers > len(tensors):
@@ -133,21 +127,18 @@ class OpenCheckpoint:
                 f"checkpoint {self.folder} has no tensor as wide as {width}, which its settings ask for"
             )
 
-    def _architecture(self, model: Model) -> Architecture:
-        """The one whose names the adapters' files use; that of an export where a run trained the model."""
-        from shardwise.huggingface import config_to_json, describe_model
-        from shardwise.huggingface.architectures import ARCHITECTURES
-
-        if self.config is None:
-            return ARCHITECTURES[config_to_json(describe_model(model))["model_type"]]
-        return self.config.architecture
-
     def _build_model(self, ranks: Ranks, device: torch.device) -> Model:
-        from shardwise.huggingface import build_model, model_config
-        from shardwise.topology import Groups
-
         config = model_config(self.description, params_dtype=self.dtype, perform_initialization=False)
         return build_model(self.description, config, groups=Groups(tp=ranks.world), device=device)
+
+
+def check_fits(description: ModelDescription, world_size: int) -> None:
+    """Raise ConfigError unless a model can be split over ``world_size`` ranks."""
+    heads = description.num_attention_heads
+    if world_size > heads:
+        raise ConfigError(
+            f"the model's {heads} attention heads cannot be split over {world_size} ranks; use --nproc {heads} or less"
+        )
 
 
 def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
@@ -160,15 +151,11 @@ def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    from shardwise.checkpoint import latest
-
     if not os.path.isdir(path):
-        from shardwise.huggingface.folder import no_folder
-
         raise CheckpointError(no_folder(path, "give the --out of a training run or one of its checkpoints"))
     if path.name.startswith("step-"):
         return path
-    newest = latest(path / "checkpoints") or latest(path)
+    newest = checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
     if newest is None:
         raise CheckpointError(
             f"{path} holds no checkpoint; give the --out of a training run or one of its checkpoints/step-*{otherwise}"
@@ -189,9 +176,6 @@ def open_model(path: Path, adapter: Path | None = None) -> OpenCheckpoint:
         ConfigError: it is not clear which model or adapter is meant, or its architecture is unknown.
         DataError: its tokenizer cannot be read.
     """
-    from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME
-    from shardwise.lora import read_adapter_config
-
     if adapter is not None:
         # What is wrong with it is told before the model is read.
         read_adapter_config(adapter)
@@ -213,10 +197,6 @@ def open_model(path: Path, adapter: Path | None = None) -> OpenCheckpoint:
 
 def is_pretrained(path: Path) -> bool:
     """Whether a folder is a Hugging Face folder, and no checkpoint, which may have a ``config.json`` too."""
-    from shardwise.checkpoint.manifest import MANIFEST_NAME
-    from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME
-    from shardwise.huggingface.pretrained import CONFIG_NAME
-
     if not (path / CONFIG_NAME).is_file() or (path / MANIFEST_NAME).exists():
         return False
     # Adapters may lie beside a copy of their model's configuration. Without them, it is a model that lacks its weights.
@@ -226,10 +206,6 @@ def is_pretrained(path: Path) -> bool:
 
 def _base_of(adapter: Path) -> Path:
     """The folder of the model that adapters name as theirs."""
-    from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, no_folder
-    from shardwise.huggingface.reading import read_json
-    from shardwise.lora import read_adapter_config
-
     read_adapter_config(adapter)
     base = read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
     hint = f"give the model's folder yourself: shardwise generate MODEL_DIR --adapter {adapter}"
@@ -243,9 +219,6 @@ def _base_of(adapter: Path) -> Path:
 
 
 def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
-    from shardwise.huggingface.folder import PretrainedFolder
-    from shardwise.tokenizer import PaddedTokenizer
-
     source = PretrainedFolder(path)
     # The tokenizer beside adapters is the one that they were trained with.
     beside = adapter is not None and (adapter / "tokenizer.json").exists()
@@ -267,14 +240,8 @@ def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
         CheckpointError: there is none, it is damaged, or it was written by neither a training run nor an import.
         DataError: its tokenizer cannot be read.
     """
-    from shardwise.checkpoint import read_meta
-    from shardwise.huggingface import config_from_json
-    from shardwise.tokenizer import PaddedTokenizer, Tokenizer
-    from shardwise.training.build import DTYPES, describe
-    from shardwise.training.settings import Settings
-
     folder = find_checkpoint(path, otherwise=otherwise)
-    meta = read_meta(folder)
+    meta = checkpoint.read_meta(folder)
     if "huggingface" in meta:
         imported = meta["huggingface"]
         config = imported.get("config") if isinstance(imported, dict) else None

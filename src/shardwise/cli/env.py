@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import shardwise
-from shardwise.cli.arguments import parse_command
+from shardwise.cli.arguments import Arguments
 from shardwise.cli.launch import physical_cores
 from shardwise.cli.variables import VARIABLES
 
@@ -30,7 +30,7 @@ _OPTIONAL = ("matplotlib", "tensorboard", "triton")
 
 
 @dataclass(frozen=True)
-class EnvArguments:
+class EnvArguments(Arguments):
     """Show versions, devices, backends, and which fast paths are on and why not.
 
     Attributes:
@@ -39,22 +39,11 @@ class EnvArguments:
     """
 
     json: bool = False
-    debug: bool = False
 
-
-def main(argv: list[str]) -> int:
-    """Print what this machine has.
-
-    Args:
-        argv: the arguments after ``env``.
-
-    Returns:
-        0.
-    """
-    arguments = parse_command(EnvArguments, argv, "shardwise env")
-    report = gather()
-    print(json.dumps(report, indent=2) if arguments.json else as_table(report))
-    return 0
+    def work(self) -> Callable[[], object]:
+        """Print what this machine has."""
+        report = gather()
+        return partial(print, json.dumps(report, indent=2) if self.json else as_table(report))
 
 
 def gather() -> dict[str, Any]:

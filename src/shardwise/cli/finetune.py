@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from shardwise.cli.arguments import parse_finetune_arguments
-from shardwise.cli.train import start_run
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import tyro
+
+from shardwise.cli.arguments import RunArguments
+from shardwise.training.finetune_settings import FinetuneSettings
 
 
-def main(argv: list[str]) -> int:
-    """Fine-tune, here if this process is a rank or the only one, else in ranks that this process starts.
+@dataclass(frozen=True, kw_only=True)
+class FinetuneArguments(RunArguments):
+    """Fine-tune a Hugging Face model on your text.
 
-    Args:
-        argv: the arguments after ``finetune``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: a setting out of range, or that does not fit the number of ranks.
+    All of its weights are trained, or low-rank adapters (LoRA) beside them. OUT
+    becomes a Hugging Face folder, or an adapter folder of the peft library.
+    Settings come from their defaults, then from the TOML file of --config, then
+    from flags:
+      shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2
+      shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2 --lora-rank 8
     """
-    arguments = parse_finetune_arguments(argv)
 
-    def body() -> None:
-        # Late, because PyTorch takes seconds to import, and a wrong setting should not.
-        from shardwise.training.finetune import finetune
+    settings: Annotated[FinetuneSettings, tyro.conf.arg(name="")]
 
-        finetune(arguments.settings)
+    def work(self) -> Callable[[], object]:
+        """Fine-tune."""
+        from shardwise.training.finetune import Finetuning
+        from shardwise.training.run import run
 
-    return start_run("finetune", argv, arguments, body)
+        return partial(run, self.settings, Finetuning)

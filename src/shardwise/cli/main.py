@@ -8,11 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import shardwise
 from shardwise.cli.reporting import nearest, run_command
 from shardwise.cli.streams import lasting_outputs, open_closed_streams
 from shardwise.errors import ConfigError
+from shardwise.training.stopping import Interrupted
 
 
 @dataclass(frozen=True)
@@ -21,24 +23,22 @@ class Command:
 
     Attributes:
         summary: one line for ``shardwise --help``.
+        arguments: the class of its arguments, in the module ``shardwise.cli.NAME`` (with ``_`` for ``-``).
     """
 
     summary: str
+    arguments: str
 
 
 COMMANDS = {
-    "demo": Command("train a small GPT on two local ranks, in about a minute"),
-    "train": Command("train a GPT on your text, on any number of ranks"),
-    "finetune": Command("fine-tune a Hugging Face model, all weights or LoRA adapters"),
-    "generate": Command("continue a text with a trained checkpoint"),
-    "import-hf": Command("make a checkpoint of a Hugging Face folder"),
-    "export-hf": Command("write a checkpoint as a Hugging Face folder"),
-    "env": Command("show versions, devices, backends and fast paths"),
+    "demo": Command("train a small GPT on two local ranks, in about a minute", "DemoArguments"),
+    "train": Command("train a GPT on your text, on any number of ranks", "TrainArguments"),
+    "finetune": Command("fine-tune a Hugging Face model, all weights or LoRA adapters", "FinetuneArguments"),
+    "generate": Command("continue a text with a trained checkpoint", "GenerateArguments"),
+    "import-hf": Command("make a checkpoint of a Hugging Face folder", "ImportArguments"),
+    "export-hf": Command("write a checkpoint as a Hugging Face folder", "ExportArguments"),
+    "env": Command("show versions, devices, backends and fast paths", "EnvArguments"),
 }
-"""Each is the module ``shardwise.cli.NAME`` (with ``_`` for ``-``), which has ``main(argv: list[str]) -> int``."""
-
-# Commands that go on when nobody reads what they print.
-_RUNS = ("train", "finetune", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,22 +56,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Read when PyTorch is loaded, which is later: it would warn of every host name that has no answer.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     name = arguments[0] if arguments else ""
-    command = COMMANDS.get(name)
-    if command is None:
+    if name not in COMMANDS:
         return run_command("shardwise", lambda: _without_command(name))
-
     # `torchrun -m shardwise train -- --nproc 2` keeps torchrun from taking the flag for its own.
     own = arguments[2:] if arguments[1:2] == ["--"] else arguments[1:]
+    return run_command(f"shardwise {name}", partial(run_subcommand, name, own), debug="--debug" in arguments)
 
-    def body() -> int:
-        module = importlib.import_module(f"shardwise.cli.{name.replace('-', '_')}")
-        # Help is read by people, who may stop; a run of hours is not for its output.
-        lasts = name in _RUNS and not {"-h", "--help"} & set(own)
-        with lasting_outputs() if lasts else contextlib.nullcontext():
-            code: int = module.main(own)
-        return code
 
-    return run_command(f"shardwise {name}", body, debug="--debug" in arguments)
+def run_subcommand(name: str, argv: Sequence[str]) -> int:
+    """Run ``shardwise NAME ARGUMENTS``, here if this process is a rank or the only one, else in ranks started here.
+
+    Args:
+        name: of the subcommand.
+        argv: the arguments after it.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: help was asked for and printed.
+        ShardwiseError: what the user did wrong, or what failed.
+    """
+    from shardwise.cli.arguments import parse_command
+    from shardwise.cli.start import start_ranks
+
+    module = importlib.import_module(f"shardwise.cli.{name.replace('-', '_')}")
+    arguments = parse_command(getattr(module, COMMANDS[name].arguments), argv, f"shardwise {name}")
+    try:
+        with lasting_outputs() if arguments.lasts else contextlib.nullcontext():
+            code: int | None = start_ranks(name, argv, arguments)
+            if code is None:
+                arguments.work()()
+            return code or 0
+    except Interrupted as interruption:
+        interruption.note = arguments.way_on()
+        raise
 
 
 def _without_command(word: str) -> int:

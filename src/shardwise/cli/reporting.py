@@ -36,17 +36,8 @@ EXIT_MISTAKE = 2
 EXIT_CLOSED_OUTPUT = 141  # What shells report for SIGPIPE.
 
 _MISTAKES = (ConfigError, DataError, ShardingError, VocabularyError, CheckpointError, TopologyError)
-_PATH_MISTAKES = {
-    errno.ENOENT,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-}
+_PATH_MISTAKES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+_PATH_ERRORS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
 _LONGEST_MESSAGE = 400
 _HEAR_OTHERS_SECONDS = 1.0
 
@@ -60,17 +51,18 @@ def describe(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ShardwiseError):
         return text or type(error).__name__, EXIT_MISTAKE if isinstance(error, _MISTAKES) else EXIT_FAILURE
     if isinstance(error, OSError) and error.strerror:
-        names = " -> ".join(os.fsdecode(name) for name in (error.filename, error.filename2) if _is_path(name))
+        names = " -> ".join(
+            os.fsdecode(name)
+            for name in (error.filename, error.filename2)
+            if isinstance(name, str | bytes | os.PathLike)
+        )
         reason = f"{names}: {error.strerror}" if names else error.strerror
-        return reason, EXIT_MISTAKE if error.errno in _PATH_MISTAKES else EXIT_FAILURE
+        is_mistake = isinstance(error, _PATH_MISTAKES) or error.errno in _PATH_ERRORS
+        return reason, EXIT_MISTAKE if is_mistake else EXIT_FAILURE
     if len(text) > _LONGEST_MESSAGE:
         text = text[:_LONGEST_MESSAGE] + "..."
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return f"{named}; run again with --debug for the stack trace", EXIT_FAILURE
-
-
-def _is_path(name: object) -> bool:
-    return isinstance(name, str | bytes | os.PathLike)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -113,16 +105,21 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
         0, 1 or 2; 128 and the signal's number after SIGINT or SIGTERM; 141 if nobody reads the output.
     """
     try:
-        environment = RankEnvironment.read()
+        reporter = _Reporter(command, RankEnvironment.read(), debug)
     except ConfigError as error:
         print_error(command, str(error))
         return EXIT_MISTAKE
+    environment = reporter.environment
     try:
         with signals_raise(once=environment is not None):
             if environment is not None:
                 start_guard(environment.launcher_pid, environment.reports)
-                _hear_watch(command, environment, debug)
-            code = _run(command, body, environment, debug)
+                reporter.hear_other_threads()
+            try:
+                code = body() or 0
+                sys.stdout.flush()
+            except BaseException as error:
+                code = reporter.report(error)
     except Interrupted as interruption:  # Before the command began, or while its end was being reported.
         code = interruption.exit_code
     if environment is not None and code != 0:
@@ -130,80 +127,109 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
     return code
 
 
-def _run(command: str, body: Callable[[], int | None], environment: RankEnvironment | None, debug: bool) -> int:
-    try:
-        code = body() or 0
-        sys.stdout.flush()
-        return code
-    except Interrupted as interruption:
-        _report_interruption(command, interruption, environment)
-        return interruption.exit_code
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print_error(command, end.code)
-            return EXIT_MISTAKE
-        return int(end.code or 0)
-    except BrokenPipeError as error:
-        return _report_broken_pipe(command, error, environment, debug)
-    except Exception as error:
-        return _report_failure(command, error, environment, debug)
+class _Reporter(logging.Handler):
+    """Says why a command ended, and in a rank what the package logs: to the launcher, or once on each host.
 
-
-def _hear_watch(command: str, environment: RankEnvironment, debug: bool) -> None:
-    """Print what the package logs, and end this rank with the error that another of its threads ends with.
-
-    That is the watch's, when a rank waits for another and its main thread cannot raise.
+    Args:
+        command: what each line begins with.
+        environment: of a rank of several.
+        debug: show stack traces too.
     """
 
-    def end(args: threading.ExceptHookArgs) -> None:
-        if isinstance(args.exc_value, ShardwiseError):
-            leave(_report_failure(command, args.exc_value, environment, debug))
-        others(args)
-
-    others, threading.excepthook = threading.excepthook, end
-    logger = logging.getLogger("shardwise")
-    logger.addHandler(_LineHandler(command, environment))
-    logger.propagate = False
-
-
-class _LineHandler(logging.Handler):
-    """Prints each record as a line; one that says under which name it is said ``once``, so on this host."""
-
-    def __init__(self, command: str, environment: RankEnvironment) -> None:
+    def __init__(self, command: str, environment: RankEnvironment | None, debug: bool) -> None:
         super().__init__()
-        self._command = command
-        self._environment = environment
+        self.command = command
+        self.environment = environment
+        self.debug = debug
+
+    def hear_other_threads(self) -> None:
+        """Print what the package logs, and end this rank with the error that another of its threads ends with.
+
+        That is the watch's, when a rank waits for another and its main thread cannot raise.
+        """
+
+        def end(args: threading.ExceptHookArgs) -> None:
+            if isinstance(args.exc_value, ShardwiseError):
+                leave(self._failure(args.exc_value))
+            others(args)
+
+        others, threading.excepthook = threading.excepthook, end
+        logger = logging.getLogger("shardwise")
+        logger.addHandler(self)
+        logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"{self._command}: {record.getMessage()}"
-        _print_first(self._environment, line, name=getattr(record, "once", line))
+        """Print a record as a line; one that says under which name it is said ``once``, so on this host."""
+        line = f"{self.command}: {record.getMessage()}"
+        self._print_first(line, name=getattr(record, "once", line))
 
+    def report(self, error: BaseException) -> int:
+        """Report what a command ended with; its exit code."""
+        if isinstance(error, Interrupted):
+            self._interruption(error)
+            return error.exit_code
+        if isinstance(error, SystemExit):
+            if isinstance(error.code, str):
+                print_error(self.command, error.code)
+                return EXIT_MISTAKE
+            return int(error.code or 0)
+        if isinstance(error, BrokenPipeError) and (closed := list(filter(_nobody_reads, (sys.stdout, sys.stderr)))):
+            for stream in closed:
+                # The interpreter flushes once more at exit, and would complain.
+                with open(os.devnull, "wb") as sink:
+                    os.dup2(sink.fileno(), stream.fileno())
+            self._leave_report("", EXIT_CLOSED_OUTPUT)
+            return EXIT_CLOSED_OUTPUT
+        if not isinstance(error, Exception):
+            raise error
+        return self._failure(error)
 
-def _report_interruption(command: str, interruption: Interrupted, environment: RankEnvironment | None) -> None:
-    note = f"; {interruption.note}" if interruption.note else ""
-    if environment is None:
-        print_line(f"{command}: interrupted{note}")
-    elif environment.reports is not None:
-        # Our launcher says it itself if it was asked to end. It was not if a rank alone was.
-        if interruption.agreed:
-            line, code = f"interrupted by {interruption.signal.name}{note}", interruption.exit_code
-            _leave_report(environment, FailureReport(environment.rank, line, code, time.time()))
-    # torchrun also sends SIGTERM when another rank failed: that is no news, unless all ranks agreed to end.
-    elif interruption.agreed or interruption.signal is signal.SIGINT:
-        _print_first(environment, f"{command}: interrupted{note}")
+    def _interruption(self, interruption: Interrupted) -> None:
+        note = f"; {interruption.note}" if interruption.note else ""
+        if self.environment is not None and self.environment.reports is not None:
+            # Our launcher says it itself if it was asked to end. It was not if a rank alone was.
+            if interruption.agreed:
+                self._leave_report(f"interrupted by {interruption.signal.name}{note}", interruption.exit_code)
+        # torchrun also sends SIGTERM when another rank failed: that is no news, unless all ranks agreed to end.
+        elif self.environment is None or interruption.agreed or interruption.signal is signal.SIGINT:
+            self._print_first(f"{self.command}: interrupted{note}")
 
+    def _failure(self, error: Exception) -> int:
+        message, code = describe(error)
+        trace = "".join(traceback.format_exception(error))
+        in_collective = self.environment is not None and _failed_in_collective(error)
+        if not self._leave_report(message, code, trace, in_collective):
+            if self.debug:
+                print_line(trace.rstrip())
+            self._print_first(f"{self.command}: error: {message}")
+        if in_collective:
+            # Another rank's failure ended the collective, and that rank may still be tidying up: let it be heard first.
+            with contextlib.suppress(Interrupted):
+                time.sleep(_HEAR_OTHERS_SECONDS)
+        return code
 
-def _report_broken_pipe(command: str, error: BrokenPipeError, environment: RankEnvironment | None, debug: bool) -> int:
-    closed = [stream for stream in (sys.stdout, sys.stderr) if _nobody_reads(stream)]
-    if not closed:
-        return _report_failure(command, error, environment, debug)
-    for stream in closed:
-        # The interpreter flushes once more at exit, and would complain.
-        with open(os.devnull, "wb") as sink:
-            os.dup2(sink.fileno(), stream.fileno())
-    if environment is not None:
-        _leave_report(environment, FailureReport(environment.rank, "", EXIT_CLOSED_OUTPUT, time.time()))
-    return EXIT_CLOSED_OUTPUT
+    def _leave_report(self, message: str, code: int, trace: str = "", in_collective: bool = False) -> bool:
+        """Leave the launcher a report; False if it does not want one or there is no room on the disk for it."""
+        if self.environment is None or self.environment.reports is None:
+            return False
+        report = FailureReport(self.environment.rank, message, code, time.time(), trace, in_collective)
+        try:
+            report.write(self.environment.reports)
+        except OSError:
+            return False
+        return True
+
+    def _print_first(self, line: str, *, name: str | None = None) -> None:
+        """Print ``line`` unless another rank of this host did, or one of the same ``name``."""
+        if self.environment is not None and self.environment.attempt is not None:
+            name = f"printed-{hashlib.sha256((name or line).encode()).hexdigest()[:16]}"
+            try:
+                (self.environment.attempt / name).touch(exist_ok=False)
+            except FileExistsError:
+                return
+            except OSError:
+                pass  # Better twice than never.
+        print_line(line)
 
 
 def _nobody_reads(stream: TextIO) -> bool:
@@ -216,26 +242,6 @@ def _nobody_reads(stream: TextIO) -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
-def _report_failure(command: str, error: Exception, environment: RankEnvironment | None, debug: bool) -> int:
-    message, code = describe(error)
-    trace = "".join(traceback.format_exception(error))
-    line = f"{command}: error: {message}"
-    if environment is None:
-        print_line(f"{trace}{line}" if debug else line)
-        return code
-    in_collective = _failed_in_collective(error)
-    report = FailureReport(environment.rank, message, code, time.time(), trace, in_collective)
-    if not _leave_report(environment, report):
-        if debug:
-            print_line(trace.rstrip())
-        _print_first(environment, line)
-    if in_collective:
-        # Another rank's failure ended the collective, and that rank may still be tidying up: let it be heard first.
-        with contextlib.suppress(Interrupted):
-            time.sleep(_HEAR_OTHERS_SECONDS)
-    return code
-
-
 def _failed_in_collective(error: BaseException) -> bool:
     """Whether the error comes out of a collective, which fails on every rank that waits for one that failed."""
     while error.__cause__ is not None:
@@ -244,27 +250,3 @@ def _failed_in_collective(error: BaseException) -> bool:
     folders = Path(frames[-1].filename).parts[:-1] if frames else ()
     pairs = set(pairwise(folders))
     return ("torch", "distributed") in pairs or ("shardwise", "communication") in pairs
-
-
-def _leave_report(environment: RankEnvironment, report: FailureReport) -> bool:
-    """Leave the launcher a report; False if it does not want one or there is no room on the disk for it."""
-    if environment.reports is None:
-        return False
-    try:
-        report.write(environment.reports)
-    except OSError:
-        return False
-    return True
-
-
-def _print_first(environment: RankEnvironment, line: str, *, name: str | None = None) -> None:
-    """Print ``line`` unless another rank of this host did, or one of the same ``name``."""
-    if environment.attempt is not None:
-        name = f"printed-{hashlib.sha256((name or line).encode()).hexdigest()[:16]}"
-        try:
-            (environment.attempt / name).touch(exist_ok=False)
-        except FileExistsError:
-            return
-        except OSError:
-            pass  # Better twice than never.
-    print_line(line)

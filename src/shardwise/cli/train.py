@@ -3,54 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
-from shardwise.cli.arguments import RunArguments, parse_train_arguments
-from shardwise.cli.start import run_in_ranks
-from shardwise.errors import CheckpointError
-from shardwise.folder_lock import check_free
-from shardwise.training.stopping import way_on
+import tyro
+
+from shardwise.cli.arguments import RunArguments
+from shardwise.training.settings import Settings
 
 
-def main(argv: list[str]) -> int:
-    """Train, here if this process is a rank or the only one, else in ranks that this process starts.
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(RunArguments):
+    """Train a GPT on your text.
 
-    Args:
-        argv: the arguments after ``train``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: a setting out of range, or that does not fit the number of ranks.
+    Settings come from their defaults, then from the TOML file of --config (a
+    table for each group: [model] num_layers = 8), then from flags. On this
+    machine:
+      shardwise train --data FOLDER --tp 2
+    On many hosts, where torchrun starts the ranks (leave --nproc out there, which
+    torchrun takes for a flag of its own unless "--" stands before it):
+      torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise train --data FOLDER
     """
-    arguments = parse_train_arguments(argv)
 
-    def body() -> None:
-        # Late, because PyTorch takes seconds to import, and a wrong setting should not.
+    settings: Annotated[Settings, tyro.conf.arg(name="")]
+
+    def work(self) -> Callable[[], object]:
+        """Train."""
         from shardwise.training.run import run
 
-        run(arguments.settings)
-
-    return start_run("train", argv, arguments, body)
-
-
-def start_run(command: str, argv: list[str], arguments: RunArguments, body: Callable[[], None]) -> int:
-    """``run_in_ranks`` for a run into the folder that its settings name, from whose checkpoints it can go on."""
-    out = Path(arguments.settings.out)
-    return run_in_ranks(
-        command, argv, arguments, body, check=lambda: check_free(out), way_on=lambda: _way_on(out / "checkpoints")
-    )
-
-
-def _way_on(folder: Path) -> str:
-    """How to go on after the run ended early, from what is on the disk."""
-    if not folder.exists():
-        return way_on(None)
-    # Late, because PyTorch takes seconds to import.
-    from shardwise.checkpoint import latest
-
-    try:
-        return way_on(latest(folder))
-    except CheckpointError as error:
-        return str(error)
+        return partial(run, self.settings)

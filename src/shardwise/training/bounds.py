@@ -15,8 +15,9 @@ import dataclasses
 import functools
 import os
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardwise.errors import ConfigError
 
@@ -78,21 +79,63 @@ SEED = Range(0, 2**63 - 1)
 """Of a seed."""
 
 
-def check_values(settings: Any, prefix: str = "") -> None:
-    """Check each field of a dataclass against its type, and each number against its ``Range``.
+@dataclass(frozen=True)
+class Folder:
+    """A path. The user's home folder stands for a leading ``~``: in ``--out=~/run`` and in files shells leave it.
+
+    Attributes:
+        prefix: what stands before the setting's name in messages.
+        lacking: what is said of an empty one.
+    """
+
+    prefix: str = "--"
+    lacking: str | None = None
+
+
+class Checked:
+    """A frozen dataclass of settings that ``check_values`` checks when it is made.
 
     Args:
-        settings: an instance, as its ``__post_init__`` finds it. Fields that are dataclasses themselves have checked
-            their own values.
-        prefix: what stands before a field's name in messages, such as ``model.`` or ``--``.
+        prefix: what stands before a field's name in messages, such as ``model.`` or ``--``; as in the parent's if None.
+    """
+
+    _prefix: ClassVar[str] = ""
+
+    def __init_subclass__(cls, prefix: str | None = None) -> None:
+        super().__init_subclass__()
+        if prefix is not None:
+            cls._prefix = prefix
+
+    def __post_init__(self) -> None:
+        check_values(self, self._prefix)
+
+
+def check_values(settings: Any, prefix: str = "") -> None:
+    """Check each field of a dataclass against its type, each number against its ``Range``, and resolve each ``Folder``.
+
+    Args:
+        settings: an instance, as its ``__post_init__`` finds it; its folders are modified. Fields that are dataclasses
+            themselves have checked their own values.
+        prefix: as for ``Checked``.
 
     Raises:
-        ConfigError: a value of another kind or out of range; the message names the setting, the value and the range.
+        ConfigError: a value of another kind or out of range, or an empty path; the message names the setting, the value
+            and the range.
     """
     cls: Any = type(settings)
-    for name, (annotation, limits) in _declared(cls).items():
-        value = getattr(settings, name)
-        check_value(f"{prefix}{name.replace('_', '-')}", value, annotation, limits)
+    for name, (annotation, marks) in annotations_of(cls).items():
+        value, shown = getattr(settings, name), name.replace("_", "-")
+        check_value(prefix + shown, value, annotation, range_of(marks))
+        folder = next((mark for mark in marks if isinstance(mark, Folder)), None)
+        if folder is not None and value is not None:
+            if not value:
+                raise ConfigError(folder.lacking or f"{folder.prefix}{shown} is empty; name a folder")
+            object.__setattr__(settings, name, os.path.expanduser(value))
+
+
+def range_of(marks: Iterable[object]) -> Range | None:
+    """The range among what ``Annotated`` says of a setting."""
+    return next((mark for mark in marks if isinstance(mark, Range)), None)
 
 
 def check_value(name: str, value: Any, annotation: Any, limits: Range | None = None) -> None:
@@ -110,41 +153,8 @@ def check_value(name: str, value: Any, annotation: Any, limits: Range | None = N
 def annotations_of(cls: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """The type of each field of a dataclass, and what ``Annotated`` says beside it."""
     hints = get_type_hints(cls, include_extras=True)
-    split = {field.name: (hints[field.name], get_args(hints[field.name])) for field in dataclasses.fields(cls)}
-    return {
-        name: (arguments[0], arguments[1:]) if get_origin(hint) is Annotated else (hint, ())
-        for name, (hint, arguments) in split.items()
-    }
-
-
-def resolve_paths_(settings: Any, *names: str, prefix: str = "") -> None:
-    """Put the user's home folder for a leading ``~`` in fields that are paths.
-
-    Shells do so in ``--out ~/run``, but not in ``--out=~/run``, nor in a file of settings.
-
-    Args:
-        settings: an instance, as its ``__post_init__`` finds it; modified.
-        names: of the fields; those that are None stay so.
-        prefix: as in ``check_values``.
-
-    Raises:
-        ConfigError: a path is empty.
-    """
-    for name in names:
-        path = getattr(settings, name)
-        if path == "":
-            raise ConfigError(f"{prefix}{name.replace('_', '-')} is empty; name a folder")
-        if path is not None:
-            object.__setattr__(settings, name, os.path.expanduser(path))
-
-
-@functools.cache
-def _declared(cls: Any) -> dict[str, tuple[Any, Range | None]]:
-    """Type and range of each field."""
-    return {
-        name: (annotation, next((mark for mark in marks if isinstance(mark, Range)), None))
-        for name, (annotation, marks) in annotations_of(cls).items()
-    }
+    split = {name: get_args(hint) if get_origin(hint) is Annotated else (hint,) for name, hint in hints.items()}
+    return {field.name: (split[field.name][0], split[field.name][1:]) for field in dataclasses.fields(cls)}
 
 
 def kind_of(annotation: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from shardwise import huggingface
 from shardwise.huggingface import model_config
+from shardwise.huggingface.building import chunks_of
 from shardwise.huggingface.description import ModelDescription
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
@@ -66,38 +67,28 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
     }
 
 
-def build_model(
-    settings: Settings,
-    vocab_size: int,
-    *,
-    groups: Groups,
-    device: torch.device,
-    vp_stage: int | None = None,
-) -> GPT:
+def build_model(settings: RunSettings, vocab_size: int, *, groups: Groups, device: torch.device) -> GPT | ModelChunks:
     """The model that ``settings`` describe, or this rank's stage of it, on ``device``, with initial weights.
 
     Weights are the same on every device, and follow from the CPU's default generator: seed it first.
 
     Args:
-        settings: of the run.
+        settings: of a run that trains a new model.
         vocab_size: the tokenizer's.
         groups: the model's process groups, whose sizes say how it is split.
         device: where the model goes.
-        vp_stage: which of the stage's chunks, with interleaving.
+
+    Returns:
+        The model; with interleaved stages its chunks.
     """
+    assert isinstance(settings, Settings)
     description = describe(settings.model, vocab_size)
     config = model_config(description, **config_fields(settings, groups))
-    model = huggingface.build_model(description, config, groups=groups, device=device, vp_stage=vp_stage)
-    assert isinstance(model, GPT)
-    return model
-
-
-def build_chunks(settings: Settings, vocab_size: int, *, groups: Groups, device: torch.device) -> ModelChunks:
-    """All of this rank's chunks, by ``build_model``."""
-    state = torch.default_generator.get_state()
-    chunks = []
-    for chunk in range(settings.parallel.virtual_stages):
+    state, chunks = torch.default_generator.get_state(), []
+    for vp_stage in chunks_of(config):
         # Each starts as a part of the one model that begins here.
         torch.default_generator.set_state(state)
-        chunks.append(build_model(settings, vocab_size, groups=groups, device=device, vp_stage=chunk))
-    return ModelChunks(chunks)
+        model = huggingface.build_model(description, config, groups=groups, device=device, vp_stage=vp_stage)
+        assert isinstance(model, GPT)
+        chunks.append(model)
+    return ModelChunks(chunks) if len(chunks) > 1 else chunks[0]

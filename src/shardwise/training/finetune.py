@@ -1,4 +1,4 @@
-"""A whole fine-tuning run on one rank: from a Hugging Face folder to a fine-tuned one, or to its adapters."""
+"""Fine-tuning: from a Hugging Face folder to a fine-tuned one, or to its adapters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,14 +22,13 @@ from shardwise.lora.adapter_files import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.tokenizer import PaddedTokenizer
-from shardwise.topology import Groups, Topology
+from shardwise.topology import Groups
 from shardwise.training.build import config_fields
 from shardwise.training.finetune_settings import FinetuneSettings
 from shardwise.training.ranks import Ranks
-from shardwise.training.run import run
-from shardwise.training.session import Session, assemble_session, share_texts, trainer_of
-from shardwise.training.texts import Texts, encode_texts, read_data
-from shardwise.training.trainer import Trainer
+from shardwise.training.recipe import Recipe
+from shardwise.training.session import Session
+from shardwise.training.texts import Texts, encode_texts, read_data, share_texts
 
 _USUAL_SEQUENCE_LENGTH = 512
 _LOOKED_AT_BYTES = 1 << 20
@@ -58,58 +55,115 @@ class FolderTokenizer(PaddedTokenizer):
             raise ConfigError(f"cannot write to {target}: {error.strerror or error}") from error
 
 
-@dataclass(frozen=True)
-class Base:
-    """The model that a run starts from, before any tensor is read.
+class Finetuning(Recipe):
+    """A run that trains the model of a Hugging Face folder, or adapters of it, and leaves one.
+
+    Args:
+        settings: of the run.
 
     Attributes:
-        folder: open for reading.
+        folder: of the model that the run starts from, open for reading; no tensor is read yet.
         tokenizer: of the folder.
-        sha256: of what tells the folder from others: its configuration, and the beginning and end of each file of
-            weights.
+
+    Raises:
+        ConfigError: a model that is no GPT, an unknown architecture, a tokenizer that does not fit the model, samples
+            longer than its longest sequence, or ``out`` is no place for this run.
+        CheckpointError: files that are missing or damaged.
+        DataError: no tokenizer, or one that cannot be read.
     """
 
-    folder: PretrainedFolder
-    tokenizer: FolderTokenizer
-    sha256: str
+    settings: FinetuneSettings
 
-    @classmethod
-    def open(cls, path: Path) -> Base:
-        """Look at a folder.
-
-        Raises:
-            ConfigError: a model that is no GPT, an unknown architecture, a tokenizer that does not fit the model.
-            CheckpointError: files that are missing or damaged.
-            DataError: no tokenizer, or one that cannot be read.
-        """
-        folder = PretrainedFolder(path)
-        description = folder.description
+    def __init__(self, settings: FinetuneSettings) -> None:
+        path = Path(settings.base)
+        self.folder = PretrainedFolder(path)
+        description = self.folder.description
         if description.kind != "gpt":
-            raise ConfigError(f"{path} is a {folder.architecture.model_type} model; only causal models are fine-tuned")
-        tokenizer = FolderTokenizer.load(path)
-        assert isinstance(tokenizer, FolderTokenizer)
-        tokenizer.source = path
-        if tokenizer.vocab_size > description.vocab_size:
+            kind = self.folder.architecture.model_type
+            raise ConfigError(f"{path} is a {kind} model; only causal models are fine-tuned")
+        self.tokenizer = FolderTokenizer.load(path)
+        assert isinstance(self.tokenizer, FolderTokenizer)
+        self.tokenizer.source = path
+        if self.tokenizer.vocab_size > description.vocab_size:
             raise ConfigError(
-                f"the tokenizer of {path} has {tokenizer.vocab_size} ids, more than the {description.vocab_size} of "
-                "the model's vocabulary; it is another model's"
+                f"the tokenizer of {path} has {self.tokenizer.vocab_size} ids, more than the {description.vocab_size} "
+                "of the model's vocabulary; it is another model's"
             )
-        return cls(folder, tokenizer, _digest(folder))
-
-    def resolve(self, settings: FinetuneSettings) -> FinetuneSettings:
-        """The settings with what the folder decides.
-
-        Raises:
-            ConfigError: samples longer than the model's longest sequence, or ``out`` is no place for this run.
-        """
-        longest = self.folder.description.max_sequence_length
+        self.identity = {"base_sha256": _digest(self.folder)}
+        longest = description.max_sequence_length
         length = settings.model.sequence_length or min(_USUAL_SEQUENCE_LENGTH, longest)
         if length > longest:
-            raise ConfigError(
-                f"model.sequence-length {length} is more than {longest}, the longest sequence of {self.folder.path}"
+            raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
+        _check_out(Path(settings.out), path)
+        model = dataclasses.replace(settings.model, sequence_length=length)
+        super().__init__(dataclasses.replace(settings, model=model))
+
+    def read_texts(self, ranks: Ranks) -> Texts:
+        """The text, split and encoded by the model's tokenizer; see ``Recipe``."""
+        settings = self.settings
+
+        def prepare() -> Texts:
+            corpus = read_data(settings.data, settings.corpus)
+            return encode_texts(corpus, self.tokenizer, settings.corpus, parse_special=settings.special_tokens)
+
+        return share_texts(prepare, ranks)
+
+    def build_model(  # type: ignore[override]  # a method in place of a function that needs no recipe
+        self, settings: FinetuneSettings, vocab_size: int, *, groups: Groups, device: torch.device
+    ) -> GPT | ModelChunks:
+        """The base model on this rank, with adapters if asked; every rank calls."""
+        fields = config_fields(settings, groups)
+        fields["sequence_parallel"] &= groups.tp.size() > 1
+        if (dropout := settings.model.dropout) is not None:
+            fields |= {"hidden_dropout": dropout, "attention_dropout": dropout}
+        loaded = load_pretrained(self.folder.path, groups=groups, device=device, **fields)
+        model = ModelChunks(loaded) if isinstance(loaded, list) else loaded
+        assert isinstance(model, GPT | ModelChunks)
+        lora = settings.lora
+        if lora.lora_rank is not None:
+            assert isinstance(model, GPT)
+            torch.default_generator.manual_seed(settings.training.seed)
+            config = LoraConfig(
+                r=lora.lora_rank,
+                lora_alpha=2 * lora.lora_rank if lora.lora_alpha is None else lora.lora_alpha,
+                lora_dropout=lora.lora_dropout,
+                target_modules=lora.lora_targets,
+                use_rslora=lora.lora_rslora,
             )
-        _check_out(Path(settings.out), self.folder.path)
-        return dataclasses.replace(settings, model=dataclasses.replace(settings.model, sequence_length=length))
+            add_lora_(model, config, self.folder.architecture)
+        return model
+
+    def after(self, session: Session) -> None:
+        """Write the fine-tuned model, or its adapters, into the run's folder; every rank calls.
+
+        ``config.json`` (``adapter_config.json``) comes last: where it stands, all else does.
+
+        Raises:
+            CheckpointError, ConfigError: it cannot be written (no permission, disk full).
+        """
+        settings, model, out = self.settings, session.trainer.model, session.out
+        control, architecture = session.ranks.control, self.folder.architecture
+        if settings.lora.lora_rank is not None:
+            assert isinstance(model, GPT)
+            if not settings.lora.lora_merge:
+                # Beside a model of an earlier run they would be taken for that one's.
+                agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=control)
+                # Absolute, so that they find it from any folder.
+                save_adapter(model, out, architecture, base_model=os.path.abspath(settings.base))
+                barrier("the adapters' files", group=control)
+                return
+            merge_lora_(model)
+            remove_lora_(model)
+        partial = out / "export.partial"
+        agree(lambda: shutil.rmtree(partial, ignore_errors=True) if session.ranks.is_first else None, group=control)
+        save_pretrained(
+            list(model) if isinstance(model, ModelChunks) else model,  # type: ignore[arg-type]
+            partial,
+            source=self.folder.path,
+            architecture=architecture.model_type,
+            dtype=self.folder.dtype,
+        )
+        agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
 
 
 def _digest(folder: PretrainedFolder) -> str:
@@ -133,100 +187,6 @@ def _check_out(out: Path, base: Path) -> None:
     for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME):
         if (out / name).exists():
             raise ConfigError(f"--out {out} has a {name}, which no run put there; choose another folder")
-
-
-def finetune(settings: FinetuneSettings) -> None:
-    """Fine-tune as ``settings`` say; every rank calls, and ends with the same error if one cannot go on."""
-    base: list[Base] = []
-
-    def opened(settings: FinetuneSettings, ranks: Ranks) -> Session:
-        session, read = open_finetuning(settings, ranks)
-        base.append(read)
-        return session
-
-    run(settings, opened, after=lambda session: export(session, base[0]))
-
-
-def open_finetuning(settings: FinetuneSettings, ranks: Ranks) -> tuple[Session, Base]:
-    """Set up a run, and read the model that it starts from; every rank calls.
-
-    Raises:
-        ShardwiseError: see ``Base`` and ``assemble_session``; the same on every rank.
-    """
-    base = agree(lambda: Base.open(Path(settings.base)), group=ranks.control)
-    resolved = agree(lambda: base.resolve(settings), group=ranks.control)
-
-    def prepare() -> Texts:
-        corpus = read_data(resolved.data, resolved.corpus)
-        return encode_texts(corpus, base.tokenizer, resolved.corpus, parse_special=resolved.special_tokens)
-
-    session = assemble_session(
-        resolved,
-        ranks,
-        share_texts(prepare, ranks),
-        lambda topology: build_trainer(resolved, base, topology, ranks.device),
-        base={"base_sha256": base.sha256},
-    )
-    return session, base
-
-
-def build_trainer(settings: FinetuneSettings, base: Base, topology: Topology, device: torch.device) -> Trainer:
-    """The base model on this rank, with adapters if asked, and an optimizer of what is trained; every rank calls."""
-    groups, dropout = Groups.of(topology), settings.model.dropout
-    fields = config_fields(settings, groups)
-    fields["sequence_parallel"] &= topology.size("tp") > 1
-    if dropout is not None:
-        fields |= {"hidden_dropout": dropout, "attention_dropout": dropout}
-    loaded = load_pretrained(base.folder.path, groups=groups, device=device, **fields)
-    model: Any = ModelChunks(loaded) if isinstance(loaded, list) else loaded
-    lora = settings.lora
-    if lora.lora_rank is not None:
-        assert isinstance(model, GPT)
-        torch.default_generator.manual_seed(settings.training.seed)
-        config = LoraConfig(
-            r=lora.lora_rank,
-            lora_alpha=2 * lora.lora_rank if lora.lora_alpha is None else lora.lora_alpha,
-            lora_dropout=lora.lora_dropout,
-            target_modules=lora.lora_targets,
-            use_rslora=lora.lora_rslora,
-        )
-        add_lora_(model, config, base.folder.architecture)
-    return trainer_of(settings, model, topology)
-
-
-def export(session: Session, base: Base) -> None:
-    """Write the fine-tuned model, or its adapters, into the run's folder; every rank calls.
-
-    ``config.json`` (``adapter_config.json``) comes last: where it stands, all else does.
-
-    Raises:
-        CheckpointError, ConfigError: it cannot be written (no permission, disk full).
-    """
-    settings, model = session.settings, session.trainer.model
-    assert isinstance(settings, FinetuneSettings)
-    control = session.ranks.control
-    out, architecture = session.out, base.folder.architecture
-    if settings.lora.lora_rank is not None:
-        assert isinstance(model, GPT)
-        if not settings.lora.lora_merge:
-            # Beside a model of an earlier run they would be taken for that one's.
-            agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=control)
-            # Absolute, so that they find it from any folder.
-            save_adapter(model, out, architecture, base_model=os.path.abspath(settings.base))
-            barrier("the adapters' files", group=control)
-            return
-        merge_lora_(model)
-        remove_lora_(model)
-    partial = out / "export.partial"
-    agree(lambda: shutil.rmtree(partial, ignore_errors=True) if session.ranks.is_first else None, group=control)
-    save_pretrained(
-        list(model) if isinstance(model, ModelChunks) else model,  # type: ignore[arg-type]
-        partial,
-        source=base.folder.path,
-        architecture=architecture.model_type,
-        dtype=base.folder.dtype,
-    )
-    agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
 
 
 # What a reader looks for first comes first, so that a folder half emptied is one without a model.

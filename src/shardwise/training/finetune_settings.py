@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from shardwise.errors import ConfigError
-from shardwise.training.bounds import PROBABILITY, STEPS, Range, check_values, resolve_paths_
+from shardwise.training.bounds import PROBABILITY, STEPS, Checked, Folder, Range
 from shardwise.training.settings import (
     DECAY,
     RATE,
@@ -19,11 +19,12 @@ from shardwise.training.settings import (
     TrainingSettings,
 )
 
+_BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
 
 
 @dataclass(frozen=True)
-class PretrainedSettings:
+class PretrainedSettings(Checked, prefix="model."):
     """What of the model may be chosen.
 
     Attributes:
@@ -35,12 +36,9 @@ class PretrainedSettings:
     sequence_length: Annotated[int | None, SEQUENCE] = None
     dropout: Annotated[float | None, PROBABILITY] = None
 
-    def __post_init__(self) -> None:
-        check_values(self, "model.")
-
 
 @dataclass(frozen=True)
-class LoraSettings:
+class LoraSettings(Checked, prefix="--"):
     """Low-rank adapters.
 
     Attributes:
@@ -61,7 +59,7 @@ class LoraSettings:
     lora_merge: bool = False
 
     def __post_init__(self) -> None:
-        check_values(self, "--")
+        super().__post_init__()
         if self.lora_rank is None:
             changed = [
                 f"--{setting.name.replace('_', '-')}"
@@ -103,8 +101,8 @@ class FinetuneSettings(RunSettings):
         lora: low-rank adapters.
     """
 
-    base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR")] = ""
-    out: str = "runs/finetune"
+    base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR"), _BASE] = ""
+    out: Annotated[str, Folder()] = "runs/finetune"
     special_tokens: bool = True
     model: PretrainedSettings = field(default_factory=PretrainedSettings)
     optimizer: FinetuneOptimizerSettings = field(default_factory=FinetuneOptimizerSettings)
@@ -114,11 +112,7 @@ class FinetuneSettings(RunSettings):
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
 
     def __post_init__(self) -> None:
-        check_values(self)
-        if not self.base:
-            raise ConfigError("no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
         super().__post_init__()
-        resolve_paths_(self, "base")
         if self.lora.lora_rank is not None and self.parallel.virtual_stages > 1:
             raise ConfigError("--lora-rank and --virtual-stages over 1 exclude each other; use another schedule")
         if self.optimizer.learning_rate is None:

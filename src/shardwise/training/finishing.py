@@ -1,21 +1,55 @@
-"""What a run leaves beside its checkpoints: a sample, a picture, a comparison. Nothing here can fail the run."""
+"""What a run came to, and what it leaves beside its checkpoints: a comparison, a picture, a sample.
+
+Nothing here can fail the run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import lzma
+import zlib
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from shardwise.inference.generation import generate
+from shardwise.inference.sampling import Sampling
+from shardwise.models.gpt import GPT
 from shardwise.training.metrics import read_metrics
-from shardwise.training.outcome import Outcome
 from shardwise.training.pictures import draw_loss
-from shardwise.training.references import compressed_bits_per_byte
-from shardwise.training.sample import sample_text
 from shardwise.training.session import Session
 
 _SAMPLE_TOKENS = 200
+_SAMPLING = Sampling(temperature=0.7, top_k=40)
+# A compressor's time grows with the text; beyond this, the comparison is not worth the wait.
+_MOST_BYTES = 16 << 20
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to; the same on every rank.
+
+    Attributes:
+        first_loss: of the first step that this process did, in nats per token; None if there was none to do.
+        last_loss: of the last step; None likewise.
+        held_out_bits_per_byte: at the end.
+        seconds: spent in training steps.
+        collectives_per_step: collectives that a rank launches in a step.
+        bytes_per_step: bytes that a rank contributes to them.
+        checkpoint: the last one.
+        references: bits per byte of general-purpose compressors on the same held-out text, by name.
+        notes: what could not be done, one line each; each rank has its own.
+    """
+
+    first_loss: float | None
+    last_loss: float | None
+    held_out_bits_per_byte: float
+    seconds: float
+    collectives_per_step: int
+    bytes_per_step: int
+    checkpoint: Path
+    references: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def finish(session: Session, outcome: Outcome) -> Outcome:
@@ -28,36 +62,52 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
         ``outcome`` with references and notes.
     """
     notes = list(outcome.notes)
+    references: dict[str, float] = {}
 
-    def attempt(what: str, function: Callable[[], T], otherwise: T) -> T:
+    def attempt(what: str, function: Callable[[], object]) -> None:
         # A module may even exit while it is imported. KeyboardInterrupt is the user's.
         try:
-            return function()
+            function()
         except (Exception, SystemExit) as error:
             reason = " ".join(str(error).split())
             notes.append(f"no {what}: {type(error).__name__}{': ' if reason else ''}{reason}")
-            return otherwise
 
-    held_out = session.texts.held_out
-    references = attempt("comparison", lambda: compressed_bits_per_byte(held_out.to_bytes()), dict[str, float]())
+    def draw() -> None:
+        rows, title = read_metrics(session.out / "metrics.jsonl"), session.texts.corpus.name
+        if note := draw_loss(rows, session.out / "loss.png", references=references, title=title):
+            notes.append(note)
+
+    attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.texts.held_out.to_bytes())))
     if session.ranks.is_first:
-        note = attempt("picture", lambda: _draw(session, references), None)
-        notes += [] if note is None else [note]
+        attempt("picture", draw)
     if session.settings.parallel.pp == 1:
-        attempt("sample", lambda: _leave_sample(session), None)
+        attempt("sample", lambda: _leave_sample(session))
     else:
-        hint = "" if session.base else f"; read one with: shardwise generate {session.out}"
+        hint = "" if session.recipe.identity else f"; read one with: shardwise generate {session.out}"
         notes.append(f"no sample from a model in pipeline stages{hint}")
     return dataclasses.replace(outcome, references=references, notes=tuple(notes))
 
 
-def _draw(session: Session, references: dict[str, float]) -> str | None:
-    rows = read_metrics(session.out / "metrics.jsonl")
-    return draw_loss(rows, session.out / "loss.png", references=references, title=session.texts.corpus.name)
+def compressed_bits_per_byte(content: bytes) -> dict[str, float]:
+    """Bits per byte of ``zlib -9`` and ``lzma`` (preset 9) on ``content``; nothing for a very large one."""
+    if not content or len(content) > _MOST_BYTES:
+        return {}
+    compressed = {"zlib -9": zlib.compress(content, 9), "lzma": lzma.compress(content, preset=9)}
+    return {name: 8 * len(each) / len(content) for name, each in compressed.items()}
 
 
 def _leave_sample(session: Session) -> None:
+    """Write what the model, of one stage, begins a new text with; every rank calls."""
+    tokenizer, model = session.texts.tokenizer, session.trainer.model
+    assert isinstance(model, GPT)
     with session.ranks.phase("writing a sample"):
-        text = sample_text(session, max_new_tokens=_SAMPLE_TOKENS)
+        new_ids = generate(
+            model,
+            tokenizer.beginning,
+            max_new_tokens=_SAMPLE_TOKENS,
+            sampling=_SAMPLING,
+            seed=session.settings.training.seed,
+            eos_id=tokenizer.eos_id,
+        )
     if session.ranks.is_first:
-        (session.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        (session.out / "sample.txt").write_text(tokenizer.decode(new_ids) + "\n", encoding="utf-8")

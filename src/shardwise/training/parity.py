@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwise.communication.collectives import all_reduce
 from shardwise.errors import ParityError
 from shardwise.sharded_state import gather_parameter, sharded_state_dict
-from shardwise.topology import Topology
+from shardwise.topology import Groups, Topology
 from shardwise.training.session import Session
 from shardwise.training.trainer import Trainer
 
@@ -68,12 +68,17 @@ def check_parity(session: Session, *, steps: int = 3) -> Parity:
     Raises:
         ParityError: initial weights differ, or a difference is more than rounding explains.
     """
-    settings = session.settings
+    settings, vocab_size = session.settings, session.texts.tokenizer.vocab_size
+
+    def fresh(groups: Groups) -> Trainer:
+        torch.default_generator.manual_seed(settings.training.seed)
+        model = session.recipe.build_model(settings, vocab_size, groups=groups, device=session.ranks.device)
+        return Trainer(settings, model, groups)
+
     alone = Topology.create(tp=1)
-    split = session.build(session.topology)
-    whole = session.build(alone)
+    split = fresh(Groups.of(session.topology))
     # On one rank alone there is nobody to share samples with.
-    whole.set_dp_group(alone.group("tp"))
+    whole = fresh(Groups(tp=alone.group("tp"), dp=alone.group("tp")))
     if _weight_difference(split, whole) != 0.0:
         raise ParityError(
             f"initial weights at tp={settings.parallel.tp} pp={settings.parallel.pp} are not those at tp=1"

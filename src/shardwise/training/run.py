@@ -21,54 +21,37 @@ from shardwise.errors import DivergenceError
 from shardwise.files import write_atomically
 from shardwise.folder_lock import cannot_write
 from shardwise.kernels.host_memory import keep_freed_memory
-from shardwise.training.finishing import finish
+from shardwise.training.finishing import Outcome, finish
 from shardwise.training.metrics import MetricsWriter
 from shardwise.training.out_folder import hold_folder
-from shardwise.training.outcome import Outcome
 from shardwise.training.progress import Progress
-from shardwise.training.ranks import Ranks, open_ranks
+from shardwise.training.ranks import open_ranks
+from shardwise.training.recipe import Recipe
 from shardwise.training.saving import find_newest, save_run, start_or_resume
-from shardwise.training.session import Session, gather_texts, open_session
-from shardwise.training.settings import RunSettings, Settings
+from shardwise.training.session import Session, open_session
+from shardwise.training.settings import RunSettings
 from shardwise.training.stopping import Interrupted, Postponed, signals_postponed
-from shardwise.training.wording import banner, summary
+from shardwise.training.wording import banner
 
 
-def open_new(settings: Settings, ranks: Ranks) -> Session:
-    """A run that trains a new model."""
-    return open_session(settings, ranks, gather_texts(settings, ranks))
-
-
-def run(
-    settings: RunSettings,
-    opened: Callable[[Any, Ranks], Session] = open_new,
-    *,
-    before: Callable[[Session], None] | None = None,
-    after: Callable[[Session], None] | None = None,
-    report: Callable[[Session, Outcome], str] | None = None,
-) -> None:
+def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> None:
     """A whole run; every rank calls, and ends with the same error if one cannot go on.
 
     Args:
         settings: of the run.
-        opened: sets it up.
-        before: what is to be done before the first step.
-        after: what is to be done once the last step is saved.
-        report: what is printed at the end; ``summary`` if None.
+        recipe_of: makes the recipe from the settings.
     """
     with open_ranks(settings.device, timeout=settings.timeout) as ranks, hold_folder(Path(settings.out), ranks):
         agree(lambda: find_newest(settings), group=ranks.control)
-        session = opened(settings, ranks)
+        session = open_session(settings, ranks, recipe_of)
         if ranks.is_first:
             print(banner(session), flush=True)
-        if before is not None:
-            before(session)
+        session.recipe.before(session)
         outcome = train(session)
-        if after is not None:
-            after(session)
+        session.recipe.after(session)
         outcome = finish(session, outcome)
         if ranks.is_first:
-            print((report or summary)(session, outcome))
+            print(session.recipe.report(session, outcome))
 
 
 def train(session: Session) -> Outcome:

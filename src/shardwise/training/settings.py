@@ -23,9 +23,9 @@ from shardwise.training.bounds import (
     SHARE,
     STEPS,
     TIMEOUT,
+    Checked,
+    Folder,
     Range,
-    check_values,
-    resolve_paths_,
 )
 from shardwise.training.plain_values import from_plain_values
 
@@ -58,7 +58,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ModelSettings(Checked, prefix="model."):
     """The model's sizes and kind.
 
     Attributes:
@@ -89,7 +89,7 @@ class ModelSettings:
     dropout: Annotated[float, PROBABILITY] = 0.0
 
     def __post_init__(self) -> None:
-        check_values(self, "model.")
+        super().__post_init__()
         _require(
             self.hidden_size % self.num_heads == 0,
             f"model.hidden-size {self.hidden_size} is not a multiple of model.num-heads {self.num_heads}",
@@ -106,7 +106,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class ParallelSettings:
+class ParallelSettings(Checked, prefix="parallel."):
     """How the model is split.
 
     Attributes:
@@ -127,7 +127,7 @@ class ParallelSettings:
     virtual_stages: Annotated[int, RANKS, tyro.conf.arg(aliases=("--virtual-stages",))] = 1
 
     def __post_init__(self) -> None:
-        check_values(self, "parallel.")
+        super().__post_init__()
         _require(
             self.virtual_stages == 1 or (self.pp > 1 and self.pipeline_schedule == "interleaved"),
             f"parallel.virtual-stages {self.virtual_stages} needs --parallel.pipeline-schedule interleaved (it is "
@@ -140,7 +140,7 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True)
-class RecomputeSettings:
+class RecomputeSettings(Checked, prefix="recompute."):
     """What is computed again in the backward, in place of being kept: less memory for more time, the same bits.
 
     Attributes:
@@ -159,7 +159,7 @@ class RecomputeSettings:
     modules: tuple[Literal["core_attn", "layernorm", "mlp", "mlp_act"], ...] = ("core_attn",)
 
     def __post_init__(self) -> None:
-        check_values(self, "recompute.")
+        super().__post_init__()
         for name, granularity in (("method", "full"), ("num_layers", "full"), ("modules", "selective")):
             value = getattr(self, name)
             _require(
@@ -185,7 +185,7 @@ class RecomputeSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
+class OptimizerSettings(Checked, prefix="optimizer."):
     """AdamW, and the learning rate of each step.
 
     Attributes:
@@ -216,7 +216,7 @@ class OptimizerSettings:
     clip_grad_norm: Annotated[float, Range(0, _LARGE)] = 1.0
 
     def __post_init__(self) -> None:
-        check_values(self, "optimizer.")
+        super().__post_init__()
         _require(
             self.decay_share is None or self.schedule == "wsd",
             f"optimizer.decay-share {self.decay_share} is for --optimizer.schedule wsd, and it is {self.schedule!r}; "
@@ -249,7 +249,7 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class TrainingSettings:
+class TrainingSettings(Checked, prefix="training."):
     """How long, in which steps, and what is kept.
 
     Attributes:
@@ -285,12 +285,9 @@ class TrainingSettings:
     loss: Literal["plain", "linear_fused"] = "linear_fused"
     rng: Literal["per_rank", "global"] = "global"
 
-    def __post_init__(self) -> None:
-        check_values(self, "training.")
-
 
 @dataclass(frozen=True)
-class CorpusSettings:
+class CorpusSettings(Checked, prefix="corpus."):
     """How the text is read.
 
     Attributes:
@@ -301,12 +298,9 @@ class CorpusSettings:
     held_out_fraction: Annotated[float, Range(0, 1, low_included=False, high_included=False)] = 0.03
     text_key: str = "text"
 
-    def __post_init__(self) -> None:
-        check_values(self, "corpus.")
-
 
 @dataclass(frozen=True)
-class RunSettings:
+class RunSettings(Checked):
     """What a run is told whatever model it trains.
 
     Attributes:
@@ -329,7 +323,7 @@ class RunSettings:
     """
 
     data: tuple[str, ...] = ()
-    out: str = "runs/train"
+    out: Annotated[str, Folder()] = "runs/train"
     resume: Literal["auto", "never", "restart"] = "never"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     special_tokens: bool = False
@@ -342,9 +336,8 @@ class RunSettings:
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
         _require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
-        resolve_paths_(self, "out", prefix="--")
 
     @property
     def sequence_length(self) -> int:

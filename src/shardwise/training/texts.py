@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from shardwise.communication.agreement import agree, check_same
 from shardwise.data import Corpus, TokenStream, read_corpus, stdlib_corpus
 from shardwise.errors import ConfigError, UnwritableError
 from shardwise.folder_lock import check_folder
 from shardwise.tokenizer import Tokenizer
+from shardwise.training.ranks import Ranks
 from shardwise.training.settings import CorpusSettings, Settings
 
 STDLIB = "stdlib"
@@ -125,3 +127,21 @@ def encode_texts(
         ]
     )
     return Texts(corpus, held_out, tokenizer, streams[0], streams[1], note)
+
+
+def share_texts(prepare: Callable[[], Texts], ranks: Ranks) -> Texts:
+    """``prepare()`` on every rank; the first of each machine does the work and the others find it in the cache.
+
+    Raises:
+        ShardwiseError: what went wrong on any rank, on every rank.
+        DesyncError: the ranks read different texts.
+    """
+    with ranks.phase("reading the text"):
+        texts = agree(lambda: prepare() if ranks.local_rank == 0 else None, group=ranks.control)
+        texts = agree(lambda: texts or prepare(), group=ranks.control)
+    assert texts is not None
+    if texts.note is not None and ranks.is_first:
+        print(f"note   {texts.note}", flush=True)
+    check_same(texts.corpus.sha256, "the text (its SHA-256)", group=ranks.control)
+    check_same(texts.tokenizer.sha256, "the tokenizer (its SHA-256)", group=ranks.control)
+    return texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,7 +13,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from shardwise.communication.collectives import all_reduce
 from shardwise.data import Batch, DataLoader, EvaluationWindows, evaluation_batches
@@ -26,6 +25,7 @@ from shardwise.optimizer.optimizer import set_learning_rate_
 from shardwise.pipeline_parallel import Pipeline, Schedule, forward_only, make_schedule
 from shardwise.pipeline_parallel.messages import hidden_shape
 from shardwise.random import seed_streams
+from shardwise.topology import Groups
 from shardwise.training.settings import RunSettings
 
 _BATCHES_PER_STAGE = 8
@@ -52,10 +52,7 @@ class Trainer:
     Args:
         settings: of the run.
         model: on its device; with pipeline stages this rank's, or its chunks.
-        tp_group: the ranks that split the model.
-        dp_group: the ranks that see different samples.
-        pp_group: the stages; None if there is one.
-        embd_group: the stages that hold a tied weight; None if this rank is in no such group.
+        groups: the model's process groups.
 
     Attributes:
         gradients: the buffers in which gradients are summed over the data-parallel ranks; None if there is one rank.
@@ -63,37 +60,22 @@ class Trainer:
             known and nothing has changed yet; what it raises leaves the weights as they were.
     """
 
-    def __init__(
-        self,
-        settings: RunSettings,
-        model: GPT | ModelChunks,
-        *,
-        tp_group: ProcessGroup,
-        dp_group: ProcessGroup,
-        pp_group: ProcessGroup | None = None,
-        embd_group: ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, settings: RunSettings, model: GPT | ModelChunks, groups: Groups) -> None:
         self.before_update: Callable[[int], None] | None = None
         self.settings = settings
         self.model = model
-        self.tp_group = tp_group
-        self.pp_group = None if pp_group is None or pp_group.size() == 1 else pp_group
-        self.embd_group = embd_group
+        self.tp_group, self.embd_group = groups.tp, groups.embd
+        assert groups.dp is not None
+        self.dp_group = groups.dp
+        self.pp_group = groups.pp if groups.num_stages > 1 else None
         self._chunks = cast(list[GPT], list(model)) if isinstance(model, ModelChunks) else [model]
         self._pipeline: Pipeline[Tensor] | None = None
         if self.pp_group is not None:
             self._pipeline = Pipeline(self._chunks, group=self.pp_group)
         self.device = next(model.parameters()).device
         self.optimizer = settings.optimizer.make(model)
-        self.gradients: GradientBuffers | None = None
-        self.set_dp_group(dp_group)
-
-    def set_dp_group(self, dp_group: ProcessGroup) -> None:
-        """Share samples with the ranks of ``dp_group``, whatever the trainer was made with."""
-        if self.gradients is not None:
-            self.gradients.remove_()
-        self.dp_group = dp_group
-        self.gradients = None if dp_group.size() == 1 else GradientBuffers(self._chunks, group=dp_group)
+        several = self.dp_group.size() > 1
+        self.gradients = GradientBuffers(self._chunks, group=self.dp_group) if several else None
 
     def step(self, step: int, micro_batches: Iterable[Batch]) -> StepResult:
         """One optimizer step.
@@ -124,16 +106,14 @@ class Trainer:
         batches = list(micro_batches)
         no_sync = contextlib.nullcontext if self.gradients is None else self.gradients.no_sync
         if self._pipeline is None:
-            for number, (tokens, labels) in enumerate(batches, 1):
+            for number, (tokens, labels) in enumerate(self._on_device(batches), 1):
                 with no_sync() if number < len(batches) else contextlib.nullcontext():
-                    loss = self._losses(self.model, tokens, labels).sum() / num_tokens
+                    loss = self.model(tokens, labels=labels).sum() / num_tokens
                     loss.backward()
                 total += loss.detach()
         else:
-            parallel = settings.parallel
-            schedule = make_schedule(
-                parallel.pipeline_schedule, self._pipeline.group.size(), len(batches), len(self._chunks)
-            )
+            name = settings.parallel.pipeline_schedule
+            schedule = make_schedule(name, self._pipeline.group.size(), len(batches), len(self._chunks))
             for loss in self._run_pipeline(self._pipeline, schedule, batches, num_tokens, no_sync):
                 total += loss
         if self.gradients is not None:
@@ -156,9 +136,8 @@ class Trainer:
         self.optimizer.step()
         return StepResult(mean_loss, norm, learning_rate)
 
-    def _losses(self, model: GPT | ModelChunks, tokens: Tensor, labels: Tensor) -> Tensor:
-        losses: Tensor = model(tokens.to(self.device), labels=labels.to(self.device))
-        return losses
+    def _on_device(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((tokens.to(self.device), labels.to(self.device)) for tokens, labels in batches)
 
     def _run_pipeline(
         self,
@@ -174,10 +153,11 @@ class Trainer:
             total = losses.sum(dtype=None if torch.is_grad_enabled() else torch.float64) / num_tokens
             return total, total.detach()
 
+        moved = list(self._on_device(batches))
         config, (b, s) = self._chunks[0].config, batches[0][0].shape
         return pipeline.run(
             schedule,
-            lambda micro_batch, chunk: self._losses(self._chunks[chunk], *batches[micro_batch]),
+            lambda micro_batch, chunk: self._chunks[chunk](moved[micro_batch][0], labels=moved[micro_batch][1]),
             loss,
             shape=hidden_shape(config, s, b, tp_group=self.tp_group),
             dtype=config.params_dtype,
@@ -193,13 +173,8 @@ class Trainer:
 
     def train_step(self, step: int, loader: DataLoader) -> StepResult:
         """``step`` on this rank's samples of ``loader``."""
-        batches = loader.batch(
-            step,
-            self.dp_group.rank(),
-            self.dp_group.size(),
-            self.settings.micro_batch_size(self.dp_group.size()),
-        )
-        return self.step(step, batches)
+        rank, num_ranks = self.dp_group.rank(), self.dp_group.size()
+        return self.step(step, loader.batch(step, rank, num_ranks, self.settings.micro_batch_size(num_ranks)))
 
     @torch.no_grad()
     def evaluate(self, windows: EvaluationWindows) -> float:
@@ -209,8 +184,8 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = evaluation_batches(windows, micro, self.dp_group.rank(), self.dp_group.size())
         if self._pipeline is None:
-            for tokens, labels in batches:
-                total += self._losses(self.model, tokens, labels).sum(dtype=torch.float64)
+            for tokens, labels in self._on_device(batches):
+                total += self.model(tokens, labels=labels).sum(dtype=torch.float64)
         else:
             num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
             # Enough at a time to keep the stages busy, and a bounded number of batches in memory.

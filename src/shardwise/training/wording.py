@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shardwise.kernels import dispatch
-from shardwise.training.outcome import Outcome
-from shardwise.training.session import Session
+
+if TYPE_CHECKING:
+    from shardwise.training.finishing import Outcome
+    from shardwise.training.session import Session
 
 
 def banner(session: Session) -> str:
     """What is about to be trained, on what and how, in a few lines."""
     texts, settings, topology = session.texts, session.settings, session.topology
-    size = f"{session.num_parameters / 1e6:.1f} M parameters"
     tp, pp, dp = topology.size("tp"), topology.size("pp"), topology.size("dp")
     schedule = settings.parallel.pipeline_schedule
     chunks = settings.parallel.virtual_stages
     stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
     return (
         f"text   {texts.corpus.name}, sha256 {texts.corpus.sha256[:12]}\n"
-        f"model  {settings.model_name}, {size}, {settings.training.dtype}, "
+        f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
         f"vocabulary {texts.tokenizer.vocab_size:,}\n"
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
         f"data parallel {dp}"
@@ -25,6 +28,10 @@ def banner(session: Session) -> str:
         + (f", through {session.transport}" if tp > 1 else "")
         + speed(session)
     )
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 100_000 else f"{number / 1e3:.1f} K"
 
 
 def speed(session: Session) -> str:
@@ -53,11 +60,14 @@ def speed(session: Session) -> str:
 
 def summary(session: Session, outcome: Outcome) -> str:
     """What came of it, and where it is."""
-    compared = ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())
-    lines = [
-        f"held-out text: {outcome.held_out_bits_per_byte:.3f} bits per byte" + (f" ({compared})" if compared else "")
-    ]
+    references = f" ({compared(outcome)})" if outcome.references else ""
+    lines = [f"held-out text: {outcome.held_out_bits_per_byte:.3f} bits per byte{references}"]
     if outcome.first_loss is not None and outcome.last_loss is not None:
         lines.append(f"loss {outcome.first_loss:.3f} -> {outcome.last_loss:.3f} in {outcome.seconds:.0f} s")
     lines.append(f"files: {session.out} (checkpoint {outcome.checkpoint.name})")
     return "\n".join([*lines, *outcome.notes])
+
+
+def compared(outcome: Outcome) -> str:
+    """What other compressors need for the held-out text."""
+    return ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())

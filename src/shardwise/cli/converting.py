@@ -1,0 +1,142 @@
+"""Between checkpoints and Hugging Face folders: what the ranks of ``shardwise import-hf`` and ``export-hf`` do."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from shardwise import checkpoint
+from shardwise.cli.checkpoint_model import (
+    TO_BRING_A_TOKENIZER,
+    OpenCheckpoint,
+    check_fits,
+    is_pretrained,
+    open_checkpoint,
+)
+from shardwise.cli.export_hf import ExportArguments
+from shardwise.cli.import_hf import ImportArguments
+from shardwise.cli.reporting import print_line
+from shardwise.communication.agreement import agree
+from shardwise.errors import ConfigError, DataError
+from shardwise.huggingface import load_pretrained, save_pretrained
+from shardwise.huggingface.folder import PretrainedFolder
+from shardwise.huggingface.pretrained import CONFIG_NAME
+from shardwise.huggingface.saving import COPIED_FILES, check_target
+from shardwise.sharded_state import sharded_state_dict
+from shardwise.tokenizer import Tokenizer
+from shardwise.topology import Groups
+from shardwise.training.out_folder import hold_folder
+from shardwise.training.ranks import Ranks, open_ranks
+
+
+def open_for_export(arguments: ExportArguments, world_size: int) -> OpenCheckpoint:
+    """Read all of a checkpoint but its tensors.
+
+    Raises:
+        ConfigError: a Hugging Face folder, more ranks than the model can be split over, or ``--out`` exists.
+        CheckpointError: no checkpoint, or a damaged one.
+    """
+    path = Path(arguments.checkpoint)
+    if is_pretrained(path):
+        raise ConfigError(f"{path} is a Hugging Face folder already; give the --out of a training run or an import")
+    opened = open_checkpoint(path)
+    check_fits(opened.description, world_size)
+    check_target(Path(arguments.out))
+    return opened
+
+
+def export(arguments: ExportArguments) -> None:
+    """Write a checkpoint as a Hugging Face folder; every rank calls.
+
+    Raises:
+        ShardwiseError: see ``open_for_export``; Hugging Face has no architecture for the model, or the folder cannot be
+            written; on every rank.
+    """
+    with open_ranks("cpu", timeout=arguments.timeout) as ranks:
+        opened = agree(lambda: open_for_export(arguments, ranks.world_size), group=ranks.control)
+        fields = {}
+        if opened.config is None and opened.tokenizer is not None:
+            # What a run knows beside its model: which token ends a text, and so begins one.
+            fields = dict.fromkeys(("bos_token_id", "eos_token_id"), opened.tokenizer.eos_id)
+        save_pretrained(
+            opened.load_model(ranks),
+            arguments.out,
+            source=opened.folder,
+            architecture=arguments.architecture,
+            dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
+            max_file_size=int(arguments.max_file_gb * 1e9),
+            fields=fields,
+        )
+        if ranks.is_first:
+            print(f"wrote {arguments.out}; transformers loads it: AutoModel*.from_pretrained({arguments.out!r})")
+
+
+def open_for_import(arguments: ImportArguments, world_size: int) -> PretrainedFolder:
+    """Read all of a Hugging Face folder but its tensors.
+
+    Raises:
+        ConfigError: an architecture or a value in ``config.json`` that is not offered, more ranks than the model can be
+            split over, or ``--out`` has a checkpoint.
+        CheckpointError: files that are missing or damaged.
+    """
+    source = PretrainedFolder(arguments.folder)
+    check_fits(source.description, world_size)
+    if checkpoint.latest(Path(arguments.out) / "checkpoints") is not None:
+        raise ConfigError(f"{arguments.out} has a checkpoint already; choose another --out")
+    return source
+
+
+def import_(arguments: ImportArguments) -> None:
+    """Make a checkpoint of a Hugging Face folder; every rank calls.
+
+    Raises:
+        ShardwiseError: see ``open_for_import``; the tensors are not what ``config.json`` says, or nothing can be
+            written; on every rank.
+    """
+    with open_ranks("cpu", timeout=arguments.timeout) as ranks, hold_folder(Path(arguments.out), ranks):
+        source = agree(lambda: open_for_import(arguments, ranks.world_size), group=ranks.control)
+        try:
+            tokenizer = Tokenizer.load(source.path)
+            identity = {"tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+            lack = ""
+        except DataError as error:
+            identity, lack = {}, str(error)
+        path = _import(arguments, source, identity, ranks)
+        if ranks.is_first:
+            is_gpt = source.description.kind == "gpt"
+            use = f"; continue a text with: shardwise generate {arguments.out}" if is_gpt and not lack else ""
+            print(f"wrote {path}{use}")
+            if lack:
+                means = "shardwise generate cannot use it, and exports have no tokenizer" if is_gpt else "exports have none"  # fmt: skip # noqa: E501
+                print_line(
+                    f"shardwise import-hf: the checkpoint has no tokenizer, so that {means} ({lack}); "
+                    f"{TO_BRING_A_TOKENIZER}, and import it again"
+                )
+
+
+def _import(arguments: ImportArguments, source: PretrainedFolder, identity: dict[str, object], ranks: Ranks) -> Path:
+    """Write the checkpoint; ``identity`` is what it records of the tokenizer."""
+    dtype = source.dtype if arguments.dtype is None else getattr(torch, arguments.dtype)
+    model = load_pretrained(arguments.folder, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
+    # What the heads found in the files add to config.json is in the class that it names.
+    config = dict(source.config.values) | {
+        "architectures": [source.architecture.class_of(source.description)],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    config.pop("dtype", None)
+
+    def copy_files(folder: Path) -> None:
+        for name in (CONFIG_NAME, *COPIED_FILES):
+            if (source.path / name).is_file():
+                shutil.copyfile(source.path / name, folder / name)
+
+    return checkpoint.save(
+        Path(arguments.out) / "checkpoints",
+        0,
+        sharded_state_dict(model, "model.", group=ranks.world),
+        {"huggingface": {"config": config}, **identity},
+        group=ranks.world,
+        extra_files=copy_files,
+    )

@@ -1,0 +1,50 @@
+"""What a run trains, on what, and what it does besides: the parts in which runs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardwise.training.build import build_model
+from shardwise.training.ranks import Ranks
+from shardwise.training.settings import RunSettings, Settings
+from shardwise.training.texts import Texts, prepare_texts, share_texts
+from shardwise.training.wording import summary
+
+if TYPE_CHECKING:
+    from shardwise.training.finishing import Outcome
+    from shardwise.training.session import Session
+
+
+class Recipe:
+    """A run that trains a new model; other runs override what they do otherwise.
+
+    Args:
+        settings: of the run.
+
+    Attributes:
+        settings: likewise, with what making the recipe has decided.
+        identity: the model that the run starts from, as checkpoints record it; nothing for a new one.
+    """
+
+    identity: Mapping[str, Any] = {}
+    build_model = staticmethod(build_model)
+
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+
+    def read_texts(self, ranks: Ranks) -> Texts:
+        """What is trained and measured on; every rank calls. Raises as ``share_texts``."""
+        settings = self.settings
+        assert isinstance(settings, Settings)
+        return share_texts(lambda: prepare_texts(settings), ranks)
+
+    def before(self, session: Session) -> None:
+        """What is to be done before the first step; every rank calls."""
+
+    def after(self, session: Session) -> None:
+        """What is to be done once the last step is saved; every rank calls."""
+
+    def report(self, session: Session, outcome: Outcome) -> str:
+        """What is printed at the end."""
+        return summary(session, outcome)
