@@ -126,7 +126,7 @@ def test_a_mistake_in_the_flags_is_one_line(argv, message, capfd):
         ("num_layers = 3", "run.toml: unknown setting num_layers; did you mean model.num_layers?"),
         ("qqqqqq = 3", "run.toml: unknown setting qqqqqq"),
         ('"model.num_layers" = 3', "run.toml: unknown setting model.num_layers; did you mean model.num_layers?"),
-        ("model = 3", "run.toml: model must be a table, [model], got 3"),
+        ("model = 3", "run.toml: model is 3; it must be a table of settings"),
         ('[model]\nnum_layers = "3"', "run.toml: model.num_layers is '3'; it must be an integer"),
         ("[model]\nnum_layers = 3.0", "run.toml: model.num_layers is 3.0; it must be an integer"),
         ("[model]\nnum_layers = true", "run.toml: model.num_layers is True; it must be an integer"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.cli.env import as_table, fast_paths, gather, versions
+from shardwise.cli.machine import as_table, fast_paths, gather, versions
 from shardwise.cli.main import main
 from shardwise.kernels.loss_cpu import why_not_compiled
 

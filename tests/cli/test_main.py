@@ -9,8 +9,9 @@ from harness.program import Program, run
 
 import shardwise
 from shardwise.cli.main import COMMANDS, main
-from shardwise.cli.reporting import describe, nearest, run_command
+from shardwise.cli.reporting import describe, run_command
 from shardwise.errors import CheckpointError, ConfigError, DataError, LaunchError, ParityError
+from shardwise.training.plain_values import nearest
 
 
 def call(*argv, program=(sys.executable, "-m", "shardwise"), **variables):

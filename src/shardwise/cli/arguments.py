@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast
 import tyro
 
 from shardwise.cli.flags import FlagReader
-from shardwise.cli.toml_file import checked_settings, read_toml
+from shardwise.cli.toml_file import read_toml
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.folder_lock import check_free
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, RANKS, TIMEOUT, Checked, annotations_of
-from shardwise.training.plain_values import with_values
+from shardwise.training.plain_values import checked, with_values
 from shardwise.training.settings import RunSettings
 from shardwise.training.stopping import way_on
 
@@ -170,7 +170,7 @@ def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
     values = FlagReader(cls).read(argv)
     if issubclass(cls, RunArguments):
         path, settings_class = values.get("config"), annotations_of(cast(Any, cls))["settings"][0]
-        table = {} if path is None else checked_settings(settings_class, read_toml(Path(path)), path)
+        table = {} if path is None else checked(settings_class, read_toml(Path(path)), f"{path}: ")
         values = _merged({"settings": table}, values)
     return with_values(cls, values)
 

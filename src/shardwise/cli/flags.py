@@ -10,9 +10,9 @@ from typing import Any, cast, get_origin
 
 import tyro
 
-from shardwise.cli.reporting import nearest
 from shardwise.errors import ConfigError
 from shardwise.training.bounds import annotations_of, check_value, kind_of
+from shardwise.training.plain_values import nearest
 
 _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 

@@ -24,7 +24,7 @@ from shardwise.cli.rank import LAUNCHER_VARIABLE, REPORTS_VARIABLE, FailureRepor
 from shardwise.cli.reporting import EXIT_FAILURE, describe, print_error, print_line
 from shardwise.errors import LaunchError
 from shardwise.processes import clear_leftovers, temporary_prefix
-from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted
+from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted, handling_signals
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -65,7 +65,7 @@ def launch_ranks(
     *,
     command: str = "shardwise",
     debug: bool = False,
-    way_on: Callable[[], str] | None = None,
+    way_on: Callable[[], str] = lambda: "",
 ) -> int:
     """Run ``argv`` as ``nproc`` ranks on this machine, and wait for all of them.
 
@@ -91,10 +91,7 @@ def launch_ranks(
     clear_leftovers()
     with (
         tempfile.TemporaryDirectory(prefix=temporary_prefix("ranks"), ignore_cleanup_errors=True) as name,
-        _environment(_rank_variables(nproc, Path(name), debug)),
-        _signal_handlers_kept(),
-        _no_name_lookups(),
-        contextlib.nullcontext() if debug else _agent_silenced(),
+        _surroundings(_rank_variables(nproc, Path(name), debug), silent=not debug),
         _first_signal_asks(Path(name)) as asked,
     ):
         # Late, because it takes seconds, and once the environment has what keeps it quiet.
@@ -138,32 +135,14 @@ def _report(
     failures: Mapping[int, ProcessFailure],
     reports: list[FailureReport],
     debug: bool,
-    way_on: Callable[[], str] | None,
+    way_on: Callable[[], str],
 ) -> int:
     """Print why the ranks failed, in one line, and return the exit code."""
     if debug:
         for report in filter(lambda report: report.trace, reports):
             print_line(f"rank {report.rank}:\n{report.trace.rstrip()}")
-    # In the order in which the agent found them. SIGTERM is how it then ends the other ranks.
-    rank, failure = next(iter(failures.items()))
-    killed = [item for item in failures.items() if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
-    if killed and (not reports or reports[0].time > killed[0][1].timestamp - _SAME_MOMENT_SECONDS):
-        rank, failure = killed[0]
-        cause = f"rank {rank} (pid {failure.pid}) was killed by {failure.signal_name()}"
-        if failure.exitcode == -signal.SIGKILL:
-            cause += ", by hand or for lack of memory"
-        print_error(command, f"{cause}; {way_on()}" if way_on else cause)
-        return EXIT_FAILURE
-    silent = rank not in {report.rank for report in reports}
-    if not reports or (silent and reports[0].in_collective):
-        # One that a signal ended has its number, negative, or says it by its exit code.
-        signum = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
-        if signum in ENDING_SIGNALS:
-            how = f"was ended by {signal.Signals(signum).name}"
-        else:
-            how = f"ended with exit code {failure.exitcode} and no message"
-        cause = f"rank {rank} (pid {failure.pid}) {how}"
-        print_error(command, f"{cause}; {way_on()}" if way_on else cause)
+    if end := _end_without_report(failures, reports):
+        print_error(command, "; ".join(filter(None, (end, way_on()))))
         return EXIT_FAILURE
     first = reports[0]
     if first.exit_code - 128 in ENDING_SIGNALS:
@@ -175,6 +154,29 @@ def _report(
     named = first.exit_code == EXIT_FAILURE and not unanimous
     print_error(command, f"rank {first.rank}: {first.message}" if named else first.message)
     return first.exit_code
+
+
+def _end_without_report(failures: Mapping[int, ProcessFailure], reports: list[FailureReport]) -> str:
+    """How the rank ended that ended the others, if it could not say it itself."""
+    # In the order in which the agent found them. SIGTERM is how it then ends the other ranks.
+    rank, failure = next(iter(failures.items()))
+    killed = [item for item in failures.items() if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
+    silent = rank not in {report.rank for report in reports}
+    if killed and (not reports or reports[0].time > killed[0][1].timestamp - _SAME_MOMENT_SECONDS):
+        rank, failure = killed[0]
+        how = f"was killed by {failure.signal_name()}"
+        if failure.exitcode == -signal.SIGKILL:
+            how += ", by hand or for lack of memory"
+    elif not reports or (silent and reports[0].in_collective):
+        # One that a signal ended has its number, negative, or says it by its exit code.
+        signum = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
+        if signum in ENDING_SIGNALS:
+            how = f"was ended by {signal.Signals(signum).name}"
+        else:
+            how = f"ended with exit code {failure.exitcode} and no message"
+    else:
+        return ""
+    return f"rank {rank} (pid {failure.pid}) {how}"
 
 
 def _rank_variables(nproc: int, folder: Path, debug: bool) -> dict[str, str]:
@@ -195,18 +197,33 @@ def _rank_variables(nproc: int, folder: Path, debug: bool) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Within, ``os.environ`` has these values too: the agent hands it to the ranks."""
-    before = {name: os.environ.get(name) for name in (*variables, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+def _surroundings(variables: Mapping[str, str], *, silent: bool) -> Iterator[None]:
+    """Within, the process is as the agent needs it; what it changes itself is put back too.
+
+    Args:
+        variables: put into ``os.environ``, which the agent hands to the ranks.
+        silent: the agent logs nothing: its warnings say what our one line says.
+    """
+    logger = logging.getLogger("torch.distributed.elastic")
+    environment, handler, propagate = dict(os.environ), signal.getsignal(signal.SIGQUIT), logger.propagate
+    full_name, nothing = socket.getfqdn, logging.NullHandler()
     os.environ.update(variables)
+    # The agent asks for it at every event, for logs that are off; where DNS does not answer, each takes many seconds.
+    socket.getfqdn = lambda name="": name or socket.gethostname()
+    if silent:
+        logger.addHandler(nothing)
+        logger.propagate = False
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        logger.removeHandler(nothing)
+        logger.propagate = propagate
+        socket.getfqdn = full_name
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGQUIT, handler)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
 
 
 @contextlib.contextmanager
@@ -232,48 +249,5 @@ def _first_signal_asks(reports: Path) -> Iterator[list[int]]:
             return
         raise SignalException(f"signal {signum}", signal.Signals(signum))
 
-    if threading.current_thread() is threading.main_thread():
-        for number in ENDING_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, handle)
-    yield asked
-
-
-@contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """Put back the signal handlers that the agent, or what is here, replaces."""
-    before = {number: signal.getsignal(number) for number in (*ENDING_SIGNALS, signal.SIGQUIT)}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _no_name_lookups() -> Iterator[None]:
-    """Within, this host's full name is its short one.
-
-    The agent asks for it at every event, for logs that are off; where DNS does not answer, each takes many seconds.
-    """
-    before = socket.getfqdn
-    socket.getfqdn = lambda name="": name or socket.gethostname()
-    try:
-        yield
-    finally:
-        socket.getfqdn = before
-
-
-@contextlib.contextmanager
-def _agent_silenced() -> Iterator[None]:
-    """Within, the agent logs nothing: its warnings say what our one line says."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    handler, propagate = logging.NullHandler(), logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.propagate = propagate
-        logger.removeHandler(handler)
+    with handling_signals(handle):
+        yield asked

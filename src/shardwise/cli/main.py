@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import shardwise
-from shardwise.cli.reporting import nearest, run_command
+from shardwise.cli.reporting import run_command
 from shardwise.cli.streams import lasting_outputs, open_closed_streams
 from shardwise.errors import ConfigError
+from shardwise.training.plain_values import nearest
 from shardwise.training.stopping import Interrupted
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.errors import ConfigError
 from shardwise.training import stopping
-from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted
+from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted, handling_signals
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -51,9 +51,14 @@ def request_stop(reports: Path, signum: int) -> None:
 
     A file, because a signal might come twice: a terminal sends Ctrl-C to the ranks too.
     """
-    temporary = reports / f".{_REQUEST_NAME}"
-    temporary.write_text(str(int(signum)), encoding="utf-8")
-    temporary.replace(reports / _REQUEST_NAME)
+    _write(reports / _REQUEST_NAME, str(int(signum)))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file, complete or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _requested_stop(reports: Path | None) -> int:
@@ -86,10 +91,7 @@ class FailureReport:
 
     def write(self, folder: Path) -> None:
         """Leave the report in ``folder``, complete or not at all."""
-        path = folder / f"rank{self.rank}.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-        temporary.replace(path)
+        _write(folder / f"rank{self.rank}.json", json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read_all(cls, folder: Path) -> list[FailureReport]:
@@ -158,13 +160,11 @@ def signals_raise(*, once: bool) -> Iterator[None]:
     Args:
         once: what a second signal does: nothing if True, for a rank, which its guard ends; end the process if False.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def handle(signum: int, frame: FrameType | None) -> NoReturn:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN if once else signal.SIG_DFL)
+        for each in ENDING_SIGNALS:
+            if signal.getsignal(each) is handle:
+                signal.signal(each, signal.SIG_IGN if once else signal.SIG_DFL)
         raise Interrupted(signum)
 
     def raise_again(lost: UnraisableHookArgs) -> None:
@@ -178,17 +178,13 @@ def signals_raise(*, once: bool) -> Iterator[None]:
         again.daemon = True
         again.start()
 
-    before = {each: signal.getsignal(each) for each in ENDING_SIGNALS}
-    before = {each: handler for each, handler in before.items() if handler is not signal.SIG_IGN}
-    for each in before:
-        signal.signal(each, handle)
-    others, sys.unraisablehook = sys.unraisablehook, raise_again
-    try:
-        yield
-    finally:
-        sys.unraisablehook = others
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    others = sys.unraisablehook
+    with handling_signals(handle) as before:
+        sys.unraisablehook = raise_again
+        try:
+            yield
+        finally:
+            sys.unraisablehook = others
 
 
 def start_guard(launcher_pid: int | None, reports: Path | None = None) -> None:

@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
@@ -63,18 +62,6 @@ def describe(error: BaseException) -> tuple[str, int]:
         text = text[:_LONGEST_MESSAGE] + "..."
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return f"{named}; run again with --debug for the stack trace", EXIT_FAILURE
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was most likely meant to be, or None.
-
-    ``tp`` finds ``parallel.tp``: a name whose last part is the same comes first.
-    """
-    known = list(known)
-    last = name.rpartition(".")[2]
-    same_last = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
-    close = get_close_matches(name, same_last, 1, 0.0) or get_close_matches(name, known, 1)
-    return close[0] if close else None
 
 
 def print_line(line: str) -> None:

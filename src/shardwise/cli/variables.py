@@ -25,7 +25,6 @@ VARIABLES = {
     "MASTER_PORT": "likewise",
     "TORCHELASTIC_RUN_ID": "set by torchrun: its ranks end when it does",
     "TORCHELASTIC_ERROR_FILE": "set by torchrun: the ranks of a host print an error once",
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": "set by the launcher for PyTorch's agent",
     "SHARDWISE_RANK_REPORTS": "set by the launcher: where ranks leave their errors",
     "SHARDWISE_LAUNCHER_PID": "set by the launcher: the process without which a rank ends",
 }

@@ -40,7 +40,6 @@ class Parity:
         loss_error: largest relative difference of a step's loss.
         grad_norm_error: largest relative difference of a step's gradient norm.
         weight_error: norm of the difference of all updated weights, over the norm of the weights.
-        tolerances: the bounds of the three that rounding explains.
     """
 
     steps: int
@@ -49,7 +48,6 @@ class Parity:
     loss_error: float
     grad_norm_error: float
     weight_error: float
-    tolerances: tuple[float, float, float]
 
     def line(self) -> str:
         """The three differences on one line."""
@@ -79,10 +77,9 @@ def check_parity(session: Session, *, steps: int = 3) -> Parity:
     split = fresh(Groups.of(session.topology))
     # On one rank alone there is nobody to share samples with.
     whole = fresh(Groups(tp=alone.group("tp"), dp=alone.group("tp")))
-    if _weight_difference(split, whole) != 0.0:
-        raise ParityError(
-            f"initial weights at tp={settings.parallel.tp} pp={settings.parallel.pp} are not those at tp=1"
-        )
+    if _weight_difference(split, whole, session.ranks.world) != 0.0:
+        split_over = f"tp={settings.parallel.tp} pp={settings.parallel.pp}"
+        raise ParityError(f"initial weights at {split_over} are not those at tp=1")
     loss_error = grad_norm_error = 0.0
     for step in range(steps):
         of_split = split.train_step(step, session.loader)
@@ -92,20 +89,12 @@ def check_parity(session: Session, *, steps: int = 3) -> Parity:
     loss_bound, norm_bound, weight_bound = _TOLERANCES[next(split.model.parameters()).dtype]
     if split.model.config.add_qkv_bias:
         weight_bound *= _KEY_BIAS_FACTOR
-    parity = Parity(
-        steps,
-        settings.parallel.tp,
-        settings.parallel.pp,
-        loss_error,
-        grad_norm_error,
-        _weight_difference(split, whole),
-        (loss_bound, norm_bound, weight_bound),
-    )
+    weight_error, parallel = _weight_difference(split, whole, session.ranks.world), settings.parallel
     alone.destroy()
-    found = (parity.loss_error, parity.grad_norm_error, parity.weight_error)
+    parity = Parity(steps, parallel.tp, parallel.pp, loss_error, grad_norm_error, weight_error)
     # Written so that a difference that is not a number fails.
-    if not all(error <= bound for error, bound in zip(found, parity.tolerances, strict=True)):
-        bounds = ", ".join(f"{bound:.0e}" for bound in parity.tolerances)
+    if not (loss_error <= loss_bound and grad_norm_error <= norm_bound and weight_error <= weight_bound):
+        bounds = ", ".join(f"{bound:.0e}" for bound in (loss_bound, norm_bound, weight_bound))
         raise ParityError(f"{parity.line()}: more than rounding explains ({bounds})")
     return parity
 
@@ -114,7 +103,7 @@ def _relative(value: float, reference: float) -> float:
     return abs(value - reference) / abs(reference)
 
 
-def _weight_difference(split: Trainer, whole: Trainer) -> float:
+def _weight_difference(split: Trainer, whole: Trainer, world: dist.ProcessGroup) -> float:
     """Norm of the difference over the norm, over all weights; the largest of all ranks."""
     reference = sharded_state_dict(whole.model, group=whole.tp_group)
     sums = torch.zeros(2, dtype=torch.float64, device=split.device)
@@ -127,6 +116,4 @@ def _weight_difference(split: Trainer, whole: Trainer) -> float:
         sums = all_reduce(sums, group=split.pp_group)
     difference, norm = sums.tolist()
     result = torch.tensor(math.sqrt(difference / norm), dtype=torch.float64, device=split.device)
-    world = dist.group.WORLD
-    assert world is not None
     return float(all_reduce(result, group=world, op=dist.ReduceOp.MAX))

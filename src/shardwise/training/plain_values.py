@@ -1,14 +1,15 @@
-"""Settings from plain values, such as those of a JSON file, over their defaults."""
+"""Settings from plain values, such as those of a TOML or JSON file, over their defaults."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar, cast, get_origin
 
 from shardwise.errors import ConfigError
-from shardwise.json_files import shown
-from shardwise.training.bounds import annotations_of, check_value
+from shardwise.training.bounds import annotations_of, check_value, kind_of
 
 _T = TypeVar("_T")
 
@@ -37,30 +38,62 @@ def with_values(cls: type[_T], values: Mapping[str, Any], defaults: _T | None = 
     return made
 
 
-def from_plain_values(cls: type[_T], values: object, where: str) -> _T:
-    """An instance of a dataclass, and of those in it.
+def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values of a file by the fields' names, each of its setting's type.
+
+    Ranges, and whether settings contradict each other, are for the dataclass to check: a flag may mend it.
 
     Args:
-        cls: the dataclass.
-        values: what ``dataclasses.asdict`` gives, with lists for tuples.
-        where: what they are called in messages, such as ``settings``.
+        cls: the settings' dataclass; its fields may be dataclasses too.
+        values: from TOML or JSON; hyphens in names are taken for underscores.
+        where: what stands before names in messages, such as ``run.toml: ``.
 
     Raises:
-        ConfigError: an unknown name, a value of another type, or one that the class itself refuses.
+        ConfigError: an unknown name, or a value of the wrong type.
     """
-    _check(cls, values, where)
-    return with_values(cls, cast(Mapping[str, Any], values))
+    return _checked(values, where, "", _types_of(cls))
 
 
-def _check(cls: type, values: object, where: str) -> None:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where} is {shown(values)}; it must be an object")
-    known = annotations_of(cls)
-    for name, value in values.items():
-        if name not in known:
-            raise ConfigError(f"{where} are settings of another version: {shown(name)} is unknown")
-        annotation = known[name][0]
+def _types_of(cls: type, prefix: str = "") -> dict[str, Any]:
+    """The type of each setting by its dotted name, such as ``model.num_layers``; of each table by its name too."""
+    types: dict[str, Any] = {}
+    for name, (annotation, _) in annotations_of(cls).items():
+        types[prefix + name] = annotation
         if dataclasses.is_dataclass(annotation):
-            _check(cast(type, annotation), value, f"{where}.{name}")
-        else:
-            check_value(f"{where}.{name}", tuple(value) if isinstance(value, list) else value, annotation)
+            types |= _types_of(cast(type, annotation), f"{prefix}{name}.")
+    return types
+
+
+def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        last = key.replace("-", "_")
+        name = prefix + last
+        if name not in known or "." in last:
+            close = nearest(name, known)
+            raise ConfigError(f"{where}unknown setting {name}{f'; did you mean {close}?' if close else ''}")
+        kind = kind_of(known[name])
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            found[last] = _checked(value, where, f"{name}.", known)
+            continue
+        if isinstance(value, list) and get_origin(kind) is tuple:
+            value = tuple(value)
+        check_value(where + name, value, known[name])
+        if kind is float and value is not None:
+            # What is too large for a float is out of range too, and refused as such.
+            with contextlib.suppress(OverflowError):
+                value = float(value)
+        found[last] = value
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` was most likely meant to be, or None.
+
+    ``tp`` finds ``parallel.tp``: a name whose last part is the same comes first.
+    """
+    known = list(known)
+    last = name.rpartition(".")[2]
+    same_last = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
+    close = get_close_matches(name, same_last, 1, 0.0) or get_close_matches(name, known, 1)
+    return close[0] if close else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from tqdm import tqdm
 
@@ -27,17 +26,11 @@ class Progress:
         self._next_line = self._start
         self._bar = None
         if visible and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=total,
-                initial=done,
-                bar_format="{desc}{percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt}{postfix} "
-                "[{elapsed}<{remaining}]",
-                dynamic_ncols=True,
-                leave=True,
-            )
+            form = "{desc}{percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
+            self._bar = tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True)
 
-    def update(self, *, loss: float, bits_per_byte: float, tokens_per_second: float) -> None:
-        """One more step is done."""
+    def update(self, *, loss: float, bits_per_byte: float, tokens_per_second: float, **_: float) -> None:
+        """One more step is done; of its metrics these are shown."""
         self._done += 1
         shown = f"loss {loss:.3f}, {bits_per_byte:.3f} bits/byte, {tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
@@ -47,17 +40,12 @@ class Progress:
             now = time.monotonic()
             self._next_line = now + _SECONDS_BETWEEN_LINES
             left = (now - self._start) / (self._done - self._first) * (self._total - self._done)
-            print(
-                f"step {self._done}/{self._total}: {shown}, {tqdm.format_interval(left)} left",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = f"step {self._done}/{self._total}: {shown}, {tqdm.format_interval(left)} left"
+            print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()

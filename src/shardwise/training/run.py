@@ -107,9 +107,8 @@ class _Training:
             with ExitStack() as stack:
                 metrics = None
                 if session.ranks.is_first:
-                    metrics = stack.enter_context(
-                        MetricsWriter(session.out, self._first_step, tensorboard=self._settings.tensorboard)
-                    )
+                    metrics = MetricsWriter(session.out, self._first_step, tensorboard=self._settings.tensorboard)
+                    stack.enter_context(metrics)
                 progress = stack.enter_context(Progress(steps, self._first_step, visible=session.ranks.is_first))
                 for step in range(self._first_step, steps):
                     self._step(step, metrics, progress)
@@ -161,9 +160,7 @@ class _Training:
             self._held_out = values["held_out_bits_per_byte"] = self._evaluate(done)
         if metrics is not None:
             metrics.write(step, values)
-        progress.update(
-            loss=result.loss, bits_per_byte=values["bits_per_byte"], tokens_per_second=values["tokens_per_second"]
-        )
+        progress.update(**values)
         if last:
             self._save(done, signum)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise import checkpoint
@@ -37,17 +38,14 @@ def run_state(session: Session) -> dict[str, ParamShard]:
         # What is frozen comes from where the run began.
         if not isinstance(shard.data, Parameter) or shard.data.requires_grad
     }
-    moments = optimizer_state(weights, trainer.optimizer)
-    return _under("model.", weights) | _under("optimizer.", moments)
-
-
-def _under(prefix: str, entries: dict[str, ParamShard]) -> dict[str, ParamShard]:
+    parts = {"model.": weights, "optimizer.": optimizer_state(weights, trainer.optimizer)}
     return {
-        prefix + key: ParamShard(
-            prefix + key, shard.data, shard.layout, shard.rank, shard.sharded_offsets, shard.allow_shape_mismatch
-        )
-        for key, shard in entries.items()
+        prefix + key: _renamed(prefix + key, shard) for prefix, part in parts.items() for key, shard in part.items()
     }
+
+
+def _renamed(key: str, shard: ParamShard) -> ParamShard:
+    return ParamShard(key, shard.data, shard.layout, shard.rank, shard.sharded_offsets, shard.allow_shape_mismatch)
 
 
 def save_run(session: Session, step: int) -> Path:
@@ -57,23 +55,27 @@ def save_run(session: Session, step: int) -> Path:
         DivergenceError: a weight, or what the optimizer keeps of it, is not finite; on every rank. Nothing is saved.
         CheckpointError: see ``checkpoint.save``.
     """
-    state = run_state(session)
-
-    def check() -> None:
-        broken = first_not_finite(state)
-        if broken is not None:
-            raise DivergenceError(f"{broken} has values that are not finite after {step} steps")
-
-    agree(check, group=session.ranks.control)
+    state, control = run_state(session), session.ranks.control
+    _check_finite(state, lambda broken: DivergenceError(f"{broken} after {step} steps"), control)
     return checkpoint.save(
         session.checkpoints,
         step,
         state,
         _identity(session) | {"settings": session.settings.to_json()},
-        group=session.ranks.control,
+        group=control,
         keep=session.settings.training.keep_checkpoints,
         extra_files=session.texts.tokenizer.save,
     )
+
+
+def _check_finite(state: Mapping[str, ParamShard], error: Callable[[str], Exception], group: ProcessGroup) -> None:
+    """Raise ``error`` of what is broken, on every rank, if a tensor of any is not finite."""
+
+    def check() -> None:
+        if (broken := first_not_finite(state)) is not None:
+            raise error(f"{broken} has values that are not finite")
+
+    agree(check, group=group)
 
 
 def first_not_finite(state: Mapping[str, ParamShard]) -> str | None:
@@ -101,28 +103,22 @@ def start_or_resume(session: Session) -> tuple[int, Path | None]:
         CheckpointError: the newest checkpoint is damaged, of another model, text or order of samples, or its values are
             not finite.
     """
-    newest = agree(lambda: find_newest(session.settings), group=session.ranks.control)
+    control = session.ranks.control
+    newest = agree(lambda: find_newest(session.settings), group=control)
     if session.settings.resume == "restart":
-        barrier("the restart", group=session.ranks.control)
+        barrier("the restart", group=control)
         if session.ranks.is_first:
             shutil.rmtree(session.checkpoints, ignore_errors=True)
-        barrier("the removal of earlier checkpoints", group=session.ranks.control)
-        return 0, None
+        barrier("the removal of earlier checkpoints", group=control)
     if newest is None:
         return 0, None
-    step = agree(lambda: _check_belongs(session, newest), group=session.ranks.control)
+    step = agree(lambda: _check_belongs(session, newest), group=control)
     state = run_state(session)
-    checkpoint.load(newest, state, group=session.ranks.control)
-
-    def check() -> None:
-        broken = first_not_finite(state)
-        if broken is not None:
-            raise CheckpointError(
-                f"{newest} is of a run that had diverged: {broken} has values that are not finite; remove it to go on "
-                "from the one before, or start anew with --resume restart"
-            )
-
-    agree(check, group=session.ranks.control)
+    checkpoint.load(newest, state, group=control)
+    hint = "remove it to go on from the one before, or start anew with --resume restart"
+    _check_finite(
+        state, lambda broken: CheckpointError(f"{newest} is of a run that had diverged: {broken}; {hint}"), control
+    )
     session.trainer.optimizer.set_step_(step)
     return step, newest
 
@@ -171,28 +167,19 @@ def _check_belongs(session: Session, folder: Path) -> int:
             f"{folder} is damaged: its settings are {shown(saved)}; they must be an object of objects"
         )
     ours = session.settings.to_json()
-    fixed = (*_FIXED_TRAINING, "rng") if _draws_dropout(session) else _FIXED_TRAINING
-    sections = {
-        # Whether adapters are merged at the end changes nothing before it.
-        name: tuple(setting for setting in ours[name] if setting != "lora_merge")
-        for name in _FIXED_SECTIONS
-        if name in ours
+    # Whether adapters are merged at the end changes nothing before it.
+    fixed = {name: ours[name].keys() - {"lora_merge"} for name in _FIXED_SECTIONS if name in ours}
+    fixed["training"] = {*_FIXED_TRAINING, "rng"} if _draws_dropout(session) else {*_FIXED_TRAINING}
+    pairs = {
+        f"{section}.{name}": (saved.get(section, {}).get(name), ours[section][name])
+        for section, names in fixed.items()
+        for name in ours[section]
+        if name in names
     }
-    sections["training"] = fixed
-    differences = [
-        f"{section}.{name} was {saved.get(section, {}).get(name)!r} and is {value!r}"
-        for section, names in sections.items()
-        for name in names
-        if saved.get(section, {}).get(name) != (value := ours[section][name])
-    ]
-    differences += [
-        f"{name} was {meta.get(name)!r} and is {value!r}"
-        for name, value in _identity(session).items()
-        if meta.get(name) != value
-    ]
+    pairs |= {name: (meta.get(name), value) for name, value in _identity(session).items()}
     # Runs of versions without the setting took such names as letters.
-    if (before := saved.get("special_tokens", False)) != ours["special_tokens"]:
-        differences.append(f"special-tokens was {before} and is {ours['special_tokens']}")
+    pairs["special-tokens"] = (saved.get("special_tokens", False), ours["special_tokens"])
+    differences = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items() if was != now]
     if differences:
         raise CheckpointError(
             f"{folder} is of another run: {'; '.join(differences)}; use the same settings and data, or another --out"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import tyro
 
 from shardwise.errors import ConfigError
+from shardwise.json_files import shown
 from shardwise.optimizer.schedules import Schedule, learning_rate_at
 from shardwise.training.bounds import (
     DEFAULT_TIMEOUT,
@@ -27,7 +28,7 @@ from shardwise.training.bounds import (
     Folder,
     Range,
 )
-from shardwise.training.plain_values import from_plain_values
+from shardwise.training.plain_values import checked, with_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -397,7 +398,9 @@ class RunSettings(Checked):
         Raises:
             ConfigError: an unknown or impossible field, which is named.
         """
-        return from_plain_values(cls, value, "settings")
+        if not isinstance(value, dict):
+            raise ConfigError(f"settings is {shown(value)}; it must be an object")
+        return with_values(cls, checked(cls, value, "settings, maybe of another version: "))
 
 
 @dataclass(frozen=True)

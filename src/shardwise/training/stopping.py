@@ -9,9 +9,10 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 ENDING_SIGNALS = tuple(
     signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in signal.Signals.__members__
@@ -93,6 +94,26 @@ class Postponed:
         return time.monotonic() - self._since > max(_LEAST_SECONDS, _STEPS * self._slowest_step)
 
 
+@contextlib.contextmanager
+def handling_signals(handle: Callable[[int, FrameType | None], object]) -> Iterator[dict[signal.Signals, Any]]:
+    """Within, ``handle`` handles the ending signals; yields what did so before.
+
+    Those that are ignored (``nohup``) stay so. Nothing changes outside of the main thread, where Python handles none.
+    """
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {each: signal.getsignal(each) for each in ENDING_SIGNALS}
+        # None stands for a handler that was not set from Python, which cannot be put back.
+        before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for each in before:
+        signal.signal(each, handle)
+    try:
+        yield before
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 _current: Postponed | None = None
 
 
@@ -110,31 +131,22 @@ def signals_postponed() -> Iterator[Postponed]:
     """
     global _current
     postponed = Postponed()
-    if threading.current_thread() is not threading.main_thread():
-        yield postponed
-        return
 
     def handle(signum: int, frame: FrameType | None) -> None:
+        global _current
         if postponed.receive(signum):
-            restore()
+            _current = None
+            for each, handler in before.items():
+                signal.signal(each, handler)
             signal.raise_signal(signum)
 
-    def restore() -> None:
-        global _current
-        _current = None
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-    # None stands for a handler that was not set from Python, which cannot be put back.
-    before = {each: signal.getsignal(each) for each in ENDING_SIGNALS}
-    before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    _current = postponed
-    for each in before:
-        signal.signal(each, handle)
-    try:
-        yield postponed
-    finally:
-        restore()
+    if threading.current_thread() is threading.main_thread():
+        _current = postponed
+    with handling_signals(handle) as before:
+        try:
+            yield postponed
+        finally:
+            _current = None
     if postponed.signum and not postponed.agreed:
         signal.raise_signal(postponed.signum)
 
