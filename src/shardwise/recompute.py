@@ -17,9 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from enum import Enum
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,26 +30,14 @@ from shardwise.errors import ConfigError
 from shardwise.random import RandomState, streams
 
 
-class _Phase(Enum):
-    FORWARD = "forward"
-    RECOMPUTATION = "recomputation"
-
-
 class _Phases(threading.local):
-    """The checkpointed functions that a thread is inside of, outermost first."""
+    """For each checkpointed function that a thread is inside of, outermost first: whether it is being recomputed."""
 
     def __init__(self) -> None:
-        self.entered: list[_Phase] = []
+        self.recomputing: list[bool] = []
 
 
 _PHASES = _Phases()
-
-
-def _innermost() -> _Phase | None:
-    # Under torch.compile the compiler decides what is computed twice; a constant keeps the graph whole.
-    if torch.compiler.is_compiling() or not _PHASES.entered:
-        return None
-    return _PHASES.entered[-1]
 
 
 def is_checkpointing() -> bool:
@@ -60,7 +46,7 @@ def is_checkpointing() -> bool:
     Of nested ones the innermost counts: what runs because an outer function is recomputed, but will be recomputed once
     more itself, is in its first forward. Always False under ``torch.compile``.
     """
-    return _innermost() is _Phase.FORWARD
+    return is_kept_briefly() and not _PHASES.recomputing[-1]
 
 
 def is_recomputing() -> bool:
@@ -68,22 +54,13 @@ def is_recomputing() -> bool:
 
     Of nested ones the innermost counts. Always False under ``torch.compile``.
     """
-    return _innermost() is _Phase.RECOMPUTATION
+    return is_kept_briefly() and _PHASES.recomputing[-1]
 
 
 def is_kept_briefly() -> bool:
     """Whether either is so: what is saved now is dropped and saved again just before the backward, or used just now."""
-    return bool(_PHASES.entered) and not torch.compiler.is_compiling()
-
-
-class _Forward(AbstractContextManager[None]):
-    def __enter__(self) -> None:
-        _PHASES.entered.append(_Phase.FORWARD)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _PHASES.entered.pop()
+    # Under torch.compile the compiler decides what is computed twice; a constant keeps the graph whole.
+    return not torch.compiler.is_compiling() and bool(_PHASES.recomputing)
 
 
 class _Recomputation(AbstractContextManager[None]):
@@ -97,17 +74,23 @@ class _Recomputation(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._outside.append(self._streams.snapshot())
         self._streams.restore(self._first)
-        _PHASES.entered.append(_Phase.RECOMPUTATION)
+        _PHASES.recomputing.append(True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _PHASES.entered.pop()
+    def __exit__(self, *exception: object) -> None:
+        _PHASES.recomputing.pop()
         self._streams.restore(self._outside.pop())
 
 
-def _contexts() -> tuple[_Forward, _Recomputation]:
-    return _Forward(), _Recomputation()
+class _FirstForward(AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        _PHASES.recomputing.append(False)
+
+    def __exit__(self, *exception: object) -> None:
+        _PHASES.recomputing.pop()
+
+
+def _contexts() -> tuple[_FirstForward, _Recomputation]:
+    return _FirstForward(), _Recomputation()
 
 
 def recomputed(function: Callable[..., Any], *args: Any, early_stop: bool = True, **kwargs: Any) -> Any:

@@ -196,7 +196,9 @@ def test_errors_are_local_and_name_the_values(group):
     x = torch.ones(4, 5)
     me = group.rank()
     for function in (reduce_scatter, split_for_rank):
-        with pytest.raises(ShardingError, match=r"a dimension of 5: sizes \[2, 2, 2\] must be 3 counts.* sum to 5"):
+        with pytest.raises(
+            ShardingError, match=r"dimension 1 of shape \[4, 5\]: sizes \[2, 2, 2\] must be 3 counts.* sum to 5"
+        ):
             function(x, group=group, dim=1, sizes=[2, 2, 2])
         with pytest.raises(ShardingError, match=r"sizes \[2, 3\] must be 3 counts"):
             function(x, group=group, dim=1, sizes=[2, 3])

@@ -18,13 +18,7 @@ from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.pending import Pending
 from shardwise.communication.transports import choose_transport, torch_distributed
 from shardwise.errors import ShardingError
-from shardwise.sharding import balanced_sizes, checked_dim, checked_sizes
-
-
-def _sizes_along(size: int, t: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    if sizes is None:
-        return balanced_sizes(size, t)
-    return checked_sizes(sizes, size, t, f"a dimension of {size}")
+from shardwise.sharding import checked_dim, checked_sizes
 
 
 def all_reduce_async(
@@ -116,7 +110,7 @@ def reduce_scatter_async(
     if t == 1:
         return Pending(None, lambda: tensor)
     dim = checked_dim(dim, tensor.shape)
-    sizes = _sizes_along(tensor.size(dim), t, sizes)
+    sizes = checked_sizes(sizes, tensor.size(dim), t, f"dimension {dim} of shape {list(tensor.shape)}")
     return choose_transport("reduce_scatter", tensor, group).reduce_scatter(tensor, group, dim, sizes)
 
 
@@ -157,7 +151,7 @@ def split_for_rank(tensor: Tensor, *, group: ProcessGroup, dim: int, sizes: Sequ
     if t == 1:
         return tensor
     dim = checked_dim(dim, tensor.shape)
-    sizes = _sizes_along(tensor.size(dim), t, sizes)
+    sizes = checked_sizes(sizes, tensor.size(dim), t, f"dimension {dim} of shape {list(tensor.shape)}")
     rank = group.rank()
     return tensor.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
 

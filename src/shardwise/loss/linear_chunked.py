@@ -114,25 +114,15 @@ class ChunkedLoss(Function):
             pending = head.start_reduction(times_rows(grad_hidden, grad_output))
         if saved:
             # In flight: the hidden gradient's reduction.
-            grad_weight, grad_bias = _weight_gradients(ctx, grad_output, *saved)
+            grad_weight, grad_bias = _weight_gradients(ctx, grad_output, saved)
         if needs_hidden:
             assert pending is not None
             grad_hidden = pending.wait()
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _weight_gradients(
-    ctx: Any,
-    grad_output: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target_local: Tensor,
-    maximum: Tensor,
-    factor: Tensor,
-    at_target: Tensor,
-    rest: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
+def _weight_gradients(ctx: Any, grad_output: Tensor, saved: list[Any]) -> tuple[Tensor | None, Tensor | None]:
+    hidden, weight, bias, target_local, maximum, factor, at_target, rest = saved
     _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     head: Head = ctx.head
     fuses = head.main_grad_weight is not None

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.sharding import Interval, balanced_range
+from shardwise.sharding import Interval, balanced_sizes, intervals_of_sizes
 
 IGNORE_INDEX = -100
 
@@ -35,7 +35,7 @@ def vocab_ranges(
     split_size = vocab_size if padded_vocab_size is None else padded_vocab_size
     if vocab_size < 1:
         raise ShardingError(f"a vocabulary of {vocab_size} ids on {t} ranks; it needs at least 1")
-    ranges = [balanced_range(split_size, t, r) for r in range(t)]
+    ranges = intervals_of_sizes(balanced_sizes(split_size, t))
     share = ranges[rank][1] - ranges[rank][0]
     if share != local_size or split_size < vocab_size:
         raise ShardingError(

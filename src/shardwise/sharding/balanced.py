@@ -47,12 +47,7 @@ def balanced_range(n: int, t: int, rank: int) -> Interval:
     """
     if not 0 <= rank < t:
         raise ShardingError(f"rank {rank} is not one of {t} ranks")
-    if n < 0:
-        raise ShardingError(f"cannot split {n} elements over {t} ranks; they must be a count")
-    # Not divmod, which torch.compile does not trace.
-    quotient, remainder = n // t, n % t
-    start = rank * quotient + min(rank, remainder)
-    return start, start + quotient + (rank < remainder)
+    return intervals_of_sizes(balanced_sizes(n, t))[rank]
 
 
 def uneven_sizes(n: int, t: int) -> tuple[int, ...] | None:
@@ -77,12 +72,14 @@ def intervals_of_sizes(sizes: Sequence[int]) -> tuple[Interval, ...]:
     return tuple(pairwise(stops))
 
 
-def checked_sizes(sizes: Sequence[int], total: int, t: int, what: str) -> tuple[int, ...]:
-    """``sizes`` as a tuple, after checking that they are ``t`` counts that sum to ``total``.
+def checked_sizes(sizes: Sequence[int] | None, total: int, t: int, what: str) -> tuple[int, ...]:
+    """``sizes`` as a tuple, after checking that they are ``t`` counts that sum to ``total``; the balanced ones if None.
 
     Raises:
         ShardingError: they do not; the message names ``what``, the sizes and the total.
     """
+    if sizes is None:
+        return balanced_sizes(total, t)
     result = tuple(int(size) for size in sizes)
     if len(result) != t or sum(result) != total or min(result) < 0:
         raise ShardingError(f"{what}: sizes {list(result)} must be {t} counts, one per rank, that sum to {total}")

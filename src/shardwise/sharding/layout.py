@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardingError
-from shardwise.sharding.balanced import (
-    Interval,
-    balanced_sizes,
-    checked_dim,
-    checked_sizes,
-    divide,
-    intervals_of_sizes,
-)
+from shardwise.sharding.balanced import Interval, checked_dim, checked_sizes, divide, intervals_of_sizes
 
 
 @dataclass(frozen=True)
@@ -80,10 +73,7 @@ class ParamLayout:
         shape = tuple(global_shape)
         dim = checked_dim(dim, shape)
         section = divide(shape[dim], stride)
-        if sizes is None:
-            sizes = balanced_sizes(section, world_size)
-        else:
-            sizes = checked_sizes(sizes, section, world_size, f"dimension {dim} of shape {list(shape)}")
+        sizes = checked_sizes(sizes, section, world_size, f"dimension {dim} of shape {list(shape)}")
         per_rank = tuple(
             tuple((start + k * section, stop + k * section) for k in range(stride))
             for start, stop in intervals_of_sizes(sizes)

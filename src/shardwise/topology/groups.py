@@ -119,8 +119,8 @@ class Topology:
                         made[key] = _new_group(name, ranks, own_rank, timeout)
                     if own_rank in ranks:
                         topology._ranks[name], topology._groups[name] = ranks, made[key]  # type: ignore[assignment]
-            if validate:
-                _validate(made.values())
+            for group in topology.groups() if validate else ():
+                context.validate_calls(group)
         except BaseException:
             _destroy(made.values())
             raise
@@ -207,12 +207,6 @@ def _new_group(
             "same groups in the same order"
         ) from error
     return group if own_rank in ranks else None
-
-
-def _validate(groups: Iterable[ProcessGroup | None]) -> None:
-    for group in groups:
-        if group is not None:
-            context.validate_calls(group)
 
 
 def _make_dtensor_forget() -> None:

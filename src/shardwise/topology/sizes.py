@@ -75,17 +75,13 @@ class ParallelSizes:
         etp = self.tp if self.etp is None else self.etp
         for name, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("ep", self.ep), ("etp", etp)):
             check_size(name, size)
-        dense = self.tp * self.pp * self.cp
-        expert = etp * self.ep * self.pp
-        if world_size % dense != 0:
-            raise TopologyError(
-                f"tp {self.tp} x pp {self.pp} x cp {self.cp} = {dense} does not divide the world of {world_size} ranks"
-            )
-        if world_size % expert != 0:
-            raise TopologyError(
-                f"expert tp {etp} x ep {self.ep} x pp {self.pp} = {expert} does not divide the world of "
-                f"{world_size} ranks"
-            )
+        dense, expert = self.tp * self.pp * self.cp, etp * self.ep * self.pp
+        for what, size in (
+            (f"tp {self.tp} x pp {self.pp} x cp {self.cp}", dense),
+            (f"expert tp {etp} x ep {self.ep} x pp {self.pp}", expert),
+        ):
+            if world_size % size != 0:
+                raise TopologyError(f"{what} = {size} does not divide the world of {world_size} ranks")
         decoder = RankGenerator(self.tp, 1, world_size // dense, self.pp, self.cp, self.order)
         experts = RankGenerator(etp, self.ep, world_size // expert, self.pp, 1, self.order)
         if decoder.get_ranks("pp") != experts.get_ranks("pp"):

@@ -17,7 +17,6 @@ from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamShard, ShardedOffset
 from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.layer import TransformerLayer, TransformerLayerSpec
-from shardwise.transformer.masks import AttentionMask
 
 
 def layers_of_this_stage(
@@ -97,26 +96,15 @@ class TransformerBlock(GroupModule):
             assert isinstance(layer, TransformerLayer)
             yield _part(layer.layer_number), layer
 
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        attention_mask: Tensor | AttentionMask | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        cache: KeyValueCache | None = None,
-        sequence_length: int | None = None,
-    ) -> Tensor:
-        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same; see ``SelfAttention.forward``."""
-        keywords: dict[str, Any] = {
-            "attention_mask": attention_mask,
-            "rotary": rotary,
-            "cache": cache,
-            "sequence_length": sequence_length,
-        }
+    def forward(self, hidden: Tensor, *, cache: KeyValueCache | None = None, **attention: Any) -> Tensor:
+        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
+
+        ``cache`` and what else is given by keyword are those of ``SelfAttention.forward``.
+        """
         for layers, is_recomputed in self._spans():
             # With a cache, a second call would append to it once more.
             run = recomputed if is_recomputed and cache is None else _call
-            hidden = run(_through, layers, hidden, **keywords)
+            hidden = run(_through, layers, hidden, cache=cache, **attention)
         if self.final_layernorm is not None:
             hidden = self.final_layernorm(hidden)
         return hidden

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -13,8 +14,7 @@ from shardwise.dropout import sharded_dropout
 from shardwise.layers import GroupModule, make_norm, parameter_device
 from shardwise.recompute import OutputRecomputation, recomputed
 from shardwise.sharding import balanced_sizes
-from shardwise.transformer.attention import KeyValueCache, SelfAttention
-from shardwise.transformer.masks import AttentionMask
+from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.mlp import MLP
 
 __all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "make_norm"]
@@ -101,24 +101,13 @@ class TransformerLayer(GroupModule):
             self.post_mlp_layernorm = None if is_pre else spec.norm(config)
         self.dropout = ResidualDropout(config.hidden_dropout, config.sequence_parallel, tp_group)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        attention_mask: Tensor | AttentionMask | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        cache: KeyValueCache | None = None,
-        sequence_length: int | None = None,
-    ) -> Tensor:
-        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same; see ``SelfAttention.forward``."""
+    def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
+        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
+
+        ``sequence_length`` and what else is given by keyword are those of ``SelfAttention.forward``.
+        """
         residual, input_, norm = self._before(hidden, self.input_layernorm)
-        attended = self.self_attention(
-            input_,
-            attention_mask=attention_mask,
-            rotary=rotary,
-            cache=cache,
-            sequence_length=sequence_length,
-        )
+        attended = self.self_attention(input_, sequence_length=sequence_length, **attention)
         if norm is not None:
             norm.discard_(attended)
         hidden = self._after(residual, attended, self.post_self_attn_layernorm, sequence_length)
@@ -141,7 +130,4 @@ class TransformerLayer(GroupModule):
 
     def _after(self, residual: Tensor, output: Tensor, norm: nn.Module | None, sequence_length: int | None) -> Tensor:
         hidden: Tensor = residual + self.dropout(output, sequence_length=sequence_length)
-        if norm is None:
-            return hidden
-        normed: Tensor = norm(hidden)
-        return normed
+        return hidden if norm is None else norm(hidden)
