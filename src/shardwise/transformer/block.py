@@ -15,7 +15,6 @@ from shardwise.layers import GroupModule, parameter_device
 from shardwise.recompute import recomputed
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamShard, ShardedOffset
-from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.layer import TransformerLayer, TransformerLayerSpec
 
 
@@ -96,15 +95,15 @@ class TransformerBlock(GroupModule):
             assert isinstance(layer, TransformerLayer)
             yield _part(layer.layer_number), layer
 
-    def forward(self, hidden: Tensor, *, cache: KeyValueCache | None = None, **attention: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
 
-        ``cache`` and what else is given by keyword are those of ``SelfAttention.forward``.
+        ``sequence_length`` and what else is given by keyword are those of ``SelfAttention.forward``.
         """
         for layers, is_recomputed in self._spans():
             # With a cache, a second call would append to it once more.
-            run = recomputed if is_recomputed and cache is None else _call
-            hidden = run(_through, layers, hidden, cache=cache, **attention)
+            run = recomputed if is_recomputed and attention.get("cache") is None else _call
+            hidden = run(_through, layers, hidden, sequence_length=sequence_length, **attention)
         if self.final_layernorm is not None:
             hidden = self.final_layernorm(hidden)
         return hidden

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,10 +14,9 @@ from shardwise.layers.inference import InferenceNormColumnLinear, InferenceRowLi
 from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.norm import NormFunction
 from shardwise.sharding import balanced_sizes
-from shardwise.transformer.attention import KeyValueCache, SelfAttention
+from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.block import TransformerBlock
 from shardwise.transformer.layer import TransformerLayer
-from shardwise.transformer.masks import AttentionMask
 from shardwise.transformer.mlp import MLP
 
 
@@ -82,15 +83,7 @@ class InferenceLayer(TransformerLayer):
         assert isinstance(rows[1], InferenceRowLinear)
         return rows[0], rows[1]
 
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        attention_mask: Tensor | AttentionMask | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        cache: KeyValueCache | None = None,
-        sequence_length: int | None = None,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **keywords: Any) -> Tensor:
         """``[s, b, h]``, or ``[s/t, b, h]``, to the same; always a shard from the first layer on in fused mode."""
         attention, mlp = self.self_attention, self.mlp
         residual = hidden
@@ -98,9 +91,7 @@ class InferenceLayer(TransformerLayer):
             if self.splits_residual:
                 residual = split_for_rank(hidden, group=attention.group, dim=0)
             attention.linear_proj.residual = residual
-        attended: Tensor = attention(
-            hidden, attention_mask=attention_mask, rotary=rotary, cache=cache, sequence_length=sequence_length
-        )
+        attended: Tensor = attention(hidden, sequence_length=sequence_length, **keywords)
         if not self.fused:
             hidden = residual + attended
             mixed: Tensor = mlp(hidden, sequence_length=sequence_length)
@@ -157,20 +148,10 @@ class InferenceBlock(TransformerBlock):
             layer.fused = True
 
     @torch.no_grad()
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        attention_mask: Tensor | AttentionMask | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        cache: KeyValueCache | None = None,
-        sequence_length: int | None = None,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
         """As ``TransformerBlock``'s; in fused mode to ``[s, b, h]``, which the next pass in this group overwrites."""
         for layer in self.layers:
-            hidden = layer(
-                hidden, attention_mask=attention_mask, rotary=rotary, cache=cache, sequence_length=sequence_length
-            )
+            hidden = layer(hidden, sequence_length=sequence_length, **attention)
         norm = self.final_layernorm
         if not self.fused or norm is None:
             return hidden if norm is None else norm(hidden)
