@@ -25,7 +25,7 @@ MAX_TABLE_BYTES = 100_000_000
 
 _AS_SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_MARKS = bytes(byte for byte in range(256) if byte not in b'"[]{}')
-# Of the text that is looked at in one go, so that its parts need little memory.
+# The text is examined in blocks of this size, so that its parts need little memory.
 _BLOCK = 1 << 20
 
 
@@ -33,7 +33,7 @@ def read_json(path: str | os.PathLike[str], *, limit: int = MAX_CONFIG_BYTES) ->
     """The object in the JSON file at ``path``.
 
     Args:
-        path: of a regular file.
+        path: the path of a regular file.
         limit: its largest size in bytes; a larger file is not read.
 
     Raises:
@@ -65,7 +65,7 @@ def parse_json(content: bytes) -> dict[str, Any]:
 
 
 def _check_depth(content: bytes) -> None:
-    # Escapes before all else: what follows a backslash neither ends a string nor escapes what follows it.
+    # Escapes are removed first, since an escaped character neither ends a string nor escapes the next one.
     marks = content.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS)
     brackets, in_string = b"", 0
     for start in range(0, len(marks), _BLOCK):
@@ -77,7 +77,7 @@ def _check_depth(content: bytes) -> None:
         brackets = brackets.replace(b"[]", b"")
         if len(brackets) == before:
             break
-    # What is left of a text that is only cut has no pairs, and is no deeper than it is long.
+    # If the text is merely truncated, no pair is left, and its depth is at most its length.
     if b"[]" in brackets or len(brackets) > MAX_DEPTH:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
@@ -105,6 +105,6 @@ def shown(value: object, longest: int = 80) -> str:
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):
-        # Python converts no integer of more than 4,300 digits.
+        # Python does not convert integers of more than 4,300 digits.
         return "a value that cannot be shown"
     return text if len(text) <= longest else f"{text[:longest]}..."

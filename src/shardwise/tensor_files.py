@@ -50,9 +50,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_ELEMENTS = (1 << 63) - 1
 """Of a tensor, and so of a dimension: what PyTorch can count."""
 
-# Numbers of dimensions; PyTorch itself has the same limit.
+# PyTorch itself has the same limit on the number of dimensions.
 _MAX_DIMS = 64
-# What one system call reads at most; Linux stops a little under 2 GiB by itself.
+# One system call reads at most this much; Linux itself stops a little below 2 GiB.
 _LONGEST_READ = 1 << 30
 
 
@@ -61,10 +61,10 @@ class StoredTensor:
     """Where a tensor lies in a file.
 
     Attributes:
-        name: of the tensor, as it is stored.
-        file: that holds it.
+        name: the tensor's stored name.
+        file: the file that holds it.
         dtype: the format's name of its dtype.
-        shape: as it is stored.
+        shape: the shape as it is stored.
         start: the first of its bytes in the file.
         num_bytes: how many they are.
     """
@@ -141,7 +141,7 @@ def read_box(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int])
 def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First element and number of elements of each run of a box that lies in one piece, in the box's order."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    # Of the dimensions behind the last that is cut, and of that one, everything lies together.
+    # From the last dimension that is cut on, the elements are contiguous.
     cut = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
     length = math.prod(sizes[cut:])
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -154,7 +154,7 @@ def is_shape(value: Any) -> TypeGuard[list[int]]:
     return (
         isinstance(value, list)
         and len(value) <= _MAX_DIMS
-        # Not isinstance, for which True and False are integers too.
+        # isinstance would accept True and False, which are integers too.
         and all(type(length) is int and length >= 0 for length in value)
         and math.prod(length or 1 for length in value) <= MAX_ELEMENTS
     )
@@ -202,7 +202,7 @@ class TensorFile:
     """A new safetensors file, which is whole and on the disk itself once its last tensor was written.
 
     Args:
-        path: of the file, which must not exist.
+        path: the file's path; it must not exist.
         tensors: dtype and shape of each tensor that it will hold, at least one.
 
     Raises:
@@ -214,7 +214,7 @@ class TensorFile:
         self._starts: dict[str, int] = {}
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
-        # Wide dtypes first, so that each tensor begins at a multiple of its elements' size.
+        # Wide dtypes come first, so that each tensor begins at a multiple of its element size.
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
             if dtype not in _NAMES:
                 raise CheckpointError(f"cannot write {path}: safetensors has no dtype for the {dtype} of {name!r}")
@@ -222,11 +222,11 @@ class TensorFile:
             self._starts[name] = start
             header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
-        # The tensors begin at a multiple of 8 bytes.
+        # Padding makes the tensors begin at a multiple of 8 bytes.
         text += b" " * (-len(text) % 8)
         self._begin = 8 + len(text)
         with write_errors(path):
-            # Unbuffered: what cannot be written is known at once.
+            # The file is unbuffered, so that a failed write is known at once.
             self._file = path.open("xb", buffering=0)
             self._write_all(memoryview(len(text).to_bytes(8, "little") + text))
 

@@ -23,8 +23,8 @@ def slice_checksum(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -
     """What a slice adds to the checksum of a tensor.
 
     Args:
-        part: the slice; of any dtype of at most 8 bytes, on any device.
-        offsets: where it begins in the tensor, in each dimension.
+        part: the slice, of any dtype of at most 8 bytes, on any device.
+        offsets: its first index in each dimension of the tensor.
         shape: the tensor's shape.
     """
     if part.dim() == 0:
@@ -35,7 +35,7 @@ def slice_checksum(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -
     per_element = bits.size(-1) // part.size(-1)
     bits = bits.view(-1, bits.size(-1))
     per_word = 4 // bits.element_size()
-    # The words that the slice's rows lie in; other ranks hold the rest of the outer ones.
+    # These are the words that the slice's rows lie in; other ranks may hold the rest of the first and the last.
     first, phase = divmod(offsets[-1] * per_element, per_word)
     num_words = -(-(phase + bits.size(1)) // per_word)
     weights = 2 * torch.arange(first, first + num_words) + 1

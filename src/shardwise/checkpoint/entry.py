@@ -21,7 +21,7 @@ class Entry:
 
     Attributes:
         where: its place, such as ``tensors.embedding.chunks[0]``; empty for the whole.
-        values: of the object.
+        values: the object's values.
     """
 
     where: str
@@ -30,7 +30,7 @@ class Entry:
     def count(self, key: str) -> int:
         """An integer of at least 0; CheckpointError if it is missing or something else."""
         value = self.present(key)
-        # Not isinstance, for which True and False are integers too.
+        # isinstance would accept True and False, which are integers too.
         if type(value) is not int or not 0 <= value <= MAX_ELEMENTS:
             raise self.wrong(key, value, f"an integer from 0 to {MAX_ELEMENTS}")
         return value
@@ -82,8 +82,8 @@ def check_chunks(where: str, shape: Sequence[int], boxes: Sequence[Box]) -> None
 
     Args:
         where: the tensor's place, for messages.
-        shape: of the tensor.
-        boxes: of its chunks.
+        shape: shape of the tensor.
+        boxes: the boxes of its chunks.
 
     Raises:
         CheckpointError: a box is not within the tensor, two have an index in common, or indices are left over.
@@ -114,7 +114,7 @@ def _overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     full = [number for number, (_, sizes) in enumerate(boxes) if math.prod(sizes)]
     if len(full) < 2 or not boxes[full[0]][0]:
         return None
-    # Along the dimension that is cut most, only those that began and have not ended are to be compared.
+    # Sweep along the dimension that is cut most: a box can only overlap those that began before it and have not ended.
     dims = range(len(boxes[full[0]][0]))
     along = max(dims, key=lambda dim: len({boxes[number][0][dim] for number in full}))
     begun: list[int] = []

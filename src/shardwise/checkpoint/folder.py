@@ -39,7 +39,7 @@ def fsync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a folder; they have no more to give.
+        # Some network file systems cannot sync a folder; nothing more can be done there.
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:
@@ -141,7 +141,7 @@ def checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Pat
         try:
             readable.append((folder, Manifest.read(folder)))
         except CheckpointError as error:
-            # A folder that another process removed meanwhile was never there.
+            # A folder that another process removed in the meantime is not an error.
             if folder.exists():
                 unreadable.append((folder, error))
     readable.sort(key=lambda item: item[1].serial)
@@ -172,7 +172,7 @@ def latest(root: Path) -> Path | None:
         raise CheckpointError(f"cannot look for checkpoints in {root}: {error}") from error
     newest = readable[-1][0] if readable else None
     for folder, damage in unreadable:
-        # Its serial cannot be read. Steps tell the order too, except where a run went back.
+        # The serial of a damaged checkpoint cannot be read. Steps give the same order, unless a run went back.
         if newest is None or step_of(folder) > step_of(newest):
             raise CheckpointError(f"{damage}; {_way_out(folder, newest)}") from damage
     if newest is None:

@@ -23,6 +23,9 @@ MANIFEST_NAME = "meta.json"
 FORMAT = "shardwise checkpoint"
 FORMAT_VERSION = 2
 
+REMEDY = "use an older checkpoint or another copy"
+"""What to do about contents that are not what was saved."""
+
 _READ_SIZE = 1 << 22
 
 
@@ -58,7 +61,7 @@ class ChunkRecord:
         sizes: number of indices in each dimension.
         file: name of a safetensors file of the checkpoint.
         key: name of the box in that file.
-        checksum: of the box (see ``checksum.slice_checksum``).
+        checksum: the box's checksum (see ``checksum.slice_checksum``).
     """
 
     offsets: tuple[int, ...]
@@ -220,11 +223,9 @@ class Manifest:
                     f"checkpoint {folder} is incomplete: {name} cannot be found ({error.strerror})"
                 ) from error
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not a regular file")
+                raise damaged(folder, f"{name} is not a regular file")
             if status.st_size != file.size:
-                raise CheckpointError(
-                    f"checkpoint {folder} is damaged: {name} has {status.st_size} bytes, expected {file.size}"
-                )
+                raise damaged(folder, f"{name} has {status.st_size} bytes, expected {file.size}")
 
     def check_contents(self, folder: Path) -> None:
         """Read every file and raise CheckpointError unless its checksum is as recorded."""
@@ -232,12 +233,14 @@ class Manifest:
             try:
                 found = FileRecord.of(folder / name)
             except OSError as error:
-                raise CheckpointError(f"checkpoint {folder} is damaged: {name} cannot be read ({error})") from error
+                raise damaged(folder, f"{name} cannot be read ({error})") from error
             if found != file:
-                raise CheckpointError(
-                    f"checkpoint {folder} is damaged: {name} has CRC-32 {found.crc32}, expected {file.crc32}; "
-                    "use an older checkpoint or another copy"
-                )
+                raise damaged(folder, f"{name} has CRC-32 {found.crc32}, expected {file.crc32}; {REMEDY}")
+
+
+def damaged(folder: Path, what: str) -> CheckpointError:
+    """The error of a checkpoint whose files are not what was saved."""
+    return CheckpointError(f"checkpoint {folder} is damaged: {what}")
 
 
 def _is_inside(name: str) -> bool:
@@ -249,7 +252,7 @@ def _is_inside(name: str) -> bool:
 def existing_manifest(folder: Path) -> Path:
     """The path of ``folder``'s ``meta.json``; CheckpointError, which says what is there instead, if there is none."""
     path = folder / MANIFEST_NAME
-    # What is there but no regular file is told when it is read.
+    # If the path exists and is not a regular file, reading it reports so.
     if os.path.lexists(path):
         return path
     if not folder.exists():
@@ -264,7 +267,7 @@ def existing_manifest(folder: Path) -> Path:
 def json_copy(meta: Mapping[str, Any]) -> dict[str, Any]:
     """``meta`` as it will be read back; CheckpointError if it is not JSON."""
     try:
-        # Within another object, as it will be.
+        # The copy is made inside another object, since that is how deep it will be nested.
         copy: dict[str, Any] = parse_json(json.dumps({"meta": dict(meta)}, allow_nan=False).encode())["meta"]
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint's meta must be plain JSON values: {error}") from error

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shardwise.checkpoint.checksum import MODULUS, slice_checksum
-from shardwise.checkpoint.manifest import ChunkRecord, Manifest
+from shardwise.checkpoint.manifest import REMEDY, ChunkRecord, Manifest, damaged
 from shardwise.errors import CheckpointError
 from shardwise.tensor_files import StoredTensor, read_box, read_header
 
@@ -122,7 +122,7 @@ class SafetensorsReader(StorageReader):
         try:
             return read_header(self.folder / name)
         except CheckpointError as error:
-            raise CheckpointError(f"checkpoint {self.folder} is damaged: {error}") from error
+            raise damaged(self.folder, str(error)) from error
 
     def _read(self, header: Mapping[str, StoredTensor], box: Slice) -> Tensor:
         chunk, dtype = self._place[box.chunk], self._manifest.tensors[box.chunk.fqn].dtype
@@ -132,7 +132,9 @@ class SafetensorsReader(StorageReader):
             if part.dtype == dtype:
                 self.bytes_read += part.nbytes
                 return part
-        raise _damaged(self.folder, chunk, f"has no {chunk.key!r} of {dtype} and shape {list(chunk.sizes)}")
+        raise damaged(
+            self.folder, f"{chunk.file} has no {chunk.key!r} of {dtype} and shape {list(chunk.sizes)}; {REMEDY}"
+        )
 
     def check_sums(self, sums_of_ranks: Iterable[Mapping[MetadataIndex, int]]) -> None:
         """Raise CheckpointError unless what all ranks read is what was saved."""
@@ -142,7 +144,7 @@ class SafetensorsReader(StorageReader):
         for index, found in total.items():
             chunk = self._place[index]
             if found % MODULUS != chunk.checksum:
-                raise _damaged(self.folder, chunk, f"has other values of {chunk.key!r} than were saved")
+                raise damaged(self.folder, f"{chunk.file} has other values of {chunk.key!r} than were saved; {REMEDY}")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -178,9 +180,3 @@ def share_out_slices(wanted: list[list[Slice]], chunks: Mapping[MetadataIndex, C
 
 def _slice_of(item: ReadItem) -> Slice:
     return Slice(item.storage_index, item.storage_offsets, item.lengths)
-
-
-def _damaged(folder: Path, chunk: ChunkRecord, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {folder} is damaged: {chunk.file} {what}; use an older checkpoint or another copy"
-    )

@@ -32,7 +32,7 @@ class SafetensorsWriter(StorageWriter):
     A chunk that is a whole tensor has the tensor's name, any other has the slice behind it: ``weight[0:51, 0:64]``.
 
     Args:
-        folder: where to write.
+        folder: the folder to write to.
         rank: this rank in the group that saves.
         finish: called on the coordinator once every rank has written: the chunks of each tensor, and the files.
     """

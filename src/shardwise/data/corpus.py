@@ -22,7 +22,7 @@ def text_size(texts: Iterable[str]) -> str:
     return f"{num_bytes} B"
 
 
-# A cut goes back to the start of a line, if that is not longer than this or than the part cut off.
+# A cut moves back to the start of a line, by at most this many bytes or the length of the part cut off.
 _MAX_LINE_BYTES = 1000
 
 
@@ -59,7 +59,7 @@ class Corpus:
                     f"document {number} of the corpus {self.name!r} has a lone surrogate at character {error.start}, "
                     f"which is no text; remove it"
                 ) from error
-            # The length in front keeps ("ab", "c") apart from ("a", "bc").
+            # Hashing the length first distinguishes ("ab", "c") from ("a", "bc").
             digest.update(len(content).to_bytes(8, "little"))
             digest.update(content)
             num_bytes += len(content)
@@ -146,11 +146,11 @@ def _cut_tail(document: str, num_bytes: int) -> tuple[str, str]:
     latest = len(content) - num_bytes
     earliest = max(1, latest - max(num_bytes, _MAX_LINE_BYTES))
     for separator in (b"\n", b" "):
-        # The separator ends the head.
+        # The separator belongs to the head.
         found = content.rfind(separator, earliest - 1, latest)
         if found >= 0:
             return content[: found + 1].decode(), content[found + 1 :].decode()
-    # No boundary near: the start of a character.
+    # There is no boundary nearby, so the cut falls at the start of a character.
     while content[latest] & 0xC0 == 0x80:
         latest -= 1
     return content[:latest].decode(), content[latest:].decode()

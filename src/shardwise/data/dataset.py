@@ -59,7 +59,7 @@ class TokenDataset:
         """One sample.
 
         Args:
-            index: which one, less than ``len``.
+            index: the sample's index, less than ``len``.
             offset: tokens by which all samples are shifted.
 
         Returns:

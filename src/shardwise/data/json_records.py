@@ -20,14 +20,14 @@ def texts_of_lines(content: str, file: Path, text_key: str) -> list[str]:
     """The texts of JSON lines; blank lines are left out.
 
     Args:
-        content: of the file.
+        content: the file's content.
         file: its name, for messages.
         text_key: name of the text in each object.
 
     Raises:
         DataError: a line that is not a JSON object with a text. The message names file and line.
     """
-    # Only \n ends a line of JSON lines; str.splitlines would also split at U+2028, which JSON strings may hold.
+    # Only \n ends a line of JSON lines; str.splitlines would also split at U+2028, which JSON strings may contain.
     lines = enumerate(content.split("\n"), start=1)
     return [_text_of_line(line, f"{str(file)!r}, line {number}", text_key) for number, line in lines if line.strip()]
 
@@ -36,7 +36,7 @@ def texts_of_json(content: str, file: Path, text_key: str) -> list[str]:
     """The texts of a ``.json`` file: an array of records, or JSON lines; nothing if it is blank.
 
     Args:
-        content: of the file.
+        content: the file's content.
         file: its name, for messages.
         text_key: name of the text in each object. A string in an array is a text without one.
 

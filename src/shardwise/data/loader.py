@@ -21,13 +21,13 @@ from shardwise.errors import ConfigError
 Batch = tuple[Tensor, Tensor]
 """``(tokens [b, s], labels [b, s])``, int64, on the CPU."""
 
-# What the numbers of an epoch are drawn for, so that its order and its offset are independent.
+# An epoch's numbers are drawn for a purpose each, so that its order and its offset are independent.
 _FOR_ORDER = 0
 _FOR_OFFSET = 1
 
 
 def _random_uint64(seed: int, epoch: int, purpose: int, count: int) -> NDArray[np.uint64]:
-    # NumPy promises the raw numbers of a bit generator for ever, but not what Generator makes of them.
+    # NumPy guarantees a bit generator's raw numbers across versions, but not what Generator derives from them.
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch, purpose)))
     return np.asarray(bits.random_raw(count), dtype=np.uint64)
 
@@ -86,7 +86,7 @@ class BatchSchedule:
         """``[global_batch_size]``: the samples of a step, in order.
 
         Args:
-            step: from 0.
+            step: the step, from 0.
 
         Raises:
             ConfigError: ``step`` is negative.
@@ -130,7 +130,7 @@ class DataLoader:
     Args:
         dataset: gives the samples.
         global_batch_size: samples in a step, over all data-parallel ranks.
-        seed: of the order and the offsets.
+        seed: seed of the order and the offsets.
 
     Raises:
         ConfigError: ``global_batch_size`` is less than 1, or the seed negative.
@@ -150,7 +150,7 @@ class DataLoader:
         """The micro-batches of one rank in one step.
 
         Args:
-            step: from 0; any, in any order.
+            step: the step, from 0; steps may be asked for in any order.
             dp_rank: data-parallel rank.
             dp_size: number of data-parallel ranks.
             micro_batch_size: ``b``, samples in one forward pass; all that the rank has if None.

@@ -30,11 +30,12 @@ _SOURCE_SUFFIXES = (
     ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .cs .go .rs .swift .m .js .mjs .jsx .ts .tsx .rb "
     ".pl .php .lua .jl .r .hs .ml .ex .erl .clj .el .lisp .scm .f90 .sql .sh .bash .toml .yaml .yml .ini .cfg"
 )
-# Not .json and .csv: a folder's are seldom text to learn from (its config.json). They can be named themselves.
+# Files named .json and .csv in a folder are seldom text to learn from (a config.json), so they must be named
+# explicitly.
 TEXT_SUFFIXES = frozenset(_PROSE_SUFFIXES.split() + _SOURCE_SUFFIXES.split())
 """Files of a folder that are read as one document each (in either case)."""
 
-# A binary file named by mistake may be as large as a disk; this much of it is looked at before the rest is read.
+# A binary file named by mistake may be as large as a disk, so this much is examined before the rest is read.
 _FIRST_LOOK_BYTES = 1 << 16
 
 
@@ -157,7 +158,7 @@ def _decode(content: bytes, file: Path) -> str:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        # The first look may cut a character, and then its NUL is the reason.
+        # The first look may end within a character; then a NUL before it is the actual reason.
         offset = error.start if offset < 0 else min(offset, error.start)
     if offset < 0:
         return text.removeprefix("\ufeff")

@@ -29,7 +29,7 @@ def stdlib_corpus(folder: Path | None = None) -> Corpus:
     its tests.
 
     Args:
-        folder: where the library lies; that of this Python if None.
+        folder: the library's folder; that of this Python if None.
 
     Returns:
         About 700 documents and 12 MB, named for instance "CPython 3.11.7 standard library, 728 files, 12.0 MB".

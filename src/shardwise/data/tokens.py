@@ -20,7 +20,7 @@ from shardwise.tokenizer import Tokenizer
 
 _CACHE_FORMAT = 3
 
-# Documents are encoded in groups of about this size, to bound what the tokenizer holds at once.
+# Documents are encoded in groups of about this size, which bounds the tokenizer's memory.
 _GROUP_CHARS = 1 << 20
 
 
@@ -117,7 +117,7 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], parse_sp
 
 def _write_cache(path: Path, identity: dict[str, Any], tokens: NDArray[Any]) -> None:
     header = identity | {"dtype": tokens.dtype.name, "num_tokens": len(tokens)}
-    # The description comes last: where it stands, its array does.
+    # The description is written last, so that its array is complete wherever it exists.
     write_atomically(path, lambda file: np.save(file, tokens, allow_pickle=False))
     write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps(header, indent=2).encode()))
 

@@ -24,9 +24,9 @@ from shardwise.transformer.layer import TransformerLayerSpec
 Model = GPT | Bert
 
 _FIELDS = {field.name for field in dataclasses.fields(ModelDescription)}
-# Of ModelConfig, by the same name.
+# Fields that ModelConfig has under the same name.
 _CONFIG_FIELDS = _FIELDS & {field.name for field in dataclasses.fields(ModelConfig)}
-# Of the models, by the same name, as arguments and attributes.
+# Fields that are arguments and attributes of the models under the same name.
 _BERT_FIELDS = _FIELDS - _CONFIG_FIELDS - {"kind", "activation", "attention_bias", "qkv_bias", "mlp_bias"}
 _GPT_FIELDS = _BERT_FIELDS - {"num_tokentypes", "add_binary_head"}
 
@@ -35,7 +35,7 @@ def model_config(description: ModelDescription, **settings: Any) -> ModelConfig:
     """The ``ModelConfig`` of a described model.
 
     Args:
-        description: of the model.
+        description: the model's description.
         **settings: other fields of the config (``params_dtype``, ``sequence_parallel``, stages and the like), and
             values that replace the description's (``hidden_dropout``).
 
@@ -63,12 +63,12 @@ def build_model(
     """A described model, or this rank's part of it.
 
     Args:
-        description: of the model.
-        config: by ``model_config``.
+        description: the model's description.
+        config: its config, from ``model_config``.
         groups: its process groups.
-        device: where its parameters are made; PyTorch's default device if None, or the GPU of NCCL groups.
+        device: the device that its parameters are made on; PyTorch's default device if None, or the GPU of NCCL groups.
         max_sequence_length: longest sequence, for models without learned positions.
-        vp_stage: which of the stage's chunks, with interleaving.
+        vp_stage: the index of the stage's chunk; None without interleaving.
 
     Raises:
         ConfigError: heads or layers that cannot be split over the ranks.
@@ -114,9 +114,8 @@ def describe_model(model: nn.Module) -> ModelDescription:
         raise ConfigError(
             f"activation_func {config.activation_func!r} has no name; use one of {', '.join(ACTIVATIONS)}"
         )
-    any_model: Any = model
-    layers: Any = (any_model.encoder if is_bert else any_model.decoder).layers
-    attention, mlp = layers[0].self_attention, layers[0].mlp
+    first: Any = model.block.layers[0]
+    attention, mlp = first.self_attention, first.mlp
     return ModelDescription(
         kind="bert" if is_bert else "gpt",
         activation=activation,

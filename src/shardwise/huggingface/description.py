@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.huggingface.mapping import Heads
 from shardwise.transformer.rotary_scaling import RotaryScaling
 
-# Of sizes; what is larger is a mistake, on which nobody should wait or run out of memory.
+# A larger size is a mistake, and is refused before anyone waits for it or runs out of memory.
 _LARGEST = {
     "num_layers": 1 << 16,
     "num_attention_heads": 1 << 16,
@@ -30,12 +30,12 @@ class ModelDescription:
 
     Attributes:
         kind: the class: ``"gpt"`` or ``"bert"``.
-        activation: of the MLP, a key of ``transformer.activations.ACTIVATIONS``.
-        attention_bias: a bias on attention's output projection.
-        qkv_bias: on its query, key and value projections.
-        mlp_bias: on both projections of the MLP.
+        activation: the MLP's activation, a key of ``transformer.activations.ACTIVATIONS``.
+        attention_bias: there is a bias on attention's output projection.
+        qkv_bias: there are biases on its query, key and value projections.
+        mlp_bias: there are biases on both projections of the MLP.
         add_binary_head: BERT's next-sentence head, and the pooler before it.
-        init_method_std: of new weights.
+        init_method_std: standard deviation of new weights.
     """
 
     kind: Literal["gpt", "bert"] = "gpt"

@@ -33,7 +33,7 @@ class Fields:
     """The fields of a ``config.json``.
 
     Args:
-        values: as read.
+        values: the fields as they were read.
         where: the file's name, for messages.
     """
 
@@ -52,7 +52,7 @@ class Fields:
 
         Args:
             kind: its type; an integer of the file is a float, too.
-            *names: of the field, the one that wins first.
+            *names: names of the field; the first that is present is used.
             default: if none of them is there.
             within: the smallest and the largest number that it may be.
 
@@ -69,7 +69,7 @@ class Fields:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             article = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[kind]
             raise self.error(name, value, article)
-        # JSON has integers of any length.
+        # A JSON file may hold integers too long for a float.
         if kind is float and not abs(value) <= sys.float_info.max:
             raise self.error(name, value, "a finite number")
         if kind is not str and not within[0] <= value <= within[1]:

@@ -14,7 +14,7 @@ from shardwise.huggingface.mapping import Composition, Piece
 from shardwise.huggingface.reading import TensorFolder, weight_dtype
 from shardwise.sharding import Interval, ParamShard
 
-# Of a copy, compared at both ends of each run of rows.
+# This many rows at both ends of each interval of a copy are compared.
 _ROWS = 16
 
 
@@ -41,7 +41,7 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
     for name, runs in _runs_by_tensor(composition, rows).items():
         for together in _neighbours(runs):
             first, count = together[0].start, sum(run.rows for run in together)
-            # Of a vector there are no columns.
+            # A vector has no columns; one empty interval stands for them.
             place = 0
             for start, stop in columns or [(0, 0)]:
                 values = _read(folder, names[name], composition, (first, start), (count, stop - start))
@@ -113,7 +113,7 @@ def check_copies(
         pieces = tuple(Piece(copy, piece.start, piece.rows) for piece in composition.pieces)
         repeated = Composition(composition.shape, pieces, composition.transposed)
         check_shapes(source.tensors, repeated, names)
-        # No tied weight is split by columns.
+        # A weight split by columns is never tied, so there is nothing to compare.
         if shard.layout.dim != 1 and not _same_rows(shard, repeated, source.tensors, names):
             raise CheckpointError(
                 f"{source.path} has tensors {names[original]!r} and {names[copy]!r}, which differ, but its config.json "

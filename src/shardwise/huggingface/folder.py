@@ -21,11 +21,11 @@ class PretrainedFolder:
     """A Hugging Face folder that is open for reading.
 
     Args:
-        folder: with ``config.json`` and safetensors.
+        folder: a folder with ``config.json`` and safetensors files.
 
     Attributes:
         config: what ``config.json`` says.
-        description: of the model.
+        description: the model's description.
         tensors: what is stored.
 
     Raises:
@@ -50,7 +50,8 @@ class PretrainedFolder:
     def dtype(self) -> torch.dtype:
         """Of the weights: what ``config.json`` says, or else the first weight's."""
         stored = list(self.tensors.tensors.values())
-        # Old files have positions among their tensors, too. Where no dtype is a weight's, the first says which it is.
+        # Old files store integer positions among their tensors, so the first floating-point tensor is taken. If there
+        # is none, the first tensor's dtype is what the error names.
         first = next((tensor for tensor in stored if is_weight_dtype(tensor)), next(iter(stored), None))
         if self.config.dtype is not None or first is None:
             return self.config.dtype or torch.float32
@@ -101,7 +102,7 @@ class PretrainedFolder:
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 """What marks a folder of adapters, as the ``peft`` library has them."""
 
-# What people type: an organisation and a name, or an old model's name alone, with or without the hub's address.
+# People type an organisation and a name, or an old model's name alone, with or without the hub's address.
 _HUB_ID = re.compile(
     r"(?:https?:/+)?(?:(?:huggingface\.co|hf\.co)/)?((?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95})/?"
 )
@@ -122,14 +123,14 @@ def no_folder(folder: Path, hint: str = "") -> str:
     """What to say where there is no such folder: if it may be a model on the Hugging Face hub, how to get one.
 
     Args:
-        folder: as it was given.
+        folder: the path as the user gave it.
         hint: what else to do.
     """
     exists = os.path.exists(folder)
     said = f"{folder} is not a folder" if exists else f"there is no folder {folder}"
     said += hint and f"; {hint}"
     match = _HUB_ID.fullmatch(str(folder))
-    # Where its first part is a folder here, the rest is misspelt.
+    # If the first part of the path is a folder here, the path is misspelt rather than a name on the hub.
     if match is None or exists or (len(folder.parts) > 1 and os.path.isdir(folder.parts[0])):
         return said
     name = match[1].rpartition("/")[2]

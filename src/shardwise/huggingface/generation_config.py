@@ -25,7 +25,7 @@ _MOST_TOKENS = 10**9
 _HIGHEST_TEMPERATURE = 1e6
 
 _READ = ("do_sample", "temperature", "top_k", "top_p", "max_new_tokens", "max_length", "eos_token_id")
-# What is about memory, speed, what is returned, or the parts of another way to generate.
+# These fields concern memory, speed, what is returned, or another way to generate.
 _ABOUT_OTHER_THINGS = """
 _from_model_config transformers_version bos_token_id pad_token_id decoder_start_token_id use_cache cache_implementation
 cache_config max_cache_len return_legacy_cache return_dict_in_generate output_attentions output_hidden_states
@@ -35,7 +35,7 @@ num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exi
 target_lookbehind assistant_ensemble_weight max_matching_ngram_size prompt_lookup_num_tokens speculation_type use_mtp
 """
 _WITHOUT_EFFECT = frozenset(_ABOUT_OTHER_THINGS.split())
-# Values, beside null and false, with which a field changes nothing.
+# Values other than null and false with which a field changes nothing.
 _NEUTRAL = {
     "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
@@ -68,7 +68,7 @@ class GenerationDefaults:
     """What a model's folder says about generation: ``generation_config.json``, and ``config.json`` for ends of texts.
 
     Args:
-        folder: that may have a ``generation_config.json``; None if there is no such folder.
+        folder: the model's folder, which may have a ``generation_config.json``; None if there is no such folder.
         config: the fields of ``config.json``.
 
     Raises:
@@ -98,12 +98,12 @@ class GenerationDefaults:
         Where it says ``do_sample: false``, the likeliest token is taken unless a temperature is asked for.
 
         Args:
-            temperature: as in ``Sampling``; what the model says if None, here and below.
-            top_k: likewise.
-            top_p: likewise.
+            temperature: see ``Sampling``; the model's value if None.
+            top_k: see ``Sampling``; the model's value if None.
+            top_p: see ``Sampling``; the model's value if None.
             max_new_tokens: most tokens to add.
-            num_prompt_tokens: which count for ``max_length``.
-            vocab_size: of the model.
+            num_prompt_tokens: length of the prompt, which counts towards ``max_length``.
+            vocab_size: size of the model's vocabulary.
             eos_id: the tokenizer's end of a text, which is one in any case.
 
         Raises:

@@ -36,10 +36,10 @@ def load_pretrained(
     slice, so that no rank needs memory for more than that and the largest of its tensors once more.
 
     Args:
-        folder: with ``config.json`` and safetensors.
+        folder: a folder with ``config.json`` and safetensors files.
         groups: the model's process groups.
-        dtype: of the parameters; that of ``config.json`` if None, or else that of the first tensor.
-        device: of the parameters; PyTorch's default device if None, or the GPU of groups that are of GPUs.
+        dtype: dtype of the parameters; if None that of ``config.json``, or else that of the first tensor.
+        device: device of the parameters; PyTorch's default device if None, or this rank's GPU for groups of GPUs.
         max_sequence_length: longest sequence, for models without learned positions; that of ``config.json`` if None.
         **settings: fields of ``ModelConfig`` that the folder does not decide, or that replace what it says
             (``hidden_dropout``).
@@ -60,7 +60,7 @@ def load_pretrained(
         **settings,
     }
     config = agree(
-        # Every value comes from the files.
+        # Every value is read from the files, so none is initialised.
         lambda: model_config(source.description, perform_initialization=False, **settings),
         group=model_groups(groups),
     )
@@ -79,12 +79,12 @@ def load_pretrained(
             for chunk in chunks_of(config)
         ]
 
-    # A size that is not that of the tensors is told before memory is asked for by it.
+    # A size that contradicts the tensors is reported before memory is allocated for it.
     agree(lambda: _check_sizes(source), group=model_groups(groups))
     _plan(built(torch.device("meta")), source, groups)
     models = built(where)
     for model in models:
-        # What is added to the model later starts as it would in another.
+        # Modules that are added to the model later are initialised as in any other model.
         model.config.perform_initialization = True
     parts, names = _plan(models, source, groups)
 

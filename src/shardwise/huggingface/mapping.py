@@ -50,8 +50,8 @@ class Composition:
     """A whole parameter in terms of stored tensors.
 
     Attributes:
-        shape: of the parameter.
-        pieces: which make up its rows, in order; together every row of every tensor, once.
+        shape: shape of the parameter.
+        pieces: the stored rows that make up its rows, in order; together every row of every tensor, once.
         transposed: the stored matrices are ``[in, out]``.
     """
 

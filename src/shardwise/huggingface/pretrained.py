@@ -30,9 +30,9 @@ class PretrainedConfig:
     """What a ``config.json`` says.
 
     Attributes:
-        architecture: which one it is of.
+        architecture: the model's architecture.
         description: the model.
-        dtype: of the weights; None if it does not say.
+        dtype: dtype of the weights; None if the file does not say.
         values: all fields, as read.
     """
 
@@ -59,7 +59,7 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
     Fields that no number depends on, and fields that transformers does not read either, are passed over.
 
     Args:
-        values: as read.
+        values: the fields as they were read.
         where: the file's name, for messages.
 
     Raises:
@@ -84,7 +84,7 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
     try:
         description = architecture.read(fields)
     except ConfigError as error:
-        # What fields mean together may be wrong where each by itself is not.
+        # Fields that are each valid may contradict each other; that error does not name the file yet.
         if str(error).startswith(where):
             raise
         raise ConfigError(f"{where}: {error}") from error
@@ -101,10 +101,10 @@ def config_to_json(
     """The ``config.json`` of a model.
 
     Args:
-        description: of the model.
+        description: the model's description.
         architecture: its ``model_type``; if None that of ``base``, or else the first that can say all that the
             description does.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         base: a ``config.json`` whose other fields (ids of special tokens, for one) are kept.
 
     Raises:
@@ -128,7 +128,7 @@ def _written_as(
 ) -> dict[str, Any]:
     values = {"architectures": [architecture.class_of(description)], "model_type": architecture.model_type}
     if dtype is not None:
-        # The name that every reader knows; transformers 5 writes "dtype".
+        # Every reader knows this name; transformers 5 writes "dtype" instead.
         values["torch_dtype"] = str(dtype).removeprefix("torch.")
     if base is not None and base.get("model_type") == architecture.model_type:
         kept = {name: value for name, value in base.items() if name not in ("dtype", "torch_dtype", "architectures")}

@@ -47,7 +47,7 @@ class TensorFolder:
     Opening it reads the headers of the files and no tensor.
 
     Args:
-        folder: with the files.
+        folder: the folder that holds the files.
 
     Attributes:
         tensors: what there is, by stored name.
@@ -61,7 +61,7 @@ class TensorFolder:
         self.folder = folder
         self.bytes_read = 0
         self.tensors: dict[str, StoredTensor] = {}
-        # What has that name and is no regular file is told when it is read.
+        # If the path exists and is not a regular file, reading it reports so.
         index = None if (folder / WEIGHTS_NAME).exists() else _read_index(folder)
         for file in [WEIGHTS_NAME] if index is None else sorted(set(index.values())):
             for name, tensor in read_header(folder / file).items():
@@ -77,7 +77,7 @@ class TensorFolder:
         """A box of a weight, on the CPU, and no other byte of it.
 
         Args:
-            name: of the tensor, as it is stored.
+            name: the tensor's stored name.
             offsets: first index of the box, in each dimension.
             sizes: number of indices, in each dimension.
 
@@ -112,7 +112,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"{path} has no weight_map that names a file for each tensor")
     for name, file in files.items():
-        # A name with folders in it could point anywhere.
+        # A name that contains folders could point anywhere on the disk.
         if not isinstance(file, str) or PurePosixPath(file).name != file or not can_be_a_name(file):
             raise CheckpointError(f"{path}: tensor {name!r} cannot be in a file called {file!r}")
         if not os.path.lexists(folder / file):

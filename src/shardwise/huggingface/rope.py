@@ -28,7 +28,7 @@ def read_rope(fields: Fields, longest: int) -> dict[str, Any]:
     """The fields of a ``ModelDescription`` about rotary positions.
 
     Args:
-        fields: of the ``config.json``.
+        fields: the fields of the ``config.json``.
         longest: the longest sequence, by ``max_position_embeddings``.
 
     Raises:
@@ -40,7 +40,7 @@ def read_rope(fields: Fields, longest: int) -> dict[str, Any]:
         raise fields.error(name, values, "an object, or null")
     rope = Fields(values, f"{fields.where}: {name}")
     theta = rope.get(float, "rope_theta", default=fields.get(float, "rope_theta", default=10000.0))
-    # The architectures that are read here rotate whole heads, and so does transformers.
+    # The supported architectures rotate whole heads, as transformers does.
     for each in (rope, fields):
         if each.values.get("partial_rotary_factor") is not None:
             each.require("partial_rotary_factor", 1.0)
@@ -63,7 +63,7 @@ def _read_scaling(kind: str, rope: Fields, fields: Fields, longest: int) -> Rota
         original = fields.optional(int, _CONTEXT) or values.get(_CONTEXT) or longest
         values = {"factor": longest / max(original, 1), **values, _CONTEXT: original}
     try:
-        # A key of the table, which has the kinds that there are.
+        # The kind is a key of the table, which lists exactly the supported kinds.
         return RotaryScaling(kind=kind, **values)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{rope.where}: {error}") from error
@@ -74,7 +74,7 @@ def rope_json(description: ModelDescription) -> dict[str, Any]:
     old: dict[str, Any] | None = None
     scaling = description.rope_scaling
     if scaling is not None:
-        # Truncation is the default of all readers, and unknown to old ones.
+        # Every reader truncates by default, and old readers do not know the field.
         old = {"rope_type": scaling.kind} | {
             name: value
             for name in itertools.chain(*_SCALINGS[scaling.kind])

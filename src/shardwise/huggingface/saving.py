@@ -74,7 +74,7 @@ def save_pretrained(
         source: a folder whose tokenizer and ``generation_config.json`` are copied, and whose ``config.json``, if it is
             of the same architecture, is kept but for what the model says otherwise.
         architecture: the ``model_type`` to write; that of ``source`` if None, or else the first that fits.
-        dtype: of the stored weights; the parameters' own if None.
+        dtype: dtype of the stored weights; the parameters' own if None.
         max_file_size: bytes of weights in one file; a larger tensor has a file of its own. A stage's weights are in
             files of their own.
         fields: more of ``config.json``, such as the ids of special tokens.
@@ -87,7 +87,7 @@ def save_pretrained(
     models = cast("list[Model]", list(model) if isinstance(model, ModelChunks | Sequence) else [model])
     groups = models[0].groups
     replicas: ProcessGroup | None = getattr(groups, "dp_cp", None) or getattr(groups, "dp", None)
-    # "." has no name, which the unfinished folder beside it is called by.
+    # The unfinished folder is named after the target, and a path such as "." has no name until it is absolute.
     target = Path(os.path.abspath(folder))
 
     def export() -> None:
@@ -98,7 +98,7 @@ def save_pretrained(
     if replicas is None or replicas.size() == 1:
         export()
     else:
-        # The other replicas wait here, and hear of what went wrong.
+        # The other replicas wait here and receive the error if the export fails.
         agree(export, group=replicas)
 
 
@@ -162,7 +162,7 @@ def _plan(
 def _write_folder(target: Path, plan: _Plan, groups: Groups, max_file_size: int) -> None:
     is_first = all(group.rank() == 0 for group in model_groups(groups))
     keys = gather_from_stages(list(plan.parts), "the names of parameters", groups)
-    # The last stage's copy of a tied weight is not written again.
+    # The last stage's copy of a tied weight must not be written a second time.
     before = {key for earlier in keys[: groups.stage] for key in earlier}
     own_files = _dealt_out([part for key, part in plan.parts.items() if key not in before], max_file_size)
     files = gather_from_stages([_names_and_size(parts) for parts in own_files], "the files to be written", groups)
@@ -233,7 +233,7 @@ def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], groups: Gr
                     failure = error
                     if file is not None:
                         file.close()
-            # Not kept while the next is gathered.
+            # The whole parameter is released before the next one is gathered.
             del whole
     if failure is not None:
         raise failure
@@ -276,6 +276,6 @@ def _finish(target: Path, partial: Path, plan: _Plan, index: Mapping[str, Any] |
         for path in partial.iterdir():
             fsync(path)
         fsync(partial)
-        # Takes the place of an empty folder, and fails on one that was filled meanwhile.
+        # The rename replaces an empty folder and fails on one that was filled in the meantime.
         partial.rename(target)
         fsync(target.parent)

@@ -21,8 +21,8 @@ class PreallocatedCache:
         head_dim: width of a head.
         batch_size: number of sequences.
         capacity: most tokens that it can hold of each sequence.
-        dtype: of keys and values.
-        device: where they are kept; the default device if None.
+        dtype: dtype of keys and values.
+        device: device of keys and values; the default device if None.
 
     Raises:
         ConfigError: a size under 1.
@@ -93,7 +93,7 @@ class PreallocatedCache:
         """Add the keys and values of new tokens to one layer.
 
         Args:
-            layer_number: from 1.
+            layer_number: the layer's number, from 1.
             key: ``[b, groups/t, new, d]``; copied.
             value: like ``key``.
 

@@ -39,12 +39,12 @@ def generate(
     The model is in evaluation mode meanwhile. PyTorch's default random generators are not used.
 
     Args:
-        model: with or without sequence parallelism, which saves nothing here and costs time.
+        model: the model; sequence parallelism is allowed, but saves nothing here and costs time.
         prompt_ids: token ids; may be empty if ``eos_id`` is given, from which (the first, of several) the model then
             starts, as from the end of the text before.
         max_new_tokens: most tokens to generate.
         sampling: how a token is chosen.
-        seed: of the choices, from 0 to 2**63 - 1.
+        seed: seed of the choices, from 0 to 2**63 - 1.
         eos_id: the token that ends the text, or several that do.
         on_token: called with each token as soon as it is chosen, on every rank. What it raises ends the generation on
             its rank.
@@ -63,7 +63,7 @@ def generate(
     assert vocab_size is not None
     if not (model.pre_process and model.post_process):
         raise ConfigError("generation needs the whole model on each rank, and this is one pipeline stage of it")
-    # Before the other checks, so that a mistake on one rank leaves no rank waiting.
+    # This comes before the other checks, so that a mistake on one rank leaves no rank waiting.
     prompt_sha256 = hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()
     eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
     asked = f"prompt SHA-256 {prompt_sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_ids=}"
@@ -122,7 +122,7 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        # Not inference_mode: a buffer first made under it and kept could not be used in training afterwards.
+        # inference_mode is not used, since a buffer that is first made under it cannot be used in training afterwards.
         with torch.no_grad():
             yield
     finally:

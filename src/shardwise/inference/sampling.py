@@ -77,7 +77,7 @@ def vocab_parallel_argmax(scores: Tensor, *, vocab_size: int, group: ProcessGrou
     """
     start = _check_shard(scores, vocab_size, group)
     scores = _without_nan(scores)
-    # argmax, unlike topk, promises the first of equals.
+    # Unlike topk, argmax guarantees the first of equal values.
     index = scores.argmax(dim=-1, keepdim=True)
     best = torch.stack((scores.gather(1, index), (index + start).double()), dim=-1)
     values, ids = all_gather(best, group=group, dim=1).unbind(-1)
@@ -97,7 +97,7 @@ def sample_next_token(
         sampling: how to choose.
         vocab_size: size of the whole vocabulary.
         group: the ranks that split it.
-        generator: of the CPU, in the same state on every rank; ``b * vocab_size`` numbers are drawn, none if greedy.
+        generator: a CPU generator in the same state on every rank; it draws ``b * vocab_size`` numbers (greedy: none).
 
     Returns:
         ``[b]`` ids, int64, the same on every rank.
@@ -110,7 +110,7 @@ def sample_next_token(
         return vocab_parallel_argmax(logits, vocab_size=vocab_size, group=group)
     start = _check_shard(logits, vocab_size, group)
     uniform = torch.rand(logits.size(0), vocab_size, generator=generator, dtype=torch.float64, device="cpu")
-    # Times the temperature, where the formula above could divide by it: no overflow at a small one.
+    # Multiplying by the temperature, where dividing by it would be equivalent, does not overflow at a small one.
     noise = (-uniform.log()).log_().mul_(-sampling.temperature).to(logits.device)
     if sampling.top_k == 0 and sampling.top_p == 1:
         local_noise = noise[:, start : start + logits.size(1)]

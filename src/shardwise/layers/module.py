@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from shardwise import sharded_state
 from shardwise.communication.backend import default_device
 from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod, initialize_shard_
@@ -148,21 +149,26 @@ class ShardedModule(GroupModule):
         Args:
             prefix: put before each name, such as ``"decoder.layers.0.mlp.linear_fc1."``.
             sharded_offsets: ``(axis, index, count)`` of leading axes that stack this layer with others of one name.
-            metadata: accepted for programs that pass it; nothing depends on it.
+            metadata: handed on to modules within that answer for themselves; nothing here depends on it.
 
         Returns:
-            An entry for each parameter that the layer owns.
+            An entry for each parameter that the layer owns, and for what modules within it hold.
 
         Raises:
             ShardingError: ``sharded_offsets`` do not fit together.
         """
-        return {
+        entries = {
             prefix + name: ParamShard(
                 prefix + name, param, layout, self.group.rank(), tuple(sharded_offsets), self._allow_shape_mismatch
             )
             for name, layout in self.param_layouts.items()
             if (param := getattr(self, name)) is not None
         }
+        for name, child in self.named_children():
+            entries |= sharded_state.sharded_state_dict(
+                child, f"{prefix}{name}.", sharded_offsets, metadata, group=self.group
+            )
+        return entries
 
 
 def named_param_layouts(module: nn.Module, world_size: int) -> Iterator[tuple[str, Parameter, ParamLayout]]:

@@ -28,6 +28,7 @@ from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, no_folder
 from shardwise.huggingface.ranks import gather_from_stages, model_groups
 from shardwise.huggingface.reading import read_json, weight_dtype
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
+from shardwise.lora.layers import LoraLinear
 from shardwise.lora.model import Site, add_adapters_, all_paths, is_chosen, layers_without_adapters, sites_of
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer_model import TransformerModel
@@ -41,9 +42,9 @@ _PREFIX = "base_model.model."
 _ANY_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:lora_\w+|modules_to_save)\b.*")
 _MERGE_FIRST = "merge them into the model with peft (merge_and_unload, then save_pretrained) and use that folder"
 _KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(lora_[AB])\.weight")
-# Ways to start that leave the base weights as they are.
+# Initialisations that leave the base weights unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-# What would make the adapters something else than B A.
+# Fields that would make an adapter compute something other than B A.
 _VARIANTS = (
     "alora_invocation_tokens",
     "alpha_pattern",
@@ -104,7 +105,7 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
 
 def _lora_arguments(fields: Fields) -> dict[str, Any]:
     targets = fields.values.get("target_modules")
-    # A pattern (a string) is peft's other way to say it; the tensors say it too.
+    # PEFT also accepts a pattern (a string); the names of the tensors say which layers it matched.
     targets = [targets] if isinstance(targets, str) else targets
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise fields.error("target_modules", targets, "a list of names")
@@ -123,7 +124,7 @@ def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], archi
     Args:
         model: a built model, without adapters.
         folder: written by ``save_adapter``, or by ``peft``'s ``save_pretrained``.
-        architecture: whose names the files use.
+        architecture: the architecture whose names the files use.
 
     Returns:
         The folder's configuration.
@@ -156,9 +157,9 @@ def save_adapter(
     """Write the adapters of a model for ``peft`` and ``load_adapter_``. Collective over the model's ranks.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         folder: made if missing; an adapter that is there is replaced.
-        architecture: whose names the files use.
+        architecture: the architecture whose names the files use.
         base_model: name or folder of the base model, as ``base_model_name_or_path``.
 
     Raises:
@@ -172,7 +173,7 @@ def save_adapter(
         for site, adapter in pairs
         for name, layout in adapter.param_layouts.items()
     }
-    facts = [(_lora_config(site), site.transposed) for site, _ in pairs[:1]]
+    facts = [(site.layer.lora_config, site.transposed) for site, _ in pairs[:1] if isinstance(site.layer, LoraLinear)]
     of_stages = gather_from_stages((tensors, facts), "the adapters of each pipeline stage", model.groups)
     tensors = {key: tensor for of_stage, _ in of_stages for key, tensor in of_stage.items()}
     facts = [fact for _, of_stage in of_stages for fact in of_stage]
@@ -180,7 +181,7 @@ def save_adapter(
         raise ConfigError("the model has no adapters to save")
     paths = sorted({match[1] for key in tensors if (match := _KEY.fullmatch(key))})
     named = {path for path in all_paths(model, architecture) if is_chosen(path, facts[0][0].target_modules)}
-    # BERT's heads have layers of the same names, and a pattern of peft's is not kept as one.
+    # BERT's heads have layers of the same names, and PEFT's patterns are not preserved; then full paths are written.
     exact = isinstance(model, GPT) and named == set(paths)
     config = _config_json(*facts[0], paths, names_will_do=exact, base_model=base_model)
     config["task_type"] = "CAUSAL_LM" if isinstance(model, GPT) else None
@@ -191,12 +192,6 @@ def _writes(model: TransformerModel) -> bool:
     """Whether this rank writes what all ranks of the model, and of its data-parallel copies, write once."""
     copies = model.groups.dp
     return all(group.rank() == 0 for group in (*model_groups(model.groups), *([copies] if copies else [])))
-
-
-def _lora_config(site: Site) -> LoraConfig:
-    layer: Any = site.layer
-    config: LoraConfig = layer.lora_config
-    return config
 
 
 def _config_json(
@@ -231,10 +226,10 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) 
     }
     new = {name: folder / f"{name}.new" for name in contents}
     try:
-        # An earlier adapter is touched when there was room for both files of this one.
+        # An earlier adapter is only touched once both new files have been written.
         for name, path in new.items():
             write_atomically(path, methodcaller("write", contents[name]))
-        # The configuration goes first and comes last: where it stands, its tensors do.
+        # The configuration is removed first and written last, so that its tensors are complete wherever it exists.
         (folder / CONFIG_NAME).unlink(missing_ok=True)
         for name, path in new.items():
             path.replace(folder / name)

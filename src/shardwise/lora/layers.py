@@ -34,10 +34,10 @@ from shardwise.layers import ColumnLinear, LinearParallelism, RowLinear, Sharded
 from shardwise.layers.linear import reduce_product
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.lora.config import LoraConfig
-from shardwise.lora.sections import is_identity, local_places, section_layout
-from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, balanced_sizes, uneven_sizes
+from shardwise.lora.sections import local_places, section_layout
+from shardwise.sharding import ParamLayout, balanced_sizes, uneven_sizes
 
-# As ``peft``: that of nn.Linear, uniform within 1 / sqrt(fan in).
+# PEFT initialises A as nn.Linear does its weight, uniformly within 1 / sqrt(fan in).
 _INIT_A = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
 _REDUCED_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -68,7 +68,7 @@ class LoraAdapter(ShardedModule):
             layer.group,
             device=layer.weight.device,
             dtype=torch.float32 if layer.weight.dtype in _REDUCED_PRECISION else layer.weight.dtype,
-            # Also where the weight came from a file, and had no initial value.
+            # The factors are initialised even if the weight was read from a file.
             initialize=True,
             init_on_cpu=layer.init_on_cpu,
         )
@@ -82,7 +82,7 @@ class LoraAdapter(ShardedModule):
             layout_b = section_layout(section, weight_layout, config.r)
             partial_a, partial_b = layer.sequence_parallel, False
             places = local_places(section, weight_layout, rank)
-            if is_identity(places, weight_layout.local_size(rank)):
+            if torch.equal(places, torch.arange(weight_layout.local_size(rank))):
                 places = None
         else:
             layout_a = ParamLayout((config.r, input_size), 1, weight_layout.intervals, t, weight_layout.stride)
@@ -217,19 +217,6 @@ class LoraLinear(ParallelLinear):
         if self.lora_merged:
             self.weight.copy_(self.weight - self.delta())
             self.lora_merged = False
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: Sequence[ShardedOffset] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, ParamShard]:
-        """As that of the layer, and the adapters' factors as ``lora.NAME.lora_A`` and ``lora.NAME.lora_B``."""
-        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        for name, adapter in self.lora.items():
-            assert isinstance(adapter, LoraAdapter)
-            entries |= adapter.sharded_state_dict(f"{prefix}lora.{name}.", sharded_offsets, metadata)
-        return entries
 
 
 class LoraColumn(LoraLinear):

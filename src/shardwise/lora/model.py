@@ -56,7 +56,7 @@ def sites_of(model: TransformerModel, architecture: Architecture) -> list[Site]:
 
     Args:
         model: any GPT or BERT.
-        architecture: whose names its layers have.
+        architecture: the architecture whose names its layers have.
 
     Raises:
         ConfigError: the architecture has no such layers.
@@ -96,7 +96,7 @@ def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Archite
     Args:
         model: a built model, without adapters.
         config: rank, strength and targets.
-        architecture: whose names the targets are.
+        architecture: the architecture whose names the targets are.
 
     Raises:
         ConfigError: a target that the model lacks, or a model that has adapters already.

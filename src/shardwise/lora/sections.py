@@ -42,11 +42,6 @@ def local_places(section: Tensor, fused: ParamLayout, rank: int) -> Tensor:
     return held
 
 
-def is_identity(places: Tensor, size: int) -> bool:
-    """Whether ``places`` is 0, 1 ... ``size - 1``."""
-    return torch.equal(places, torch.arange(size))
-
-
 def _rows(fused: ParamLayout, rank: int) -> Tensor:
     return torch.cat([torch.arange(0), *(torch.arange(start, stop) for start, stop in fused.intervals[rank])])
 

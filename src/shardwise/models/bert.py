@@ -78,7 +78,7 @@ class Pooler(GroupModule):
         """``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` of ``sequence_length`` positions, to ``[b, h]``."""
         first = hidden[:1]
         if self.sequence_parallel:
-            # One token of each rank that has any: the first rank's is the sequence's first.
+            # Each rank that has tokens contributes one; the first rank's is the first of the sequence.
             sizes = [min(size, 1) for size in balanced_sizes(sequence_length, self.tp_group.size())]
             first = moves.gather(first, dim=0, group=self.tp_group, sizes=sizes)
         output: Tensor = torch.tanh(self.dense(first[0]))
@@ -106,7 +106,7 @@ class Bert(TransformerModel):
         embedding: ``TokenEmbedding``; on the first stage.
         encoder: this stage's layers.
         lm_head: before the output layer; on the last stage, as all that follows.
-        output_layer: with a bias; with tied weights it has no weight of its own if this is the first stage too.
+        output_layer: has a bias; with tied weights it has no weight of its own if this is the first stage too.
         pooler, binary_head: or None.
 
     Raises:
@@ -134,7 +134,7 @@ class Bert(TransformerModel):
         spec = layer_spec or TransformerLayerSpec()
         if spec.attention is SelfAttention:
             spec = dataclasses.replace(spec, attention=partial(SelfAttention, attn_mask_type=AttnMaskType.padding))
-        # All parts are made by the base, which asks for these.
+        # The base class makes all parts and reads these attributes.
         self.num_tokentypes, self.add_binary_head = num_tokentypes, add_binary_head
         self.pooler: Pooler | None = None
         self.binary_head: ReplicatedLinear | None = None

@@ -16,10 +16,10 @@ class ModelChunks(nn.ModuleList):
     """A pipeline stage's chunks of a model, in order.
 
     Args:
-        chunks: at least one, of one config.
+        chunks: at least one chunk; all have the same config.
 
     Attributes:
-        config: of all chunks.
+        config: the config of all chunks.
     """
 
     config: ModelConfig

@@ -69,7 +69,7 @@ class TokenEmbedding(GroupModule):
         self.word_embeddings = VocabEmbedding(
             vocab_size,
             config.hidden_size,
-            # Positions and token types are added to the whole sequence before it is split.
+            # Positions and token types are added to the whole sequence, so it is split only afterwards.
             sequence_parallel=self.scatters and not learned and num_tokentypes == 0,
             init=init,
             deterministic=config.deterministic_mode,

@@ -46,11 +46,11 @@ class LanguageModel(GroupModule):
     config: ModelConfig
     pre_process: bool
     post_process: bool
-    # What holds of a model that does not set them.
+    # Defaults for models that do not set these.
     share_embeddings_and_output_weights: bool = False
     vocab_size: int | None = None
     vp_stage: int | None = None
-    # Whether attention has a mask or bias beside the causal one always, which some backends do not take.
+    # Whether attention always has a mask or bias besides the causal one, which some backends do not support.
     _attention_is_masked = False
 
     def __init__(self, config: ModelConfig, groups: Groups) -> None:
@@ -159,7 +159,7 @@ class LanguageModel(GroupModule):
     @property
     def fuses_output_layer_and_loss(self) -> bool:
         """Whether output layer and loss are computed in one."""
-        # A deferred weight gradient is the output layer's own affair.
+        # A deferred weight gradient needs the output layer to be called by itself.
         return self.config.fuse_output_layer_and_loss and not self.config.defer_embedding_wgrad_compute
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:

@@ -56,7 +56,7 @@ class TransformerModel(FixedTensors, LanguageModel):
     # Name of the attribute that holds the transformer block.
     block_name: str
     _fixed = ("alibi_slopes",)
-    # A model with token types, or with a bias of the output layer, sets them before its parts are made.
+    # A model with token types, or with an output bias, sets these before its parts are made.
     num_tokentypes = 0
     _output_bias = False
     output_layer: ColumnLinear
@@ -80,11 +80,11 @@ class TransformerModel(FixedTensors, LanguageModel):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, groups)
-        # False is Megatron's way to say none.
+        # Megatron passes False for none.
         self.rope_scaling = rope_scaling or None
         self._check(vocab_size, max_sequence_length, position_embedding_type)
         if config.sequence_parallel and groups.tp.size() == 1:
-            # There is nothing to split.
+            # With one rank there is nothing to split.
             self.config = config = dataclasses.replace(config, sequence_parallel=False)
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
@@ -166,7 +166,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         weight = self.shared_embedding_or_output_weight()
         if not self.fuses_output_layer_and_loss:
             logits = self.output_layer(hidden, weight, sequence_length=s)
-            # Only the loss reads these logits, so their memory may become their gradient's.
+            # Only the loss reads these logits, so their memory may be reused for their gradient.
             return self.loss_of_logits(labels, logits, inplace_=True)
         weight = self.output_layer.weight if weight is None else weight
         assert weight is not None

@@ -74,7 +74,7 @@ class Schedule:
     """A table of actions, checked when made; printed, the time that each takes is seen.
 
     Attributes:
-        name: of the schedule.
+        name: name of the schedule.
         num_stages: pipeline-parallel ranks.
         num_micro_batches: per step.
         num_chunks: parts of the model on each stage.
@@ -154,7 +154,7 @@ class Schedule:
         """``[stage]``, when each action runs if each takes its time and messages take none.
 
         Args:
-            durations: of one action of each kind.
+            durations: the duration of one action of each kind.
 
         Raises:
             ConfigError: a stage would wait for ever.

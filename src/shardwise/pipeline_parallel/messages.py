@@ -21,9 +21,9 @@ class Message(NamedTuple):
     """The hidden states that ``part`` passes to the next one, or the gradient that it returns to the one before.
 
     Attributes:
-        micro_batch: whose.
-        part: of the model, that made it.
-        is_gradient: which of the two.
+        micro_batch: the micro-batch that it belongs to.
+        part: the part of the model that made it.
+        is_gradient: it is a gradient rather than hidden states.
         source: stage that sends.
         target: stage that receives.
     """
@@ -110,8 +110,8 @@ def hidden_shape(
     """``[s, b, h]`` of what this rank's stage gives to the next one's, or of its shard.
 
     Args:
-        config: with ``hidden_size`` and ``sequence_parallel``.
-        seq_length: of the whole sequence.
+        config: any config with ``hidden_size`` and ``sequence_parallel``.
+        seq_length: length of the whole sequence.
         micro_batch_size: ``b``.
         tp_group: tensor-parallel; it shares the sequence with sequence parallelism, by the balanced rule.
         cp_group: context-parallel; it always shares the sequence.

@@ -115,8 +115,8 @@ def _alternating(forwards: list[tuple[int, int]], backwards: list[tuple[int, int
 
     Args:
         forwards: micro-batch and chunk of each forward step, in order.
-        backwards: of each backward step; as many.
-        ahead: by how many steps the forwards are ahead of the backwards.
+        backwards: micro-batch and chunk of each backward step, as many, in order.
+        ahead: the number of steps by which the forwards are ahead of the backwards.
     """
     actions = [Action(_F, *step) for step in forwards[:ahead]]
     for index, step in enumerate(backwards):

@@ -78,10 +78,10 @@ class Pipeline(Generic[T]):
             schedule: the same on every stage.
             forward: called in the schedule's order, with gradients off if ``forward_only``.
             loss: called on the last part's output.
-            shape: of the hidden states between stages, ``[s, b, h]`` or this rank's shard of them.
-            dtype: of the hidden states as they travel.
-            device: where they are.
-            input_dtype: in which chunks are given them; ``dtype`` if None.
+            shape: shape of the hidden states between stages, ``[s, b, h]`` or this rank's shard of them.
+            dtype: dtype of the hidden states when they are sent.
+            device: device of the hidden states.
+            input_dtype: dtype in which chunks receive them; ``dtype`` if None.
             forward_only: no backward; ``schedule`` then has forward steps alone.
             no_sync: a context for all backward steps but each chunk's last, and for all steps that compute weight
                 gradients but each chunk's last (as of a data-parallel wrapper).
@@ -124,7 +124,8 @@ class Pipeline(Generic[T]):
         delays = any(True for chunk in self.chunks for _ in _delayed(chunk))
         if self.group.size() == 1:
             return delays
-        # The same on every stage if the largest is the smallest: one small collective in place of everyone's words.
+        # The stages agree if the largest number is also the smallest: one small collective instead of gathering the
+        # facts.
         number = float(zlib.crc32(repr(facts).encode()))
         largest = all_reduce(
             torch.tensor([number, -number, float(delays)], dtype=torch.float64, device=device),
@@ -176,7 +177,7 @@ class _Step(Generic[T]):
             while self._sent:
                 self._sent.popleft().wait()
         except Exception as error:
-            # What went wrong here first says more than a neighbour who gave up waiting.
+            # This stage's own first error says more than a neighbour that gave up waiting.
             if self._failure is not None:
                 raise self._failure from error
             raise
@@ -193,7 +194,7 @@ class _Step(Generic[T]):
         failed = torch.tensor(float(self._failure is not None), device=self.device)
         if not all_reduce(failed, group=group, op=dist.ReduceOp.MAX):
             return
-        # Gradients that still wait are of no use to the next step, whichever stage failed.
+        # Deferred gradients are of no use to the next step, whichever stage failed.
         for chunk in self.pipeline.chunks:
             for layer in _delayed(chunk):
                 layer.take_weight_gradients()
@@ -214,7 +215,7 @@ class _Step(Generic[T]):
         sent, coming = exchange(sends, receives, group=self.pipeline.group)
         self._coming.update(zip(step.receives, coming, strict=True))
         self._sent.extend(sent)
-        # A tensor is kept until it arrived. Waiting for an early one is safe: messages travel in one order.
+        # A tensor is kept until it has arrived. Waiting for an early one is safe, since messages travel in one order.
         while len(self._sent) > self.schedule.num_stages:
             self._sent.popleft().wait()
 
@@ -236,7 +237,7 @@ class _Step(Generic[T]):
                     kept.clear()
         message = made_by(self.schedule, self._stage, action)
         if message is not None:
-            # Zeros where there is nothing to say, as from an input that no output depends on.
+            # Zeros are sent if there is no gradient, for instance of an input that no output depends on.
             if made is None:
                 made = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self._made[message] = made
@@ -282,14 +283,14 @@ class _Step(Generic[T]):
             )
         output = output.to(self.dtype)
         if keeps:
-            # The graph without the output itself, which is kept only until it was sent.
+            # Only the graph is kept; the output itself is needed only until it has been sent.
             self._roots[key] = get_gradient_edge(output) if output.requires_grad else None
         return output.detach().contiguous()
 
     def _backward(self, key: _Key, received: Tensor | None) -> Tensor | None:
         root, input_ = self._roots.pop(key), self._inputs.pop(key, None)
         chunk = key[1]
-        # A chunk that is recomputed asks for its input again, when that of a later micro-batch has long been set.
+        # A chunk that is recomputed reads its input again, when that of a later micro-batch has already been set.
         self._set_input(chunk, input_)
         self._backwards_left[chunk] -= 1
         with self.no_sync() if self._backwards_left[chunk] else contextlib.nullcontext():

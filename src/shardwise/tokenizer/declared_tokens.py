@@ -21,7 +21,7 @@ CONFIG_NAME = "tokenizer_config.json"
 
 _DECODER = "added_tokens_decoder"
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
-# In the order in which names that the vocabulary lacks get new ids; other roles come after them.
+# Names that the vocabulary lacks get new ids in this order; other roles follow.
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -30,7 +30,7 @@ class DeclaredTokens:
     """What the files in a tokenizer's folder say of its tokens.
 
     Args:
-        folder: of the ``tokenizer.json``; each of the files may be missing.
+        folder: the folder of the ``tokenizer.json``; each of the files may be missing.
 
     Raises:
         DataError: a file that is not JSON, or a token in it that cannot be one. The message names file and field.
@@ -115,7 +115,7 @@ def _token_of(value: object, path: Path, role: str, *, special: bool = True) -> 
     try:
         return AddedToken(content, **({"special": special} | options))
     except (TypeError, ValueError) as error:
-        # The library takes no lone surrogates.
+        # The library rejects lone surrogates.
         raise _bad_token(path, role, value) from error
 
 

@@ -32,7 +32,7 @@ def encodable_parts(text: str, encode: Callable[[str], list[int]], *, longest_na
     place in reach is good, such as in a word of a million letters, the part just ends.
 
     Args:
-        text: of any length.
+        text: a text of any length.
         encode: the ids of a text by themselves.
         longest_name: characters of the longest name of a token that is looked for in the text.
     """
@@ -55,14 +55,15 @@ def _places(text: str, start: int, limit: int) -> Iterator[int]:
         if newline < 0:
             break
         yield newline + 1
-        # Some tokenizers put a line's end and the next line's indentation in one token, and some the blanks before it.
+        # Some tokenizers join a line's end with the next line's indentation in one token, others with the blanks before
+        # it.
         yield newline
     yield from range(limit, max(middle, limit - _MAX_PLACES_TRIED), -1)
 
 
 def _is_seam(text: str, place: int, reach: int, encode: Callable[[str], list[int]]) -> bool:
     left, right = text[max(0, place - reach) : place], text[place : place + reach]
-    # Beyond nothing but blanks there may be a token that takes them all.
+    # If one side is nothing but blanks, a token beyond the window may take them all.
     if left.isspace() or right.isspace():
         return False
     return encode(left + right) == encode(left) + encode(right)

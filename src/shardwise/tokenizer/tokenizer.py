@@ -119,7 +119,7 @@ class Tokenizer:
         self.eos_id: int = eos_id
 
     def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        # The library's own pickle forgets that special tokens are text.
+        # The library's own pickle loses encode_special_tokens.
         return Tokenizer._from_json, (self._backend.to_str(), self.eos_token)
 
     @classmethod
@@ -169,9 +169,9 @@ class Tokenizer:
 
         Args:
             corpus: its documents are learned from.
-            vocab_size: as for ``train``.
+            vocab_size: see ``train``.
             cache_dir: folder for the learned tokenizers, made if missing. A damaged entry is learned anew.
-            special_tokens: as for ``train``.
+            special_tokens: see ``train``.
 
         Raises:
             ConfigError: as for ``train``, or ``cache_dir`` cannot be written to.
@@ -232,7 +232,8 @@ class Tokenizer:
             eos_token = next((name for name in _USUAL_END_NAMES if backend.token_to_id(name) is not None), None)
         if eos_token is None:
             raise DataError(f"the tokenizer {str(file)!r} does not say which token ends a text; pass its eos_token")
-        # Before other tokens are declared: as a new one, of which the model knows nothing, it would end no text.
+        # The end-of-text token is looked up before other tokens are declared: one added now, which the model does not
+        # know, would never end a text.
         tokenizer = cls(backend, eos_token)
         declared.declare_(backend)
         return tokenizer
@@ -248,10 +249,10 @@ class Tokenizer:
         """
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            # As GPT-2 has it: the token that ends a text also begins one.
+            # As in GPT-2, the token that ends a text also begins one.
             "bos_token": self.eos_token,
             "eos_token": self.eos_token,
-            # Without this, decoding drops blanks before punctuation.
+            # Otherwise decoding would drop blanks before punctuation.
             "clean_up_tokenization_spaces": False,
         }
         folder = Path(folder).expanduser()

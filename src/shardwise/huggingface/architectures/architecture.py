@@ -17,7 +17,7 @@ class Setting:
     """A field of ``config.json`` that says what one of the description's does.
 
     Attributes:
-        name: of the field.
+        name: the field's name.
         default: its value where it is missing, which has its type.
         synonym: another name, which is read, and wins where both are there, but is not written.
     """
@@ -68,7 +68,7 @@ class Architecture:
     """One ``model_type``: its configuration and its table of tensors.
 
     Attributes:
-        model_type: as in ``config.json``.
+        model_type: the value in ``config.json``.
         classes: names in ``architectures`` that are this one.
         settings: by the description's name, the fields of ``config.json`` that say the same, read and written alike.
         fixed: fields of the description that are the same for all models.

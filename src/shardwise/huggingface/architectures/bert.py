@@ -53,7 +53,7 @@ class _Bert(Architecture):
         return self.classes[0] if model.add_binary_head else self.classes[1]
 
     def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
-        # A file may have more heads than ``architectures`` says, as that of ``bert-base-uncased`` has.
+        # A file may hold more heads than ``architectures`` says; that of ``bert-base-uncased`` does.
         has_head = model.add_binary_head or "cls.seq_relationship.weight" in stored
         return dataclasses.replace(model, add_binary_head=has_head)
 
@@ -89,15 +89,15 @@ BERT = _Bert(
         "is_decoder": False,
         "add_cross_attention": False,
         "position_embedding_type": "absolute",
-        # Otherwise transformers has two biases of which one is used.
+        # With untied embeddings, transformers stores two output biases and uses only one.
         "tie_word_embeddings": True,
     },
     prefix="bert.",
     table=TABLE,
     tied={"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"},
-    # Buffers; and the pooler of a model without the head that it is for.
+    # These are buffers, and the pooler of a model without the head that would read it.
     ignored=(r"embeddings\.position_ids", r"embeddings\.token_type_ids", r"pooler\.dense\.(weight|bias)"),
     copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
-    # As converted from TensorFlow.
+    # Files converted from TensorFlow have these names.
     renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
 )

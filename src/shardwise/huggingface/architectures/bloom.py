@@ -36,7 +36,7 @@ BLOOM = _Bloom(
     classes=("BloomForCausalLM", "BloomModel"),
     settings={
         "vocab_size": Setting("vocab_size", 250880),
-        # Files need not say how long a sequence may be.
+        # The field is optional: ALiBi bounds no sequence.
         "max_sequence_length": Setting("seq_length", 2048),
         "hidden_size": Setting("hidden_size", 64, "n_embed"),
         "num_layers": Setting("n_layer", 2, "num_hidden_layers"),

@@ -69,6 +69,6 @@ GPT2 = _GPT2(
     prefix="transformer.",
     table=TABLE,
     tied={"lm_head.weight": "transformer.wte.weight"},
-    # The causal mask and its fill value.
+    # These buffers hold the causal mask and its fill value.
     ignored=(r"\.attn\.(masked_)?bias",),
 )

@@ -52,15 +52,15 @@ class Decoder(Architecture):
     """What the four have in common.
 
     Attributes:
-        num_key_value_heads: default of that field; as many as query heads if None.
-        head_dim: likewise; ``hidden_size / num_attention_heads`` if None.
+        num_key_value_heads: default of that field; the number of query heads if None.
+        head_dim: default of that field; ``hidden_size / num_attention_heads`` if None.
     """
 
     fixed: Mapping[str, Any] = field(default_factory=lambda: {"gated_linear_unit": True, "normalization": "RMSNorm"})
     prefix: str = "model."
     table: Table = field(default_factory=lambda: TABLE)
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
-    # Old files keep the rotary frequencies.
+    # Old files store the rotary frequencies.
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -79,7 +79,7 @@ class Decoder(Architecture):
         others = {
             "num_query_groups": groups,
             "kv_channels": width or hidden // heads,
-            # As ``ModelConfig`` has it: positions before and after a token that it sees.
+            # ``ModelConfig`` counts the positions before and after a token that the token attends to.
             "window_size": None if window is None else (window - 1, 0),
         }
         if "attention_bias" in values:
