@@ -9,12 +9,14 @@ from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified,
 from torch import nn
 
 from shardwise.communication.accounting import CollectiveCounter
+from shardwise.communication.context import context_of
 from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, symmetric_buffer_of
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.layers import ColumnLinear, RowLinear
+from shardwise.kernels.reduce_norm import reduce_norm_
+from shardwise.layers import ColumnLinear, RowLinear, inference
 from shardwise.layers.inference import InferenceColumnLinear, InferenceNormColumnLinear, InferenceRowLinear, sharing
 from shardwise.layers.norm import NormFunction, RMSNorm, ZeroCenteredLayerNorm, ZeroCenteredRMSNorm
-from shardwise.sharding import balanced_sizes
+from shardwise.sharding import balanced_range, balanced_sizes
 
 # Sizes that no number of ranks above 1 divides.
 S, B, H, FFN = 13, 2, 7, 11
@@ -251,3 +253,52 @@ def test_a_column_layer_without_a_norm_takes_what_was_left(group):
         expected = plain(norm(hidden))
     plain.skip_norm_and_all_gather = True
     assert_close_to(plain(hidden), expected, rtol_of_norm=1e-14)
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_path_through_symmetric_memory_is_given_what_it_needs(group, monkeypatch):
+    """Its kernel's definition, on the buffers of all ranks; what each writes then lies in all of them."""
+
+    def emulated(handle, addresses, start, residual, bias, weight, norm_bias, eps):
+        memory = symmetric_buffer_of(group, residual.device)
+        assert (handle, addresses) == (memory.handle, "addresses")
+        flat = memory.maybe_get_tensor((S * B, H), residual.dtype)["tensor"]
+        buffers = gather_all(flat, group)
+        rows = residual.reshape(-1, H)
+        new = reduce_norm_(buffers, start, rows, bias, weight, norm_bias, eps)
+        for rank, buffer in enumerate(gather_all(buffers[0], group)):
+            first, last = balanced_range(S, group.size(), rank)
+            flat[first * B : last * B] = buffer[first * B : last * B]
+        return new.view(residual.shape)
+
+    monkeypatch.setattr(GlobalSymmetricMemoryBuffer, "is_symmetric", True)
+    monkeypatch.setattr(GlobalSymmetricMemoryBuffer, "addresses", "addresses")
+    monkeypatch.setattr(inference, "runs_fused", lambda buffer: True)
+    monkeypatch.setattr(inference, "fused_reduce_norm_", emulated)
+    for kind, bias in ((nn.LayerNorm, True), (RMSNorm, False), (ZeroCenteredRMSNorm, True)):
+        half = half_block(group, kind=kind, bias=bias)
+        up = InferenceNormColumnLinear.of(*half[:2])
+        down = InferenceRowLinear.of(half[2], next_norm=up.norm)
+        x = rows_of(torch.randn(S, B, H, dtype=torch.float64), group, True)
+        hidden = down(F.gelu(up(x, sequence_length=S)), x)
+        compare(hidden, trained(half, x, S))
+        up.skip_norm_and_all_gather = True
+        output = up(hidden)
+        up.skip_norm_and_all_gather = False
+        compare(output, up(hidden, sequence_length=S))
+        assert "exchange=fused, in symmetric memory" in repr(down)
+
+
+@pytest.mark.ranks(1, 2)
+def test_repr_says_which_exchange(group):
+    norm, _, row = half_block(group)
+    context_of(group).symmetric_buffers.clear()
+    down = InferenceRowLinear.of(row)
+    unfused, chosen = ("none", "none") if group.size() == 1 else ("row_sequence", "fused, one all-reduce")
+    assert f"exchange={unfused})" in repr(down)
+    down.next_norm = NormFunction.of(norm)
+    if group.size() > 1:
+        assert "exchange=fused, chosen in the first call)" in repr(down)
+    x = torch.zeros(2, B, H, dtype=torch.float64)
+    down(torch.zeros(2 * group.size(), B, row.local_features, dtype=torch.float64), x)
+    assert f"exchange={chosen})" in repr(down)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +83,11 @@ class GlobalSymmetricMemoryBuffer:
     def is_symmetric(self) -> bool:
         """Whether the ranks reach each other's block."""
         return not isinstance(self.handle, OrdinaryMemory)
+
+    @functools.cached_property
+    def addresses(self) -> Tensor:
+        """Where each rank's block lies in this process: int64 ``[t]``, on the block's device; in symmetric memory."""
+        return torch.tensor(list(self.handle.buffer_ptrs), dtype=torch.int64, device=self.buffer.device)
 
     def maybe_get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
         """The start of the block as a tensor of that shape and dtype.

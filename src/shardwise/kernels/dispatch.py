@@ -193,6 +193,15 @@ HUGE_PAGES = FastPath(
 # M_MMAP_THRESHOLD).
 PLACED_OUTPUTS = FastPath("outputs in huge pages", "for those of 32 MiB or more", "cpu", (), 32 << 20, "bytes")
 
+# Between ranks, and so not one of the paths that a device has by itself.
+REDUCE_NORM = FastPath(
+    "Triton exchange of inference layers",
+    "in fused mode with sequence parallelism, where the ranks reach each other's memory",
+    "cuda",
+    (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    missing=lambda call: _no_triton(call.device_index),
+)
+
 
 PATHS = (LOSS_CPU, LOSS_TRITON, ELEMENTWISE, RMS_NORM, ONEDNN, HUGE_PAGES, PLACED_OUTPUTS)
 

@@ -22,6 +22,7 @@ from shardwise.communication.symmetric_memory import Left, symmetric_buffer_of
 from shardwise.config import Normalization
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.kernels import products
+from shardwise.kernels.reduce_norm import fused_reduce_norm_, runs_fused
 from shardwise.layers.column import ColumnLinear
 from shardwise.layers.linear import LinearParallelism, shard_sizes
 from shardwise.layers.norm import NormFunction
@@ -354,7 +355,10 @@ class InferenceRowLinear(RowLinear):
             output = self._apply_linear(x, None) + residual
             memory.leave(Left(None, self.next_norm.weight))
             return output if self.bias is None else output + self.bias.to(output.dtype)
-        output = self._reduce_and_norm(x, residual, buffer["tensor"])
+        reduce_and_norm = self._reduce_and_norm
+        if memory.is_symmetric and self._scatters and runs_fused(buffer["tensor"]):
+            reduce_and_norm = self._reduce_and_norm_in_symmetric_memory
+        output = reduce_and_norm(x, residual, buffer["tensor"])
         memory.leave(Left(buffer["tensor"], self.next_norm.weight))
         return output
 
@@ -372,6 +376,36 @@ class InferenceRowLinear(RowLinear):
         whole = all_reduce(partial, group=self.group, may_overwrite=True)
         out.copy_(self.next_norm(whole))
         return whole[start:stop] if self._scatters else whole
+
+    def _reduce_and_norm_in_symmetric_memory(self, x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
+        """The same by one kernel: ``out``, into which the product goes, is reached by all ranks."""
+        assert self.weight is not None
+        assert self.next_norm is not None
+        memory, norm = symmetric_buffer_of(self.group, x.device), self.next_norm
+        torch.mm(x.reshape(-1, self.local_features), self.weight.t(), out=out.view(-1, self.out_features))
+        start, _ = balanced_range(x.size(0), self.group.size(), self.group.rank())
+        first_row = start * x.shape[1:-1].numel()
+        weight = norm.whole_weight
+        return fused_reduce_norm_(
+            memory.handle, memory.addresses, first_row, residual, self.bias, weight, norm.bias, norm.eps
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, exchange={self._exchange()}"
+
+    def _exchange(self) -> str:
+        if self.group.size() == 1:
+            return "none"
+        if self.next_norm is None:
+            return self.parallelism.value
+        # Asked for without making the memory, which is collective.
+        assert self.weight is not None
+        memory = context_of(self.group).symmetric_buffers.get(self.weight.device)
+        if memory is None:
+            return "fused, chosen in the first call"
+        if memory.is_symmetric and self._scatters and runs_fused(self.weight.new_empty(1, self.out_features)):
+            return "fused, in symmetric memory"
+        return "fused, one all-reduce"
 
 
 def _plain(linear: nn.Module, kind: type[M]) -> M:
