@@ -21,7 +21,7 @@ import shardwise
 from shardwise.cli.launch import physical_cores
 from shardwise.cli.variables import VARIABLES
 from shardwise.communication.transports.shared_memory import why_not_here
-from shardwise.kernels.dispatch import Choice, report, why_repeat_keys
+from shardwise.kernels.dispatch import REDUCE_NORM, Call, Choice, report, why_repeat_keys
 
 _REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "tqdm")
 _OPTIONAL = ("matplotlib", "tensorboard", "triton")
@@ -71,6 +71,7 @@ def fast_paths(devices: Iterable[torch.device]) -> list[Choice]:
         choices.append(_fused_attention(device))
         choices.append(_grouped_heads(device))
         choices.extend(report(device.type, device_index=device.index or 0))
+        choices.append(REDUCE_NORM.report(Call(device.type, device_index=device.index or 0)))
     refusal = why_not_here()
     return [
         *choices,

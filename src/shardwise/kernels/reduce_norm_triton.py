@@ -70,7 +70,12 @@ def reduce_norm_(
     norm_bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """As ``reduce_norm.reduce_norm_``, on buffers of the residual's dtype at ``addresses``, int64 ``[t]``, all multiples of 16."""
+    """As ``reduce_norm.reduce_norm_``, on buffers of the residual's dtype.
+
+    Args:
+        addresses: of the buffers, int64 ``[t]``, multiples of 16.
+        start, residual, bias, weight, norm_bias, eps: as there.
+    """
     num_columns = residual.size(-1)
     num_rows = residual.shape[:-1].numel()
     new = torch.empty_like(residual)
