@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+import runpy
 from pathlib import Path
 
 import pytest
-from harness.program import Program
+import torch.distributed as dist
+from harness.forked import run_forked
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -18,23 +19,21 @@ def first_example(document: str) -> str:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
 
 
+def run_as_rank(script: Path, store: Path, rank: int, ranks: int) -> None:
+    """As under torchrun, without its agent: a file for the rendezvous, so that no port is needed."""
+    join = dist.init_process_group
+    meeting = dist.FileStore(str(store), ranks)
+    dist.init_process_group = lambda backend: join(backend, store=meeting, rank=rank, world_size=ranks)
+    runpy.run_path(str(script))
+
+
 def run_example(document: str, folder: Path, ranks: int) -> str:
     script = folder / "example.py"
     script.write_text(first_example(document), encoding="utf-8")
-    store = folder / f"store{ranks}"
-    # As under torchrun, without its agent: a file for the rendezvous, so that no port is needed.
-    start = f"""
-import runpy
-import sys
-import torch.distributed as dist
-join, store = dist.init_process_group, dist.FileStore({str(store)!r}, {ranks})
-dist.init_process_group = lambda backend: join(backend, store=store, rank=int(sys.argv[1]), world_size={ranks})
-runpy.run_path({str(script)!r})
-"""
-    with ExitStack() as stack:
-        processes = [stack.enter_context(Program("-c", start, str(rank), OMP_NUM_THREADS="1")) for rank in range(ranks)]
-        outputs = [process.finish().stdout for process in processes]
-    return outputs[0]
+    calls = [(script, folder / f"store{ranks}", rank, ranks) for rank in range(ranks)]
+    done = run_forked(run_as_rank, calls, folder)
+    assert [code for code, _ in done] == [0] * ranks, done
+    return "".join(line for line in done[0][1].splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
 
 
 def test_the_readme_shows_the_engine_and_the_guide_its_door():

@@ -70,6 +70,3 @@ def test_commands(tmp_path):
     done = run("-c", CALL_EACH, json.dumps(commands), " ".join(DOORS), **variables)
     codes = [line for line in done.stdout.splitlines() if line.startswith("exit code")]
     assert codes == [f"exit code {command[0]} 0" for command in commands], done.report()
-    # Two ranks, which the command starts, with both axes of a small model split.
-    split = ["--out", tmp_path / "split", *train, *small, "--parallel.tp", "2", "--parallel.sequence-parallel"]
-    assert "step" in run("-m", "shardwise", "train", *split, **variables).stdout

@@ -138,7 +138,7 @@ def test_adapters_find_their_model_or_say_how_to_give_it(
     greedy = ["--prompt", prompt, "--temperature", "0", "--max-new-tokens", "8", "--device", "cpu"]
     assert main(["import-hf", "base", "--out", "imported"]) == 0
     for given, text in (
-        (["imported", "--nproc", "2"], texts[0]),
+        (["imported"], texts[0]),
         (["imported", "--adapter", "run", "--nproc", "2"], texts[1]),
         (["run"], texts[1]),
     ):

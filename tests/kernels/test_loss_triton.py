@@ -23,9 +23,15 @@ def test_interpreted_kernels_equal_the_reference():
     assert len(outcomes) == 20
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("triton"))
+    return run_program("compiled_loss.py", TRITON_CACHE_DIR=folder, TRITON_INTERPRET="0")
+
+
 @pytest.mark.slow
-def test_kernels_compile_for_gpus(tmp_path):
-    made = run_program("compiled_loss.py", "compiled", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+def test_kernels_compile_for_gpus(compiled):
+    made = compiled["compiled"]
     assert len(made) == 2 * 2 * 4 * 2
     for case, (target, num_bytes) in made.items():
         assert target.startswith(".target sm_80" if ", 80, " in case else ".target sm_90a"), (case, target)
@@ -33,8 +39,8 @@ def test_kernels_compile_for_gpus(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_thread_reads_a_logit_that_another_may_have_overwritten(tmp_path):
-    found = run_program("compiled_loss.py", "order", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+def test_no_thread_reads_a_logit_that_another_may_have_overwritten(compiled):
+    found = compiled["order"]
     assert len(found) == 3 * 4 * 2
     for case, (unordered, without_barriers) in found.items():
         # At least the target's logit is read by one thread and overwritten by another.

@@ -1,0 +1,61 @@
+"""Processes that begin where PyTorch is imported already, which takes longer than what many tests do in one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import pool
+from harness.watchdog import wait_until
+
+
+def run_forked(
+    function: Callable[..., object], calls: Sequence[tuple[Any, ...]], folder: Path
+) -> list[tuple[int, str]]:
+    """Call a function in one process for each tuple of arguments, all at once, as children of the pool's fork server.
+
+    Once one has failed the others are ended, as they may wait for it.
+
+    Args:
+        function: of a module; its result is ignored, and ``sys.exit`` in it sets the exit code.
+        calls: the arguments of each call.
+        folder: for what they print; it must exist.
+
+    Returns:
+        Each process's exit code, as in ``subprocess``, and what it printed on its standard output and error.
+    """
+    pool._start_fork_server()
+    context = multiprocessing.get_context("forkserver")
+    printed = [folder / f"printed-{number}.txt" for number in range(len(calls))]
+    processes = [
+        context.Process(target=_call, args=(function, arguments, path), daemon=True)
+        for arguments, path in zip(calls, printed, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        wait_until(
+            lambda: (
+                any(process.exitcode for process in processes) or all(process.exitcode == 0 for process in processes)
+            ),
+            "all processes end, or one fails",
+        )
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [
+        (process.exitcode, path.read_text() if path.exists() else "")
+        for process, path in zip(processes, printed, strict=True)
+    ]
+
+
+def _call(function: Callable[..., object], arguments: tuple[Any, ...], path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    function(*arguments)
