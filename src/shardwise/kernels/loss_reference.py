@@ -24,12 +24,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_blocks(num_rows: int, num_columns: int) -> Iterator[slice]:
-    """Runs of rows of about ``BLOCK_ELEMENTS`` elements; all rows at once while ``torch.compile`` traces."""
+def row_blocks(num_rows: int, num_columns: int, num_elements: int | None = None) -> Iterator[slice]:
+    """Consecutive rows of about ``num_elements`` elements (``BLOCK_ELEMENTS`` if None); all under ``torch.compile``."""
     if torch.compiler.is_compiling():
         yield slice(0, num_rows)
         return
-    rows = max(1, BLOCK_ELEMENTS // max(num_columns, 1))
+    rows = max(1, (num_elements or BLOCK_ELEMENTS) // max(num_columns, 1))
     for start in range(0, num_rows, rows):
         yield slice(start, min(start + rows, num_rows))
 

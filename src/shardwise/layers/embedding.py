@@ -29,9 +29,9 @@ class VocabEmbedding(ShardedModule):
         embedding_dim: width of an embedding, ``h``.
         group: the ranks that share the layer.
         sequence_parallel: return this rank's shard of the sequence, with the sequence in front.
-        device, dtype, options: as ``ColumnLinear``.
         init: fills the whole weight in place; as in ``torch.nn.Embedding`` if None.
         deterministic: sum the weight's gradient in a fixed order.
+        options: ``device``, ``dtype``, ``initialize`` and ``init_on_cpu`` of ``ShardedModule``.
 
     Attributes:
         weight: ``[v/t, h]``.
@@ -50,13 +50,11 @@ class VocabEmbedding(ShardedModule):
         *,
         group: ProcessGroup,
         sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         init: InitMethod | None = None,
         deterministic: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(group, device=device, dtype=dtype, **options)
+        super().__init__(group, **options)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.sequence_parallel = sequence_parallel

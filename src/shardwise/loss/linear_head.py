@@ -99,12 +99,8 @@ class Head:
 
 def _blocks(matrix: Tensor) -> Iterator[slice]:
     """Runs of rows whose temporaries are small beside the matrix, and few enough to keep a GPU busy with each."""
-    if matrix.is_cpu or torch.compiler.is_compiling():
-        yield from row_blocks(*matrix.shape)
-        return
-    num_rows = max(1, _GPU_BLOCK_ELEMENTS // max(matrix.size(1), 1))
-    for start in range(0, matrix.size(0), num_rows):
-        yield slice(start, start + num_rows)
+    num_elements = None if matrix.is_cpu else _GPU_BLOCK_ELEMENTS
+    return row_blocks(matrix.size(0), matrix.size(1), num_elements)
 
 
 def times_rows(matrix: Tensor, factor: Tensor) -> Tensor:

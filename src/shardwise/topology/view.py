@@ -74,8 +74,6 @@ class Groups:
         return 1 if self.pp is None else self.pp.size()
 
     def __repr__(self) -> str:
-        sizes = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        listed = ", ".join(
-            f"{name}={dist.get_process_group_ranks(group)}" for name, group in sizes.items() if group is not None
-        )
-        return f"Groups({listed})"
+        named = ((spec.name, getattr(self, spec.name)) for spec in fields(self))
+        listed = [f"{name}={dist.get_process_group_ranks(group)}" for name, group in named if group is not None]
+        return f"Groups({', '.join(listed)})"

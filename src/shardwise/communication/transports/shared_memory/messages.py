@@ -38,7 +38,31 @@ def _add(parts: Sequence[Tensor], stacked: Tensor, out: Tensor) -> None:
         torch.sum(stacked, 0, dtype=out.dtype, out=out)
 
 
-class AllReduce(Message):
+class _Cut(Message):
+    """A message whose tensors are cut into chunks of ``_per_chunk`` elements."""
+
+    __slots__ = ("_per_chunk",)
+
+    _per_chunk: int
+
+    def _piece(self, flat: Tensor, chunk: int) -> Tensor:
+        """What a chunk holds of a row of elements, or of whatever goes in one chunk."""
+        return flat if self._num_chunks == 1 else flat[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+
+    def _put(self, tensor: Tensor, slot: int) -> None:
+        channel = self._channel
+        channel.rows(slot, tensor.dtype, tensor.shape)[channel.rank].copy_(tensor)
+
+    def _put_lanes(self, parts: Sequence[Tensor], chunk: int, slot: int) -> None:
+        """One lane of the slot for what each rank shall get."""
+        channel = self._channel
+        lanes = channel.rows(slot, parts[0].dtype, (channel.t, self._per_chunk))[channel.rank]
+        for lane, part in zip(lanes.unbind(0), parts, strict=True):
+            piece = self._piece(part, chunk)
+            lane[: piece.numel()].copy_(piece)
+
+
+class AllReduce(_Cut):
     """The sum, or the maximum, of every rank's tensor; every rank reads all slots.
 
     Args:
@@ -47,7 +71,7 @@ class AllReduce(Message):
         maximum: the largest value in place of the sum.
     """
 
-    __slots__ = ("_maximum", "_per_chunk", "_tensor")
+    __slots__ = ("_maximum", "_tensor")
 
     def __init__(self, channel: Channel, tensor: Tensor, result: Tensor, *, maximum: bool = False) -> None:
         shape, dtype = tensor.shape, tensor.dtype
@@ -62,24 +86,18 @@ class AllReduce(Message):
         self.start()
 
     def _write(self, chunk: int, slot: int) -> None:
-        channel, tensor = self._channel, self._part(self._tensor, chunk)
-        channel.rows(slot, tensor.dtype, tensor.shape)[channel.rank].copy_(tensor)
+        self._put(self._piece(self._tensor, chunk), slot)
 
     def _read(self, chunk: int, slot: int) -> None:
-        result = self.result if self._num_chunks == 1 else self._part(self.result.view(-1), chunk)
+        result = self.result if self._num_chunks == 1 else self._piece(self.result.view(-1), chunk)
         *parts, stacked = self._channel.rows(slot, result.dtype, result.shape)
         if self._maximum:
             torch.amax(stacked, 0, out=result)
         else:
             _add(parts, stacked, result)
 
-    def _part(self, tensor: Tensor, chunk: int) -> Tensor:
-        if self._num_chunks == 1:
-            return tensor
-        return tensor[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
 
-
-class AllGather(Message):
+class AllGather(_Cut):
     """Every rank's shard, concatenated.
 
     Args:
@@ -89,7 +107,7 @@ class AllGather(Message):
         out: contiguous, receives the result; new memory if None.
     """
 
-    __slots__ = ("_dim", "_out", "_parts", "_per_chunk", "_shapes", "_tensor")
+    __slots__ = ("_dim", "_out", "_parts", "_shapes", "_tensor")
 
     def __init__(
         self, channel: Channel, tensor: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None = None
@@ -123,10 +141,7 @@ class AllGather(Message):
             self._parts = []
 
     def _write(self, chunk: int, slot: int) -> None:
-        channel, tensor = self._channel, self._tensor
-        if self._num_chunks > 1:
-            tensor = tensor[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
-        channel.rows(slot, tensor.dtype, tensor.shape)[channel.rank].copy_(tensor)
+        self._put(self._piece(self._tensor, chunk), slot)
 
     def _read(self, chunk: int, slot: int) -> None:
         channel, dtype = self._channel, self._tensor.dtype
@@ -135,7 +150,7 @@ class AllGather(Message):
             self._join(rows)
             return
         for rank, part in enumerate(self._parts):
-            piece = part.view(-1)[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+            piece = self._piece(part.view(-1), chunk)
             piece.copy_(channel.rows(slot, dtype, piece.shape)[rank])
 
     def _join(self, parts: list[Tensor]) -> None:
@@ -145,7 +160,7 @@ class AllGather(Message):
             self.result = torch.cat(parts, self._dim, out=self._out)
 
 
-class ReduceScatter(Message):
+class ReduceScatter(_Cut):
     """This rank's shard of the sum of every rank's tensor.
 
     Args:
@@ -154,7 +169,7 @@ class ReduceScatter(Message):
         sizes: every rank's size along ``dim``.
     """
 
-    __slots__ = ("_dim", "_own", "_parts", "_per_chunk", "_start", "_tensor")
+    __slots__ = ("_dim", "_own", "_parts", "_start", "_tensor")
 
     def __init__(self, channel: Channel, tensor: Tensor, dim: int, sizes: Sequence[int]) -> None:
         shape, dtype = tensor.shape, tensor.dtype
@@ -163,7 +178,6 @@ class ReduceScatter(Message):
         if tensor.numel() <= per_chunk:
             num_chunks = min(1, tensor.numel())
         else:
-            # One lane of the slot for what each rank shall get.
             per_chunk //= channel.t
             self._parts = [part.reshape(-1) for part in tensor.split(list(sizes), dim)]
             num_chunks = -(-max(part.numel() for part in self._parts) // per_chunk)
@@ -182,14 +196,10 @@ class ReduceScatter(Message):
         self.start()
 
     def _write(self, chunk: int, slot: int) -> None:
-        channel, dtype = self._channel, self._tensor.dtype
-        if not self._parts:
-            channel.rows(slot, dtype, self._tensor.shape)[channel.rank].copy_(self._tensor)
-            return
-        lanes = channel.rows(slot, dtype, (channel.t, self._per_chunk))[channel.rank]
-        for lane, part in zip(lanes.unbind(0), self._parts, strict=True):
-            piece = part[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
-            lane[: piece.numel()].copy_(piece)
+        if self._parts:
+            self._put_lanes(self._parts, chunk, slot)
+        else:
+            self._put(self._tensor, slot)
 
     def _read(self, chunk: int, slot: int) -> None:
         channel, result = self._channel, self.result
@@ -198,12 +208,12 @@ class ReduceScatter(Message):
             mine = stacked.narrow(self._dim + 1, self._start, self._own)
         else:
             stacked = channel.rows(slot, result.dtype, (channel.t, self._per_chunk))[-1]
-            result = result.view(-1)[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+            result = self._piece(result.view(-1), chunk)
             mine = stacked[:, channel.rank, : result.numel()]
         _add(mine.unbind(0), mine, result)
 
 
-class AllToAll(Message):
+class AllToAll(_Cut):
     """The rows that every rank has for this one, in rank order.
 
     Ranks tell each other first how many rows they send and expect: one message of a few numbers, so that a disagreement
@@ -218,7 +228,7 @@ class AllToAll(Message):
         DesyncError: a rank does not send what another expects.
     """
 
-    __slots__ = ("_own_parts", "_parts", "_per_chunk")
+    __slots__ = ("_own_parts", "_parts")
 
     def __init__(
         self, channel: Channel, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
@@ -227,7 +237,6 @@ class AllToAll(Message):
         asked = AllGather(channel, torch.tensor([[*input_sizes, *output_sizes]]), 0, (1,) * t).wait().tolist()
         sent, expected = [sizes[:t] for sizes in asked], [sizes[t:] for sizes in asked]
         check_exchange(sent, expected)
-        # One lane of the slot for what each rank shall get.
         self._per_chunk = SLOT_BYTES // dtype.itemsize // t
         most = max(max(sizes) for sizes in sent) * row_shape.numel()
         super().__init__(
@@ -242,15 +251,11 @@ class AllToAll(Message):
         self.start()
 
     def _write(self, chunk: int, slot: int) -> None:
-        channel = self._channel
-        lanes = channel.rows(slot, self.result.dtype, (channel.t, self._per_chunk))[channel.rank]
-        for lane, part in zip(lanes.unbind(0), self._own_parts, strict=True):
-            piece = part[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
-            lane[: piece.numel()].copy_(piece)
+        self._put_lanes(self._own_parts, chunk, slot)
 
     def _read(self, chunk: int, slot: int) -> None:
         channel = self._channel
         *every, _ = channel.rows(slot, self.result.dtype, (channel.t, self._per_chunk))
         for lanes, part in zip(every, self._parts, strict=True):
-            piece = part[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+            piece = self._piece(part, chunk)
             piece.copy_(lanes[channel.rank, : piece.numel()])
