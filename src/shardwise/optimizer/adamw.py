@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class AdamW(torch.optim.AdamW):
         weight_decay: per unit of learning rate.
         betas: decay of the gradient's mean and of its mean square.
         epsilon: added to the root mean square.
+        without: parameters that another optimizer trains.
 
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101).
     """
@@ -36,8 +37,10 @@ class AdamW(torch.optim.AdamW):
         weight_decay: float,
         betas: tuple[float, float],
         epsilon: float,
+        without: Collection[Parameter] = (),
     ) -> None:
-        params = [param for param in model.parameters() if param.requires_grad]
+        others = set(without)
+        params = [param for param in model.parameters() if param.requires_grad and param not in others]
         groups = [
             {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
             {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},

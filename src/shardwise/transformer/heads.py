@@ -58,6 +58,26 @@ class HeadSplit:
         return [(max(first, group * n), min(last, (group + 1) * n)) for group in range(*self.groups[rank])]
 
 
+def qkv_sections(num_heads: int, num_groups: int, head_dim: int) -> tuple[tuple[Interval, ...], ...]:
+    """The rows of a query-key-value weight that are queries, keys and values; see ``HeadSplit.qkv_layout``.
+
+    >>> qkv_sections(4, 2, 1)
+    (((0, 2), (4, 6)), ((2, 3), (6, 7)), ((3, 4), (7, 8)))
+
+    Args:
+        num_heads: query heads.
+        num_groups: key-value heads, which divide the query heads.
+        head_dim: rows of a head.
+    """
+    n = num_heads // num_groups
+    return tuple(
+        tuple(
+            ((block + first) * head_dim, (block + last) * head_dim) for block in range(0, num_groups * (n + 2), n + 2)
+        )
+        for first, last in ((0, n), (n, n + 1), (n + 1, n + 2))
+    )
+
+
 def split_heads(num_heads: int, num_groups: int, world_size: int) -> HeadSplit:
     """The heads of each rank.
 

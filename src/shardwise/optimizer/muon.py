@@ -1,0 +1,309 @@
+"""Muon: momentum made orthogonal, for the weight matrices of transformer layers; AdamW for all else.
+
+The update of a matrix depends on all of it, so that it is not computed shard by shard: the ranks of the tensor-parallel
+group deal the matrices out, each sends its shards to the rank that has the matrix, and gets the shards of its update
+back. So each matrix is computed once, on one rank, whole, and the update is the same at every layout.
+
+Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"
+(https://kellerjordan.github.io/posts/muon); the factor of an update is of Liu et al. 2025 (arXiv:2502.16982).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise.communication.collectives import all_to_all
+from shardwise.layers import ColumnLinear
+from shardwise.layers.parallel_linear import ParallelLinear
+from shardwise.optimizer.adamw import AdamW
+from shardwise.sharding import Interval, ParamLayout
+from shardwise.transformer.attention import SelfAttention
+from shardwise.transformer.heads import qkv_sections
+from shardwise.transformer.layer import TransformerLayer
+
+# Of an iteration x -> a x + b (x x^T) x + c (x x^T)^2 x, which brings singular values towards 1 as fast as five steps
+# can; Jordan et al. 2024.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+# The root mean square of AdamW's updates, about; Liu et al. 2025, section 2.2.
+_ROOT_MEAN_SQUARE = 0.2
+# Whole matrices of about this many elements for each rank are under way at once.
+_ELEMENTS_AT_ONCE = 1 << 24
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """``[m, n]`` with its singular values brought near 1, by five steps of a Newton-Schulz iteration.
+
+    They end between about 0.7 and 1.2, but for those under a thousandth of the matrix's norm. Zeros stay zeros.
+    """
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix
+    norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    x = x / (norm + torch.finfo(norm.dtype).tiny).to(x.dtype)
+    a, b, c = _COEFFICIENTS
+    for _ in range(_STEPS):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a weight that are a matrix by themselves, such as all queries of a query-key-value weight.
+
+    Attributes:
+        layout: of that matrix over the ranks.
+        runs: where this rank's part of it lies in its part of the weight, along the dimension that is split: first
+            index and length of each run.
+    """
+
+    layout: ParamLayout
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is split."""
+        assert self.layout.dim is not None
+        return self.layout.dim
+
+    def views(self, weight: Tensor) -> list[Tensor]:
+        """What this rank has of the matrix in its part of the weight, run by run."""
+        return [weight.narrow(self.dim, start, length) for start, length in self.runs]
+
+    def num_elements(self, rank: int) -> int:
+        """What ``rank`` has of the matrix."""
+        return math.prod(self.layout.local_shape(rank))
+
+
+@cache
+def _part(layout: ParamLayout, rows: tuple[Interval, ...], rank: int) -> _Part:
+    """The part of a weight that consists of the given runs of its rows."""
+    if layout.dim == 1:
+        # A weight whose columns are split is one matrix.
+        return _Part(layout, ((0, layout.local_size(rank)),))
+    intervals: list[list[Interval]] = []
+    runs: list[list[tuple[int, int]]] = []
+    for held in layout.intervals:
+        intervals.append([])
+        runs.append([])
+        local = 0
+        for start, stop in held:
+            before = 0
+            for first, last in rows:
+                low, high = max(first, start), min(last, stop)
+                if low < high:
+                    intervals[-1].append((before + low - first, before + high - first))
+                    runs[-1].append((local + low - start, high - low))
+                before += last - first
+            local += stop - start
+    shape = (sum(last - first for first, last in rows), *layout.global_shape[1:])
+    # A rank without any row has a run of none.
+    return _Part(ParamLayout.of_intervals(shape, 0, intervals), tuple(runs[rank]) or ((0, 0),))
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[ParallelLinear, tuple[tuple[Interval, ...], ...]]]:
+    """The linear layers of the model's transformer layers, and the runs of rows of each matrix in their weights."""
+    for layer in model.modules():
+        if not isinstance(layer, TransformerLayer):
+            continue
+        fused = {
+            id(attention.linear_qkv): _qkv_rows(attention)
+            for attention in layer.modules()
+            if isinstance(attention, SelfAttention)
+        }
+        for linear in layer.modules():
+            if isinstance(linear, ParallelLinear) and linear.weight is not None and linear.weight.requires_grad:
+                section = linear.out_features // (linear.sections if isinstance(linear, ColumnLinear) else 1)
+                equal = tuple(((start, start + section),) for start in range(0, linear.out_features, section))
+                yield linear, fused.get(id(linear), equal)
+
+
+def _qkv_rows(attention: SelfAttention) -> tuple[tuple[Interval, ...], ...]:
+    heads = attention.linear_proj.in_features // attention.head_dim
+    blocks = attention.linear_qkv.out_features // attention.head_dim
+    return qkv_sections(heads, (blocks - heads) // 2, attention.head_dim)
+
+
+class Muon:
+    """Muon for the weights of linear layers in transformer layers; AdamW for embeddings, output layer, norms, biases.
+
+    A weight moves by ``-lr * (0.2 * sqrt(max(m, n)) * O + weight_decay * weight)``, where ``O`` is ``orthogonalized``
+    of ``[m, n]``, the gradient with Nesterov's momentum. The factor gives updates AdamW's root mean square, so that one
+    learning rate and one weight decay serve both. The queries, the keys and the values of a fused weight are three
+    matrices, gate and up projection two.
+
+    Products are computed in the dtype of the parameters, in fp32 for fp16. Where parameters change to other copies
+    (``train_instead_``) it stays.
+
+    Args:
+        model: its parameters.
+        learning_rate: at the start; set anew before each step by ``set_learning_rate_``.
+        weight_decay: per unit of learning rate, of matrices and of what AdamW decays.
+        momentum: decay of the gradient's mean.
+        matrix_learning_rate_ratio: learning rate of the matrices, as a multiple of the other's.
+        betas, epsilon: of AdamW.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        momentum: float,
+        matrix_learning_rate_ratio: float,
+        betas: tuple[float, float],
+        epsilon: float,
+    ) -> None:
+        self._parts: dict[Parameter, list[_Part]] = {}
+        self._momenta: dict[Parameter, Tensor] = {}
+        self._group: ProcessGroup | None = None
+        for linear, matrices in _matrices(model):
+            assert linear.weight is not None
+            self._group = linear.group
+            layout, rank = linear.param_layouts["weight"], linear.group.rank()
+            self._parts[linear.weight] = [_part(layout, rows, rank) for rows in matrices]
+        first = next(iter(self._parts), None)
+        self._dtype = torch.float32 if first is None or first.dtype == torch.float16 else first.dtype
+        self._adamw = AdamW(
+            model,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            betas=betas,
+            epsilon=epsilon,
+            without=self._parts,
+        )
+        self._own: dict[str, Any] = {
+            "params": list(self._parts),
+            "lr": learning_rate,
+            "ratio": matrix_learning_rate_ratio,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+        }
+        self.param_groups: list[dict[str, Any]] = [*self._adamw.param_groups, self._own]
+        self.why_not_fused: str | None = "Muon multiplies matrices one by one"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self._adamw.zero_grad(set_to_none)
+        for param in self._parts:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter from its gradient, in place; every rank of the tensor-parallel group calls."""
+        self._adamw.step()
+        rate = self._own["lr"] * self._own["ratio"]
+        for params in self._runs():
+            parts, shards = [], []
+            for param in params:
+                gradient = self._with_momentum(param).to(self._dtype)
+                for part in self._parts[param]:
+                    parts.append((param, part))
+                    shards.append(torch.cat(part.views(gradient), part.dim))
+                param.mul_(1 - rate * self._own["weight_decay"])
+            updates = self._orthogonalized([part for _, part in parts], shards)
+            for (param, part), update in zip(parts, updates, strict=True):
+                factor = _ROOT_MEAN_SQUARE * math.sqrt(max(part.layout.global_shape))
+                lengths = [length for _, length in part.runs]
+                for view, piece in zip(part.views(param), update.split(lengths, part.dim), strict=True):
+                    view.add_(piece, alpha=-rate * factor)
+
+    def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
+        """The gradient's mean ``"momentum"`` of a matrix, laid out as it is; of others what AdamW keeps."""
+        if param not in self._parts:
+            return self._adamw.state_of(param, layout)
+        return {"momentum": (self._momentum_of(param), layout)}
+
+    def set_step_(self, step: int) -> None:
+        """Take ``step`` steps for done, as AdamW's bias correction needs."""
+        self._adamw.set_step_(step)
+
+    def train_instead_(self, copies: Mapping[Parameter, Parameter]) -> None:
+        """Update ``copies`` in place of the parameters that they are of."""
+        for group in self.param_groups:
+            group["params"] = [copies.get(param, param) for param in group["params"]]
+        self._parts = {copies.get(param, param): parts for param, parts in self._parts.items()}
+
+    def _momentum_of(self, param: Parameter) -> Tensor:
+        if param not in self._momenta:
+            self._momenta[param] = torch.zeros_like(param)
+        return self._momenta[param]
+
+    def _with_momentum(self, param: Parameter) -> Tensor:
+        """The gradient with Nesterov's momentum, after it was added to the mean."""
+        assert param.grad is not None
+        momentum: float = self._own["momentum"]
+        mean = self._momentum_of(param).lerp_(param.grad, 1 - momentum)
+        return param.grad.lerp(mean, momentum)
+
+    def _runs(self) -> Iterator[list[Parameter]]:
+        """All weights that have a gradient, so many at a time that there is room for the whole matrices."""
+        run: list[Parameter] = []
+        elements = 0
+        for param in self._parts:
+            if param.grad is None:
+                continue
+            run.append(param)
+            elements += sum(math.prod(part.layout.global_shape) for part in self._parts[param])
+            if elements >= _ELEMENTS_AT_ONCE * self._group_size:
+                yield run
+                run, elements = [], 0
+        if run:
+            yield run
+
+    @property
+    def _group_size(self) -> int:
+        return 1 if self._group is None else self._group.size()
+
+    def _orthogonalized(self, parts: Sequence[_Part], shards: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's shard of each matrix to its shard of the matrix that ``orthogonalized`` makes of it."""
+        if self._group is None or self._group.size() == 1:
+            return [orthogonalized(shard) for shard in shards]
+        ranks, rank = range(self._group.size()), self._group.rank()
+        dealt = _dealt_out([part.layout.global_shape for part in parts], len(ranks))
+        own = [parts[index] for index in dealt[rank]]
+        sent = [sum(parts[index].num_elements(rank) for index in indices) for indices in dealt]
+        received = [sum(part.num_elements(other) for part in own) for other in ranks]
+
+        flat = torch.cat([shards[index].flatten() for indices in dealt for index in indices])
+        flat = all_to_all(flat, group=self._group, input_sizes=sent, output_sizes=received)
+        of_ranks = [
+            run.split([part.num_elements(other) for part in own])
+            for other, run in zip(ranks, flat.split(received), strict=True)
+        ]
+        wholes = [
+            orthogonalized(
+                part.layout.assemble([of_ranks[other][k].view(part.layout.local_shape(other)) for other in ranks])
+            )
+            for k, part in enumerate(own)
+        ]
+        back = [part.layout.take(whole, other) for other in ranks for part, whole in zip(own, wholes, strict=True)]
+        # A rank may have been dealt nothing.
+        flat = torch.cat([flat.new_empty(0), *(shard.flatten() for shard in back)])
+        flat = all_to_all(flat, group=self._group, input_sizes=received, output_sizes=sent)
+        order = [index for indices in dealt for index in indices]
+        updates = flat.split([parts[index].num_elements(rank) for index in order])
+        by_index = dict(zip(order, updates, strict=True))
+        return [by_index[index].view_as(shard) for index, shard in enumerate(shards)]
+
+
+def _dealt_out(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> list[list[int]]:
+    """Which matrices each rank computes: the most work first, always to the rank with the least."""
+    work = [math.prod(shape) * min(shape) for shape in shapes]
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index in sorted(range(len(work)), key=lambda index: -work[index]):
+        min(dealt, key=lambda indices: sum(work[k] for k in indices)).append(index)
+    return dealt
