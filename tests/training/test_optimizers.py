@@ -10,9 +10,10 @@ import torch.distributed as dist
 from training.test_run import losses, open_tiny
 from training.tiny import tiny_settings
 
+from shardwise.errors import CheckpointError
 from shardwise.training.run import train
-from shardwise.training.saving import run_state
-from shardwise.training.settings import OptimizerSettings
+from shardwise.training.saving import run_state, start_or_resume
+from shardwise.training.settings import OptimizerSettings, ParallelSettings
 from shardwise.training.wording import banner
 
 
@@ -63,3 +64,25 @@ def test_another_optimizer_trains_saves_and_resumes(group, tmp_path, monkeypatch
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     kept = {key for key in run_state(resumed) if key.startswith("optimizer.")}
     assert kept == {f"optimizer.momentum_buffer.{key}" for key in dict(resumed.trainer.model.named_parameters())}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_muon_resumes_at_another_layout(group, tmp_path, monkeypatch):
+    whole = tiny_settings(tmp_path, tp=2, save_every=3, dtype="float64", steps=6, optimizer={"name": "muon"})
+    train(open_tiny(dataclasses.replace(whole, out=str(tmp_path / "whole")), monkeypatch, tmp_path))
+    parts = dataclasses.replace(whole, out=str(tmp_path / "parts"))
+    first = dataclasses.replace(parts, training=dataclasses.replace(parts.training, steps=3))
+    schedule = OptimizerSettings.learning_rate_at
+    # The same rates as in a run of six steps.
+    monkeypatch.setattr(OptimizerSettings, "learning_rate_at", lambda self, step, steps: schedule(self, step, 6))
+    train(open_tiny(first, monkeypatch, tmp_path))
+    dist.barrier(group=group)
+    resumed = dataclasses.replace(parts, resume="auto", parallel=ParallelSettings(tp=1))
+    train(open_tiny(resumed, monkeypatch, tmp_path))
+    dist.barrier(group=group)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-11)
+
+    other = dataclasses.replace(resumed, optimizer=dataclasses.replace(resumed.optimizer, name="adamw"))
+    with pytest.raises(CheckpointError, match=r"optimizer\.name was 'muon' and is 'adamw'"):
+        start_or_resume(open_tiny(other, monkeypatch, tmp_path))

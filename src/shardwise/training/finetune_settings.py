@@ -75,7 +75,7 @@ class LoraSettings(Checked, prefix="--"):
 
 @dataclass(frozen=True)
 class FinetuneOptimizerSettings(OptimizerSettings):
-    """AdamW, and the learning rate of each step.
+    """AdamW or Muon, and the learning rate of each step.
 
     Attributes:
         learning_rate: highest learning rate; 2e-5, or 2e-4 for adapters, if not given.
@@ -115,6 +115,11 @@ class FinetuneSettings(RunSettings):
         super().__post_init__()
         if self.lora.lora_rank is not None and self.parallel.virtual_stages > 1:
             raise ConfigError("--lora-rank and --virtual-stages over 1 exclude each other; use another schedule")
+        if self.lora.lora_rank is not None and self.optimizer.name == "muon":
+            raise ConfigError(
+                "--optimizer.name muon is for the weight matrices of transformer layers, and --lora-rank leaves them "
+                "as they are; use adamw"
+            )
         if self.optimizer.learning_rate is None:
             rate = _LEARNING_RATE if self.lora.lora_rank is None else _LORA_LEARNING_RATE
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, learning_rate=rate))

@@ -26,7 +26,7 @@ from shardwise.training.settings import RunSettings
 # What must not change between the parts of one run: the model, and which samples come when.
 _FIXED_TRAINING = ("global_batch_size", "seed", "dtype")
 _FIXED_SECTIONS = ("model", "lora")
-_SECTIONS = (*_FIXED_SECTIONS, "training")
+_SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer")
 
 
 def run_state(session: Session) -> dict[str, ParamShard]:
@@ -177,6 +177,8 @@ def _check_belongs(session: Session, folder: Path) -> int:
         if name in names
     }
     pairs |= {name: (meta.get(name), value) for name, value in _identity(session).items()}
+    # Each keeps something else of a weight. Runs of versions without the setting had AdamW.
+    pairs["optimizer.name"] = (saved.get("optimizer", {}).get("name", "adamw"), ours["optimizer"]["name"])
     # Runs of versions without the setting took such names as letters.
     pairs["special-tokens"] = (saved.get("special_tokens", False), ours["special_tokens"])
     differences = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items() if was != now]

@@ -48,7 +48,7 @@ RATE = Range(0, _LARGE, low_included=False)
 DECAY = Range(0, 10_000)
 """Of a weight decay."""
 
-_DECAY_SHARE = 0.2
+_DECAY_SHARE, _MOMENTUM = 0.2, 0.95
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
@@ -187,9 +187,10 @@ class RecomputeSettings(Checked, prefix="recompute."):
 
 @dataclass(frozen=True)
 class OptimizerSettings(Checked, prefix="optimizer."):
-    """AdamW, and the learning rate of each step.
+    """AdamW or Muon, and the learning rate of each step.
 
     Attributes:
+        name: "adamw", or "muon" for the weight matrices of transformer layers, with AdamW for all else.
         learning_rate: highest learning rate.
         schedule: how the learning rate moves after the warm-up: "constant" stays, "linear" and "cosine" fall until the
             last step, and "wsd" (warm-up, stable, decay) stays and then falls linearly over the last decay_share of the
@@ -202,8 +203,12 @@ class OptimizerSettings(Checked, prefix="optimizer."):
         beta2: decay of the gradient's mean square.
         epsilon: added to the root mean square.
         clip_grad_norm: largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
+        momentum: decay of the gradient's mean in "muon"; 0.95 if not given.
+        matrix_learning_rate_ratio: learning rate of the matrices of "muon", as a multiple of learning_rate; 1 if not
+            given.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
     learning_rate: Annotated[float, RATE] = 3e-3
     schedule: Schedule = "cosine"
     final_learning_rate_ratio: Annotated[float, SHARE] = 0.1
@@ -215,9 +220,18 @@ class OptimizerSettings(Checked, prefix="optimizer."):
     # Without it the update of a weight that never had a gradient is 0 / 0; less than this vanishes in fp32.
     epsilon: Annotated[float, Range(1e-30, 10_000)] = 1e-8
     clip_grad_norm: Annotated[float, Range(0, _LARGE)] = 1.0
+    momentum: Annotated[float | None, PROBABILITY] = None
+    matrix_learning_rate_ratio: Annotated[float | None, Range(0, _LARGE)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("momentum", "matrix_learning_rate_ratio"):
+            value = getattr(self, name)
+            _require(
+                value is None or self.name == "muon",
+                f"optimizer.{name.replace('_', '-')} {value} is for --optimizer.name muon, and it is {self.name!r}; "
+                "leave one out",
+            )
         _require(
             self.decay_share is None or self.schedule == "wsd",
             f"optimizer.decay-share {self.decay_share} is for --optimizer.schedule wsd, and it is {self.schedule!r}; "
@@ -239,13 +253,22 @@ class OptimizerSettings(Checked, prefix="optimizer."):
     def make(self, model: nn.Module) -> ShardedOptimizer:
         """The optimizer of ``model``: the one place that says which."""
         from shardwise.optimizer.adamw import AdamW
+        from shardwise.optimizer.muon import Muon
 
-        return AdamW(
+        options: dict[str, Any] = {
+            "learning_rate": self.learning_rate,
+            "weight_decay": self.weight_decay,
+            "betas": (self.beta1, self.beta2),
+            "epsilon": self.epsilon,
+        }
+        if self.name == "adamw":
+            return AdamW(model, **options)
+        ratio = self.matrix_learning_rate_ratio
+        return Muon(
             model,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            betas=(self.beta1, self.beta2),
-            epsilon=self.epsilon,
+            momentum=_MOMENTUM if self.momentum is None else self.momentum,
+            matrix_learning_rate_ratio=1.0 if ratio is None else ratio,
+            **options,
         )
 
 
@@ -318,7 +341,7 @@ class RunSettings(Checked):
             default in the first step only. Costs a message more for each; for finding errors.
         parallel: how the model is split.
         recompute: what is computed again in the backward, in place of being kept.
-        optimizer: AdamW and its schedule.
+        optimizer: AdamW or Muon, and the learning rate of each step.
         training: how long, in which steps, and what is kept.
         corpus: how the text is read.
     """
