@@ -148,6 +148,15 @@ class RandomState:
     # A generator that a graph knows goes on in place, so that its state is kept apart.
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
 
+    def parts(self) -> tuple[Tensor, Any, dict[str, Any]]:
+        """The states of the CPU's default generator, of the computing device's, and of each stream; not copied."""
+        kept = {id(generator): value for generator, value in self.generators}
+        states = self.states | ({self.entered[-1]: self.live} if self.entered else {})
+        every = {_DEFAULT: self.live} | {name: state for name, state in states.items() if name != _DEFAULT}
+        values = {name: next(iter(reversed(state.values()))) for name, state in every.items()}
+        device, *own = [kept.get(id(value), value) for value in values.values()]
+        return self.live["cpu"], device, dict(zip(list(values)[1:], own, strict=True))
+
 
 class RandomStreams:
     """A set of named streams.

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ContradictionError
 from shardwise.random import RandomState, streams
 
 
@@ -68,12 +67,12 @@ class _Recomputation(AbstractContextManager[None]):
 
     def __init__(self) -> None:
         self._streams = streams()
-        self._first = self._streams.snapshot()
+        self.first = self._streams.snapshot()
         self._outside: list[RandomState] = []
 
     def __enter__(self) -> None:
         self._outside.append(self._streams.snapshot())
-        self._streams.restore(self._first)
+        self._streams.restore(self.first)
         _PHASES.recomputing.append(True)
 
     def __exit__(self, *exception: object) -> None:
@@ -113,8 +112,16 @@ def recomputed(function: Callable[..., Any], *args: Any, early_stop: bool = True
     call = partial(function, **kwargs) if kwargs else function
     if torch.compiler.is_compiling():
         return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=False)
+    return _recomputed(call, args, _contexts(), early_stop)
+
+
+def _recomputed(
+    call: Callable[..., Any], args: tuple[Any, ...], contexts: tuple[_FirstForward, _Recomputation], early_stop: bool
+) -> Any:
+    if not torch.is_grad_enabled():
+        return call(*args)
     return torch.utils.checkpoint.checkpoint(
-        call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts, early_stop=early_stop
+        call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts, early_stop=early_stop
     )
 
 
@@ -131,13 +138,70 @@ class _Trigger(torch.autograd.Function):
         return grad_output
 
 
+def keep_arguments(ctx: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """``function(*args)`` in the forward of an autograd function, which keeps no more than the arguments.
+
+    For functions that are one node of autograd's graph (``go_back``), as those of programs are; ``recomputed`` is not,
+    and takes keywords, containers of tensors and ``torch.autograd.grad`` too.
+    """
+    first, ctx.again = _contexts()
+    ctx.function, ctx.inputs, ctx.outputs = function, None, None
+    # Autograd saves tensors alone.
+    ctx.places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+    ctx.args = [None if i in ctx.places else arg for i, arg in enumerate(args)]
+    ctx.save_for_backward(*(args[i] for i in ctx.places))
+    with first, torch.no_grad():
+        return function(*args)
+
+
+def run_again(ctx: Any) -> Any:
+    """What the function of ``keep_arguments`` returns once more, with gradients."""
+    inputs = list(ctx.args)
+    for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+        inputs[place] = tensor.detach().requires_grad_(tensor.requires_grad)
+    with ctx.again, torch.enable_grad():
+        outputs = ctx.function(*inputs)
+    ctx.inputs, ctx.outputs = inputs, outputs
+    return outputs
+
+
+def go_back(ctx: Any, grad_outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of the arguments of ``keep_arguments``; those of other leaves are added to their ``grad``.
+
+    Raises:
+        ContradictionError: inside ``torch.autograd.grad``, which does not want that.
+    """
+    # PyTorch's own checkpoint asks this too.
+    if not torch.autograd._is_checkpoint_valid():
+        raise ContradictionError(
+            "a backward that recomputes a function as one node adds to .grad, which torch.autograd.grad() and "
+            "backward(inputs=...) exclude; use backward(), or tensor_parallel.checkpoint()"
+        )
+    if ctx.outputs is None:
+        run_again(ctx)
+    inputs, outputs, ctx.inputs, ctx.outputs = ctx.inputs, ctx.outputs, None, None
+    pairs = zip((outputs,) if isinstance(outputs, Tensor) else outputs, grad_outputs, strict=True)
+    wanted = [(tensor, grad) for tensor, grad in pairs if isinstance(tensor, Tensor) and tensor.requires_grad]
+    if wanted:
+        torch.autograd.backward([tensor for tensor, _ in wanted], [grad for _, grad in wanted])
+    return tuple(each.grad if isinstance(each, Tensor) else None for each in inputs)
+
+
+def _run_by_reading(node: Any) -> None:
+    node.saved_tensors  # noqa: B018 (reading is what starts it)
+
+
 class _Outputs:
     """The outputs of one checkpointed call, from when they are there until they are there again."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: OutputRecomputation) -> None:
         self.storages: list[torch.UntypedStorage] = []
         self.require_grad = False
-        self.node: Node | None = None
+        # The node in autograd's graph, and what makes it run the function again: either refills or returns the outputs.
+        self.node: Any = None
+        self.again: Callable[[], Any] | None = None
+        self.first: RandomState | None = None
+        self.owner = weakref.ref(owner)
 
     def hold(self, outputs: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -161,12 +225,17 @@ class _Outputs:
                 storage.copy_(again)
 
     def recompute(self, _: Tensor) -> None:
-        if self.node is None:
+        if self.again is None:
             return
-        # Reading what the node saved makes autograd run the function again, which refills the storages.
-        self.node.saved_tensors  # type: ignore[attr-defined]  # noqa: B018
+        outputs = self.again()
+        if outputs is not None:
+            with torch.no_grad():
+                self.refill_(outputs)
         # They stay filled as long as the graph wants them; holding on here would keep them as long as its last result.
-        self.storages, self.node = [], None
+        self.storages, self.node, self.again = [], None, None
+        owner = self.owner()
+        if owner is not None:
+            owner._end(self)
 
 
 class OutputRecomputation:
@@ -201,7 +270,7 @@ class OutputRecomputation:
         """
         if torch.compiler.is_compiling():
             return recomputed(function, *args)
-        held = _Outputs()
+        held = _Outputs(self)
         # Weak, or the graph would keep the function, the function the outputs, and they their node in the graph.
         reference = weakref.ref(held)
 
@@ -214,11 +283,33 @@ class OutputRecomputation:
                 if owner.storages:
                     owner.refill_(outputs)
             elif owner is not None:
-                owner.node = node
+                # Reading what the node saved makes autograd run the function again, which refills the storages.
+                owner.node, owner.again = node, node and partial(_run_by_reading, node)
             return outputs
 
         # Not stopped early: the outputs are wanted as well as what was saved.
-        outputs = recomputed(run, *args, early_stop=False)
+        contexts = _contexts()
+        held.first = contexts[1].first
+        outputs = _recomputed(run, args, contexts, early_stop=False)
+        self._begin(held, outputs, args)
+        return outputs
+
+    def run_in_function(self, ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """``run`` in the forward of an autograd function, whose backward is ``go_back``.
+
+        Raises:
+            ConfigError: an output shares its memory with an argument.
+        """
+        outputs = keep_arguments(ctx, function, args)
+        held = _Outputs(self)
+        held.node, held.again, held.first = ctx, partial(run_again, ctx), ctx.again.first
+        self._begin(held, outputs, args)
+        # Autograd has not seen them yet.
+        held.require_grad = any(ctx.needs_input_grad)
+        return outputs
+
+    def _begin(self, held: _Outputs, outputs: Any, args: tuple[Any, ...]) -> None:
+        """A call has ended; ``held`` has its outputs."""
         held.hold(outputs)
         if held.share_memory_with(args):
             raise ConfigError(
@@ -226,7 +317,9 @@ class OutputRecomputation:
                 "return a clone"
             )
         self._outputs = held
-        return outputs
+
+    def _end(self, held: _Outputs) -> None:
+        """The outputs of ``held`` are there again."""
 
     def discard_(self, hook_tensor: Tensor) -> None:
         """Free the outputs' storages until the gradient of ``hook_tensor`` is computed, which recomputes them.
@@ -252,7 +345,7 @@ class OutputRecomputation:
                 f"hook_tensor of shape {list(hook_tensor.shape)} requires no gradient, so "
                 "that nothing would recompute the outputs; pass a result of theirs, computed with gradients"
             )
-        if hook_tensor.requires_grad and held.node is None:
+        if hook_tensor.requires_grad and held.again is None:
             raise ConfigError(
                 "hook_tensor requires a gradient, but the function ran under no_grad and kept "
                 "nothing to recompute the outputs from; run both with gradients or both without"

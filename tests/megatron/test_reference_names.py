@@ -165,13 +165,43 @@ def test_weights_of_a_program_s_own_layers(group):
 
 
 @pytest.mark.ranks(2)
-def test_the_loss_by_the_name_of_its_function(group):
+@pytest.mark.parametrize("alone", [False, True], ids=["two ranks", "one rank"])
+def test_the_loss_by_the_name_of_its_function(group, alone):
+    assert issubclass(_VocabParallelCrossEntropy, torch.autograd.Function)
+    if alone:
+        group = [dist.new_group([rank]) for rank in range(2)][group.rank()]
     torch.manual_seed(group.rank())
-    logits, target = torch.randn(3, 4), torch.tensor([0, 5, 7])
-    assert_bit_equal(
-        _VocabParallelCrossEntropy.apply(logits, target, 0.1, group),
-        vocab_parallel_cross_entropy(logits, target, 0.1, group),
-    )
+    target = torch.tensor([0, 5, 7]).clamp(max=4 * group.size() - 1)
+    results = []
+    for function in (_VocabParallelCrossEntropy.apply, vocab_parallel_cross_entropy):
+        torch.manual_seed(group.rank())
+        logits = torch.randn(3, 4, requires_grad=True)
+        values = logits.detach().clone()
+        loss = function(logits, target, 0.1, group)
+        loss.square().sum().backward()
+        assert_bit_equal(logits.detach(), values)
+        results.append((loss, logits.grad))
+    for actual, expected in zip(*results, strict=True):
+        assert_bit_equal(actual, expected)
+
+    class Own(torch.autograd.Function):
+        """A function of a program's own on top of it."""
+
+        @staticmethod
+        def forward(ctx, *args):
+            return 2 * _VocabParallelCrossEntropy.forward(ctx, *args)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return _VocabParallelCrossEntropy.backward(ctx, 2 * grad_output)
+
+    logits = values.clone().requires_grad_()
+    Own.apply(logits, target, 0.0, group).sum().backward()
+    plain = values.clone().requires_grad_()
+    (2 * vocab_parallel_cross_entropy(plain, target, 0.0, group)).sum().backward()
+    assert_bit_equal(logits.grad, plain.grad)
+    with pytest.raises(ValueError, match="target"):
+        _VocabParallelCrossEntropy.apply(logits, target + 999, 0.0, group)
 
 
 def test_drawing_aside():

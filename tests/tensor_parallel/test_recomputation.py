@@ -10,11 +10,15 @@ from harness.parity import assert_bit_equal, assert_unmodified
 
 from shardwise import parallel_state
 from shardwise.errors import ConfigError, TopologyError
+from shardwise.megatron.config import ModelParallelConfig
 from shardwise.random import seed_streams, streams
+from shardwise.tensor_parallel import ColumnParallelLinear
 from shardwise.tensor_parallel.random import (
     CheckpointFunction,
     CheckpointWithoutOutput,
     CheckpointWithoutOutputFunction,
+    _get_all_rng_states,
+    _set_all_rng_states,
     checkpoint,
 )
 
@@ -33,12 +37,11 @@ def is_of(tensor, nbytes):
 
 
 class TestCheckpoint:
-    @pytest.mark.parametrize("call", [checkpoint, CheckpointFunction.apply])
     @pytest.mark.parametrize("distribute", [False, None])
-    def test_gradients_are_those_of_a_plain_call(self, call, distribute):
+    def test_gradients_are_those_of_a_plain_call(self, distribute):
         x, weight = leaf(3, 5), leaf(5, 7)
         gradients = []
-        for function in (stochastic, lambda *args: call(stochastic, distribute, *args)):
+        for function in (stochastic, lambda *args: checkpoint(stochastic, distribute, *args)):
             seed_streams(5, 0)
             with assert_unmodified(x, weight):
                 output = function(x, weight)
@@ -205,27 +208,22 @@ class TestCheckpointWithoutOutput:
         output = stochastic(x, weight) * after
         expected = (output, *torch.autograd.grad(output.sum(), leaves))
         streams().set_states(state)
-        for call in (
-            lambda c: c.checkpoint(stochastic, x, weight),
-            lambda c: CheckpointWithoutOutputFunction.apply(stochastic, c, x, weight),
-        ):
-            streams().set_states(state)
-            recompute = CheckpointWithoutOutput()
-            with assert_unmodified(*leaves):
-                hidden = call(recompute)
-                output = hidden * after
-                recompute.discard_output_and_register_recompute(output)
-                assert is_of(hidden, 0)
-                assert hidden.shape == (3, 7)
-                before = streams().get_states()
-                for _ in range(2):
-                    actual = (output, *torch.autograd.grad(output.sum(), leaves, retain_graph=True))
-                    for a, e in zip(actual, expected, strict=True):
-                        assert_bit_equal(a, e)
-                # What was freed is there again, in its old place.
-                assert is_of(hidden, 3 * 7 * 8)
-            for name, value in streams().get_states().items():
-                assert_bit_equal(value, before[name])
+        recompute = CheckpointWithoutOutput()
+        with assert_unmodified(*leaves):
+            hidden = recompute.checkpoint(stochastic, x, weight)
+            output = hidden * after
+            recompute.discard_output_and_register_recompute(output)
+            assert is_of(hidden, 0)
+            assert hidden.shape == (3, 7)
+            before = streams().get_states()
+            for _ in range(2):
+                actual = (output, *torch.autograd.grad(output.sum(), leaves, retain_graph=True))
+                for a, e in zip(actual, expected, strict=True):
+                    assert_bit_equal(a, e)
+            # What was freed is there again, in its old place.
+            assert is_of(hidden, 3 * 7 * 8)
+        for name, value in streams().get_states().items():
+            assert_bit_equal(value, before[name])
 
     def test_the_storages_are_free(self):
         x, weight = leaf(64, 64), leaf(64, 64)
@@ -417,3 +415,142 @@ class TestCheckpointWithoutOutput:
             hidden = recompute.checkpoint(torch.sin, x)
         with pytest.raises(ConfigError, match="ran under no_grad"):
             recompute.discard_output_and_register_recompute(hidden * x)
+
+
+class TestFunctions:
+    """What Megatron's autograd functions are to programs: nodes with a forward and a backward."""
+
+    def block(self, group):
+        torch.manual_seed(7)
+        options = {"config": ModelParallelConfig(params_dtype=torch.float64), "tp_group": group}
+        layer = ColumnParallelLinear(5, 6, init_method=torch.nn.init.normal_, gather_output=True, **options)
+
+        def function(x, scale, nothing=None):
+            with streams().fork("model-parallel-rng"):
+                return (F.dropout(layer(x)[0], 0.3) * scale).exp(), "text", nothing
+
+        return layer, function
+
+    def plain(self, group):
+        layer, function = self.block(group)
+        seed_streams(5, group.rank())
+        x, scale = leaf(3, 5), leaf(6)
+        output = function(x, scale)[0]
+        output.square().sum().backward()
+        return x, scale, (output, x.grad, scale.grad, layer.weight.grad, layer.bias.grad)
+
+    def check(self, expected, output, x, scale, layer):
+        actual = output, x.grad, scale.grad, layer.weight.grad, layer.bias.grad
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert_bit_equal(mine, theirs)
+
+    @pytest.mark.ranks(2)
+    def test_a_node_is_gone_back_through_with_one_recomputation(self, group):
+        x, scale, expected = self.plain(group)
+        layer, function = self.block(group)
+        assert issubclass(CheckpointFunction, torch.autograd.Function)
+        seed_streams(5, group.rank())
+        x, scale = x.detach().requires_grad_(), scale.detach().requires_grad_()
+        with assert_unmodified(x, scale):
+            output, text, nothing = CheckpointFunction.apply(function, False, x, scale, None)
+            assert type(output.grad_fn).__name__ == "CheckpointFunctionBackward"
+            assert (text, nothing) == ("text", None)
+            before = streams().get_states()
+            output.square().sum().backward()
+        for actual, wanted in zip(
+            (output, x.grad, scale.grad, layer.weight.grad, layer.bias.grad), expected, strict=True
+        ):
+            assert_bit_equal(actual, wanted)
+        for name, value in streams().get_states().items():
+            assert_bit_equal(value, before[name])
+        again = CheckpointFunction.apply(function, False, x, scale)[0].sum()
+        with pytest.raises(RuntimeError, match=r"use backward\(\), or tensor_parallel\.checkpoint\(\)"):
+            torch.autograd.grad(again, x)
+
+    @pytest.mark.ranks(2)
+    def test_a_node_distributes_its_first_tensor(self, group):
+        parallel_state.initialize_model_parallel(2)
+        _, _, expected = self.plain(group)
+        layer, function = self.block(group)
+        seed_streams(5, group.rank())
+        x, scale = leaf(3, 5), leaf(6)
+        whole = x.detach().clone()
+        output = CheckpointFunction.apply(function, True, x, scale)[0]
+        assert_bit_equal(x, F.pad(whole.flatten(), (0, 1)).chunk(2)[group.rank()])
+        output.square().sum().backward()
+        for actual, wanted in zip(
+            (output, x.grad, scale.grad, layer.weight.grad, layer.bias.grad), expected, strict=True
+        ):
+            assert_bit_equal(actual, wanted)
+        assert_bit_equal(x, whole)
+        y = leaf(3, 5)
+        values = y.detach().clone()
+        assert_bit_equal(CheckpointFunction.apply(lambda y: y, True, y), values)
+
+    @pytest.mark.ranks(2)
+    def test_a_node_frees_its_outputs(self, group):
+        x, scale, expected = self.plain(group)
+        layer, function = self.block(group)
+
+        class Theirs(CheckpointWithoutOutput):
+            """As a program overrides it, on the function below it."""
+
+            def checkpoint(self, run_function, *args):
+                outputs = CheckpointWithoutOutputFunction.apply(run_function, self, *args)
+                self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                return outputs
+
+        seed_streams(5, group.rank())
+        x, scale = x.detach().requires_grad_(), scale.detach().requires_grad_()
+        recompute = Theirs()
+        hidden = recompute.checkpoint(function, x, scale)[0]
+        assert type(hidden.grad_fn).__name__ == "CheckpointWithoutOutputFunctionBackward"
+        assert recompute.ctx.saved_tensors[0] is x
+        values = hidden.detach().clone()
+        output = hidden.square()
+        recompute.discard_output_and_register_recompute(output)
+        assert is_of(hidden, 0)
+        output.sum().backward()
+        assert_bit_equal(hidden, values)
+        for actual, wanted in zip(
+            (hidden, x.grad, scale.grad, layer.weight.grad, layer.bias.grad), expected, strict=True
+        ):
+            assert_bit_equal(actual, wanted)
+        with pytest.raises(ConfigError, match="an output shares its memory with an argument"):
+            CheckpointWithoutOutputFunction.apply(lambda x: x[:2], Theirs(), leaf(3))
+
+    @pytest.mark.ranks(2)
+    def test_what_an_object_knows_of_its_call(self, group):
+        x, scale, expected = self.plain(group)
+        layer, function = self.block(group)
+        seed_streams(5, group.rank())
+        x, scale = x.detach().requires_grad_(), scale.detach().requires_grad_()
+        recompute = CheckpointWithoutOutput()
+        assert (recompute.ctx, recompute.outputs, recompute.rng_states, recompute.fp8) == (None, None, None, False)
+        recompute._recompute(None)
+        first = recompute.checkpoint(function, x, scale)
+        hidden, text, _ = recompute.outputs
+        assert hidden is first[0]
+        assert text == "text"
+        # From them on the function draws what it drew.
+        torch.rand(3)
+        now = _get_all_rng_states()
+        _set_all_rng_states(*recompute.rng_states)
+        with torch.no_grad():
+            assert_bit_equal(function(x, scale)[0], hidden)
+        _set_all_rng_states(*now)
+        values = hidden.detach().clone()
+        output = hidden.square().sum()
+        recompute.discard_output_and_register_recompute(output)
+        assert is_of(hidden, 0)
+        assert recompute.ctx is not None
+        for _ in range(2):
+            # By hand, before the gradient sets it off, and once more in vain.
+            recompute._recompute(None)
+            assert_bit_equal(hidden, values)
+            assert (recompute.ctx, recompute.outputs, recompute.rng_states) == (None, None, None)
+        output.backward()
+        for actual, wanted in zip(
+            (hidden, x.grad, scale.grad, layer.weight.grad, layer.bias.grad), expected, strict=True
+        ):
+            assert_bit_equal(actual, wanted)

@@ -33,6 +33,7 @@ fp32 (6e-8; 1e-16 for fp64 logits), of logits taken as they are given:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ from shardwise.loss.vocabulary import IGNORE_INDEX, check_target_shape, columns_
 from shardwise.sharding import Interval
 
 
-class _VocabParallelCrossEntropy(Function):
+class SplitCrossEntropy(Function):
+    """The two passes over the logits, and what the ranks tell each other in between; see the module."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -183,13 +186,15 @@ def cross_entropy_of_ranges(
     reduction: Reduction,
     *,
     group: ProcessGroup,
-    inplace_: bool,
-    check_finite: bool,
+    inplace_: bool = False,
+    check_finite: bool = False,
+    function: Callable[..., Tensor] = SplitCrossEntropy.apply,
 ) -> Tensor:
     """``vocab_parallel_cross_entropy`` from every rank's range of ids where those are known.
 
     If ``ranges`` is None each rank takes all shards to be as large as its own, and the all-gather has one more row, of
-    the ranks' sizes: see ``equal_shards``, which raises a ShardingError on every rank where they differ.
+    the ranks' sizes: see ``equal_shards``, which raises a ShardingError on every rank where they differ. In the forward
+    of another autograd function, ``function`` is the forward of ours.
     """
     check_target_shape(logits, target)
     sizes_are_known = ranges is not None
@@ -199,7 +204,7 @@ def cross_entropy_of_ranges(
     if sizes_are_known:
         options.check_vocabulary(vocab_size)
         reduction.check_targets(target, vocab_size, group=group)
-    loss: Tensor = _VocabParallelCrossEntropy.apply(
+    loss = function(
         logits, target, ranges, options, reduction.ignore_index, inplace_, check_finite, sizes_are_known, group
     )
     if not sizes_are_known:

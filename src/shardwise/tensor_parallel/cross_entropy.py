@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import ConfigError
 from shardwise.kernels import loss_reference
-from shardwise.loss.cross_entropy import cross_entropy_of_ranges
+from shardwise.loss.cross_entropy import SplitCrossEntropy, cross_entropy_of_ranges
 from shardwise.loss.options import LossOptions
 from shardwise.loss.reduction import Reduction
 from shardwise.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
@@ -95,18 +99,31 @@ class VocabParallelCrossEntropy:
         return gradient.view(grad_input.shape).mul_(grad_output.unsqueeze(-1))
 
 
-class _VocabParallelCrossEntropy:
-    """Megatron's autograd function, for programs that call its ``apply``."""
+class _VocabParallelCrossEntropy(Function):
+    """Megatron's autograd function: ``vocab_parallel_cross_entropy`` without its options."""
 
     @staticmethod
-    def apply(
+    def forward(
+        ctx: Any,
         vocab_parallel_logits: Tensor,
         target: Tensor,
         label_smoothing: float = 0.0,
         tp_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """As ``vocab_parallel_cross_entropy``."""
-        return vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)
+        group = resolve_tensor_model_parallel_group(tp_group)
+        return cross_entropy_of_ranges(
+            [(0, vocab_parallel_logits.size(-1))] if group.size() == 1 else None,
+            vocab_parallel_logits,
+            target,
+            LossOptions(label_smoothing),
+            Reduction("none", IGNORE_INDEX, None, True),
+            group=group,
+            function=partial(SplitCrossEntropy.forward, ctx),
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return SplitCrossEntropy.backward(ctx, grad_output)[0], None, None, None
 
 
 def vocab_parallel_cross_entropy(

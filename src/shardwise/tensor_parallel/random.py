@@ -97,9 +97,6 @@ def get_cuda_rng_tracker(
     return streams()
 
 
-# The next four are imported by programs in spite of the underscore.
-
-
 def _get_cuda_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
     """The state of the default generator of ``device`` or, where CUDA is not in use, of the CPU.
 
@@ -133,7 +130,7 @@ def _get_all_rng_states() -> tuple[Tensor, Any, dict[str, Any]]:
 
 
 def _set_all_rng_states(cpu_rng_state: Tensor, cuda_rng_state: Any, cuda_rng_state_tracker: dict[str, Any]) -> None:
-    """Go back to what ``_get_all_rng_states`` returned.
+    """Go back to what ``_get_all_rng_states``, of the same three, returned.
 
     Raises:
         ConfigError: a stream is in use.

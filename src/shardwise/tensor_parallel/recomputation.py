@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import ConfigError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.recompute import OutputRecomputation, is_checkpointing, recomputed
+from shardwise.recompute import OutputRecomputation, go_back, is_checkpointing, keep_arguments, recomputed
 from shardwise.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
 __all__ = ["CheckpointFunction", "CheckpointWithoutOutput", "CheckpointWithoutOutputFunction", "checkpoint"]
@@ -55,7 +56,7 @@ class _Distribution:
         tensor.data = whole
 
 
-class _RestoreInBackward(torch.autograd.Function):
+class _RestoreInBackward(Function):
     """Identity, whose backward makes the caller's tensor whole again, for functions that save nothing."""
 
     @staticmethod
@@ -106,11 +107,7 @@ def checkpoint(
         return recomputed(function, *args, **kwargs)
     if torch.compiler.is_compiling():
         raise ConfigError("distribute_saved_activations=True cannot be compiled; pass False under torch.compile")
-    index = next((i for i, arg in enumerate(args) if isinstance(arg, Tensor)), None)
-    if index is None:
-        raise ConfigError("distribute_saved_activations=True needs a tensor among the positional arguments")
-    tensor = args[index]
-    distribution = _Distribution(tensor, resolve_tensor_model_parallel_group(tp_group))
+    index, distribution = _distribution(args, tp_group)
     # Inside an outer checkpointed function this tensor is dropped, and its recomputation makes a new one.
     is_kept = not is_checkpointing()
 
@@ -125,17 +122,46 @@ def checkpoint(
         return function(*given[:index], first, *given[index + 1 :], **keywords)
 
     outputs = recomputed(run, *args, **kwargs)
-    distribution.split_(tensor)
+    distribution.split_(args[index])
     return outputs
 
 
-class CheckpointFunction:
-    """``checkpoint`` under the name of Megatron's autograd function."""
+def _distribution(args: tuple[Any, ...], tp_group: ProcessGroup | None) -> tuple[int, _Distribution]:
+    """Which of the arguments is distributed, and how."""
+    index = next((i for i, arg in enumerate(args) if isinstance(arg, Tensor)), None)
+    if index is None:
+        raise ConfigError("distribute_saved_activations=True needs a tensor among the positional arguments")
+    return index, _Distribution(args[index], resolve_tensor_model_parallel_group(tp_group))
+
+
+class CheckpointFunction(Function):
+    """Megatron's autograd function: ``checkpoint`` as one node, which ``torch.autograd.grad`` cannot go through.
+
+    What ``run_function`` returns is a tensor or a tuple; gradients flow to tensors among its arguments.
+    """
 
     @staticmethod
-    def apply(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
-        """``checkpoint(function, distribute_saved_activations, *args)``."""
-        return checkpoint(function, distribute_saved_activations, *args)
+    def forward(
+        ctx: Any, run_function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any
+    ) -> Any:
+        ctx.distribution = None
+        if not distribute_saved_activations:
+            return keep_arguments(ctx, run_function, args)
+        index, ctx.distribution = _distribution(args, None)
+
+        def run(*given: Any) -> Any:
+            # An alias, so that the function may return its argument: what it returns is not split.
+            return run_function(*given[:index], given[index].view_as(given[index]), *given[index + 1 :])
+
+        outputs = keep_arguments(ctx, run, args)
+        ctx.distribution.split_(args[index])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        if ctx.distribution is not None:
+            ctx.distribution.restore_(ctx.saved_tensors[0])
+        return None, None, *go_back(ctx, grad_outputs)
 
 
 class CheckpointWithoutOutput(OutputRecomputation):
@@ -151,6 +177,12 @@ class CheckpointWithoutOutput(OutputRecomputation):
     Args:
         fp8: not offered.
 
+    Attributes:
+        ctx: the node of the call in autograd's graph, from the call until its outputs are there again; then None.
+        outputs: what the call returned, as a tuple, for as long.
+        rng_states: the random states in which the call began and is repeated, as ``_get_all_rng_states`` has them; for
+            as long. Not to be written to.
+
     Raises:
         ConfigError: ``fp8``.
     """
@@ -159,6 +191,11 @@ class CheckpointWithoutOutput(OutputRecomputation):
         if fp8:
             raise ConfigError(f"CheckpointWithoutOutput(fp8={fp8!r}): fp8 recomputation is not offered; pass False")
         super().__init__()
+        self.fp8 = False
+        self.ctx: Any = None
+        self.outputs: tuple[Any, ...] | None = None
+        self.rng_states: tuple[Any, ...] | None = None
+        self._latest: Any = None
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
         """``OutputRecomputation.run``."""
@@ -168,13 +205,33 @@ class CheckpointWithoutOutput(OutputRecomputation):
         """``OutputRecomputation.discard_``."""
         self.discard_(hook_tensor)
 
+    def _recompute(self, _: Any) -> None:
+        """Call the function of the latest call again, into the storages of its outputs; a second time nothing happens.
 
-class CheckpointWithoutOutputFunction:
-    """``CheckpointWithoutOutput.checkpoint`` under the name of Megatron's autograd function."""
+        It is what the hook tensor's gradient sets off.
+        """
+        if self._latest is not None:
+            self._latest.recompute(_)
+
+    def _begin(self, held: Any, outputs: Any, args: tuple[Any, ...]) -> None:
+        super()._begin(held, outputs, args)
+        self._latest, self.ctx, self.rng_states = held, held.node, held.first.parts()
+        self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def _end(self, held: Any) -> None:
+        if held is self._latest:
+            self._latest = self.ctx = self.outputs = self.rng_states = None
+
+
+class CheckpointWithoutOutputFunction(Function):
+    """Megatron's autograd function: ``CheckpointWithoutOutput.checkpoint`` as one node; see ``CheckpointFunction``."""
 
     @staticmethod
-    def apply(
-        run_function: Callable[..., Any], checkpoint_without_output_obj: CheckpointWithoutOutput, *args: Any
+    def forward(
+        ctx: Any, run_function: Callable[..., Any], checkpoint_without_output_obj: CheckpointWithoutOutput, *args: Any
     ) -> Any:
-        """``checkpoint_without_output_obj.checkpoint(run_function, *args)``."""
-        return checkpoint_without_output_obj.checkpoint(run_function, *args)
+        return checkpoint_without_output_obj.run_in_function(ctx, run_function, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return None, None, *go_back(ctx, grad_outputs)
