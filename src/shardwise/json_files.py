@@ -23,10 +23,7 @@ MAX_CONFIG_BYTES = 8_000_000
 MAX_TABLE_BYTES = 100_000_000
 """Of files that list tensors; safetensors has the same limit for its headers."""
 
-_AS_SQUARE = bytes.maketrans(b"{}", b"[]")
-_NO_MARKS = bytes(byte for byte in range(256) if byte not in b'"[]{}')
-# The text is examined in blocks of this size, so that its parts need little memory.
-_BLOCK = 1 << 20
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
 def read_json(path: str | os.PathLike[str], *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
@@ -54,32 +51,24 @@ def parse_json(content: bytes) -> dict[str, Any]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: can't decode byte 0x{content[error.start]:02x} at {error.start}") from error
-    _check_depth(content)
     try:
         value = json.loads(text, object_pairs_hook=_checked_object)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
     if not isinstance(value, dict):
         raise ValueError(f"it must hold a JSON object, not {type(value).__name__}")
+    _check_depth(value, MAX_DEPTH)
     return value
 
 
-def _check_depth(content: bytes) -> None:
-    # Escapes are removed first, since an escaped character neither ends a string nor escapes the next one.
-    marks = content.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS)
-    brackets, in_string = b"", 0
-    for start in range(0, len(marks), _BLOCK):
-        parts = marks[start : start + _BLOCK].split(b'"')
-        brackets += b"".join(parts[in_string::2]).translate(_AS_SQUARE)
-        in_string ^= (len(parts) - 1) % 2
-    for _ in range(MAX_DEPTH):
-        before = len(brackets)
-        brackets = brackets.replace(b"[]", b"")
-        if len(brackets) == before:
-            break
-    # If the text is merely truncated, no pair is left, and its depth is at most its length.
-    if b"[]" in brackets or len(brackets) > MAX_DEPTH:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+def _check_depth(value: Any, depth: int) -> None:
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise ValueError(_TOO_DEEP)
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, depth - 1)
 
 
 def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

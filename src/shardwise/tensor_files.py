@@ -126,7 +126,7 @@ def read_box(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int])
     done = 0
     try:
         with open_regular(stored.file) as descriptor:
-            for start, length in _runs(stored.shape, offsets, sizes):
+            for start, length in _contiguous(stored.shape, offsets, sizes):
                 begin, stop = stored.start + start * result.itemsize, done + length * result.itemsize
                 while done < stop:
                     count = os.preadv(descriptor, [target[done : min(stop, done + _LONGEST_READ)]], begin)
@@ -138,8 +138,8 @@ def read_box(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int])
     return result
 
 
-def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of each run of a box that lies in one piece, in the box's order."""
+def _contiguous(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of each contiguous part of a box, in the box's order."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     # From the last dimension that is cut on, the elements are contiguous.
     cut = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)

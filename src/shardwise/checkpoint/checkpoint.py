@@ -45,8 +45,8 @@ def save(
 ) -> Path:
     """Save ``state`` as the checkpoint ``root/step-NNNNNNNN``, complete or not at all.
 
-    Collective over ``group``. Each run of each tensor is written once, whichever and how many ranks hold it, and the
-    work is spread over them. The checkpoint appears under its name when every byte is on the disk; one that had the
+    Collective over ``group``. Each interval of a tensor is written once, however many ranks hold it, and the work is
+    spread over them. The checkpoint appears under its name when every byte is on the disk; one that had the
     name before is replaced. One run at a time saves into a folder, which all ranks share.
 
     Args:

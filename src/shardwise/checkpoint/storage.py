@@ -1,6 +1,6 @@
 """Where torch.distributed.checkpoint's chunks are written: one safetensors file per rank.
 
-PyTorch's own ``HuggingFaceStorageWriter`` stores one chunk of a tensor per file (a second run of indices of one rank
+PyTorch's own ``HuggingFaceStorageWriter`` stores one chunk of a tensor per file (a second interval of one rank
 would take the first one's name), has no checksums, and reads every file to know what there is; its other writers keep
 their metadata as a pickle.
 """

@@ -38,16 +38,16 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
     columns: Sequence[Interval] = [(0, size) for size in composition.shape[1:]]
     if layout.dim == 1:
         columns = layout.intervals[shard.rank]
-    for name, runs in _runs_by_tensor(composition, rows).items():
-        for together in _neighbours(runs):
-            first, count = together[0].start, sum(run.rows for run in together)
+    for name, intervals in _intervals_by_tensor(composition, rows).items():
+        for together in _neighbours(intervals):
+            first, count = together[0].start, sum(stored.rows for stored in together)
             # A vector has no columns; one empty interval stands for them.
             place = 0
             for start, stop in columns or [(0, 0)]:
                 values = _read(folder, names[name], composition, (first, start), (count, stop - start))
                 part = target.narrow(1, place, stop - start) if columns else target
-                for run in together:
-                    part[run.place : run.place + run.rows].copy_(values[run.start - first :][: run.rows])
+                for stored in together:
+                    part[stored.place : stored.place + stored.rows].copy_(values[stored.start - first :][: stored.rows])
                 place += stop - start
 
 
@@ -67,7 +67,7 @@ def _read(
     return folder.read(name, offsets[:dims], sizes[:dims])
 
 
-class _Run(NamedTuple):
+class _StoredInterval(NamedTuple):
     """Consecutive rows of a tensor, and this rank's row where the first of them goes."""
 
     start: int
@@ -75,27 +75,27 @@ class _Run(NamedTuple):
     place: int
 
 
-def _runs_by_tensor(composition: Composition, rows: Sequence[Interval]) -> dict[str, list[_Run]]:
-    result: dict[str, list[_Run]] = {}
+def _intervals_by_tensor(composition: Composition, rows: Sequence[Interval]) -> dict[str, list[_StoredInterval]]:
+    result: dict[str, list[_StoredInterval]] = {}
     place = 0
     for first, last in rows:
         for start, piece in zip(composition.starts, composition.pieces, strict=True):
             low, high = max(first, start), min(last, start + piece.rows)
             if low < high:
-                run = _Run(piece.start + low - start, high - low, place + low - first)
-                result.setdefault(piece.tensor, []).append(run)
+                stored = _StoredInterval(piece.start + low - start, high - low, place + low - first)
+                result.setdefault(piece.tensor, []).append(stored)
         place += last - first
     return result
 
 
-def _neighbours(runs: Sequence[_Run]) -> list[list[_Run]]:
-    """Runs that continue each other in the file, which are read at once."""
-    result: list[list[_Run]] = []
-    for run in sorted(runs):
-        if result and result[-1][-1].start + result[-1][-1].rows == run.start:
-            result[-1].append(run)
+def _neighbours(intervals: Sequence[_StoredInterval]) -> list[list[_StoredInterval]]:
+    """Intervals that continue each other in the file, which are read at once."""
+    result: list[list[_StoredInterval]] = []
+    for stored in sorted(intervals):
+        if result and result[-1][-1].start + result[-1][-1].rows == stored.start:
+            result[-1].append(stored)
         else:
-            result.append([run])
+            result.append([stored])
     return result
 
 
@@ -125,11 +125,11 @@ def _same_rows(shard: ParamShard, repeated: Composition, folder: TensorFolder, n
     data, local = shard.data.detach(), 0
     for first, last in _own_rows(shard):
         for start, stop in ((first, min(last, first + _ROWS)), (max(first + _ROWS, last - _ROWS), last)):
-            for name, runs in _runs_by_tensor(repeated, [(start, max(start, stop))]).items():
-                for run in runs:
-                    values = _read(folder, names[name], repeated, (run.start, 0), (run.rows, *repeated.shape[1:]))
-                    place = local + start - first + run.place
-                    if not torch.equal(values.to(data.dtype), data[place : place + run.rows].cpu()):
+            for name, intervals in _intervals_by_tensor(repeated, [(start, max(start, stop))]).items():
+                for stored in intervals:
+                    values = _read(folder, names[name], repeated, (stored.start, 0), (stored.rows, *repeated.shape[1:]))
+                    place = local + start - first + stored.place
+                    if not torch.equal(values.to(data.dtype), data[place : place + stored.rows].cpu()):
                         return False
         local += last - first
     return True

@@ -30,7 +30,7 @@ def section_layout(section: Tensor, fused: ParamLayout, width: int) -> ParamLayo
         raise ShardingError(f"a section is of rows; the fused weight is split along dimension {fused.dim}")
     if section.numel() and not 0 <= int(section.min()) <= int(section.max()) < fused.global_shape[0]:
         raise ShardingError(f"a section has rows outside the fused weight's {fused.global_shape[0]}")
-    intervals = tuple(_runs(_held(section, fused, rank)) for rank in range(fused.world_size))
+    intervals = tuple(_intervals(_held(section, fused, rank)) for rank in range(fused.world_size))
     return ParamLayout((len(section), width), 0, intervals, fused.world_size)
 
 
@@ -53,10 +53,10 @@ def _held(section: Tensor, fused: ParamLayout, rank: int) -> Tensor:
     return is_held[section].nonzero().flatten()
 
 
-def _runs(rows: Tensor) -> tuple[Interval, ...]:
-    """Ascending rows as runs of consecutive ones.
+def _intervals(rows: Tensor) -> tuple[Interval, ...]:
+    """Ascending rows as intervals of consecutive ones.
 
-    >>> _runs(torch.tensor([0, 1, 4]))
+    >>> _intervals(torch.tensor([0, 1, 4]))
     ((0, 2), (4, 5))
     """
     if not rows.numel():

@@ -22,8 +22,6 @@ from shardwise.transformer.block import TransformerBlock
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
 
-__all__ = ["Bert", "BertLMHead", "Pooler"]
-
 
 def _dense(
     config: ModelConfig, out_features: int, tp_group: ProcessGroup, *, sequence_shards: bool = False

@@ -20,8 +20,6 @@ from shardwise.layers import (
 )
 from shardwise.transformer.layer import ResidualDropout
 
-__all__ = ["PositionEmbedding", "TokenEmbedding"]
-
 PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
 
 

@@ -9,8 +9,6 @@ from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.block import TransformerBlock
 from shardwise.transformer.masks import AttentionMask
 
-__all__ = ["GPT"]
-
 
 class GPT(TransformerModel):
     """Embedding, transformer block and output layer, or one pipeline stage of them.

@@ -21,8 +21,6 @@ from shardwise.sharding import ParamShard, ShardedOffset
 from shardwise.topology import Groups
 from shardwise.transformer.backend import check_attention_backend
 
-__all__ = ["LanguageModel"]
-
 
 class LanguageModel(GroupModule):
     """Base of GPT, BERT and their kin.
