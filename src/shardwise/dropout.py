@@ -1,7 +1,7 @@
 """Dropout of a tensor that the ranks share, so that the whole tensor's mask can be the same at every number of ranks.
 
-By the streams' rule (``shardwise.random``) a shard's mask is drawn from the rank's own stream ("per_rank", as the
-reference does), or is this rank's slice of a mask that belongs to the whole tensor ("global"). The latter is drawn by
+By the streams' rule (``shardwise.random``) a shard's mask is drawn from the rank's own stream ("per_rank", as
+Megatron does), or is this rank's slice of a mask that belongs to the whole tensor ("global"). The latter is drawn by
 every rank alike, a bounded block at a time: more random numbers, for a run that does not depend on its layout.
 """
 

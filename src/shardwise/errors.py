@@ -12,14 +12,14 @@
     │   ├── AssertedShardingError (AssertionError)  a view in place of a tensor, lists that are not as long
     │   └── WeightError           (RuntimeError)    a layer called without its weight, or with one of another shape
     ├── VocabularyError  (ValueError)    a token id outside the vocabulary
-    ├── DataError        (ValueError)    a corpus, file or line that cannot be read as what it should be
+    ├── DataError        (ValueError)    a corpus, file or line that is not in the format that it should be in
     │   └── AssertedDataError     (AssertionError)  tensors that are not what they were announced to be
     ├── CheckpointError  (RuntimeError)  a checkpoint that is damaged, incomplete or of another model
     ├── TopologyError    (RuntimeError)  groups used before initialisation, twice, or not to be had
     │   ├── NotInitializedError   (AssertionError)  groups used before initialisation
     │   └── AssertedTopologyError (AssertionError)  initialised already, or a group that this rank is not in
     ├── DesyncError      (RuntimeError)  ranks that disagree on what they are about to do
-    ├── DivergenceError  (RuntimeError)  a loss that is no longer a number
+    ├── DivergenceError  (RuntimeError)  a loss that is NaN
     ├── ParityError      (RuntimeError)  a parallel result that does not equal the dense one
     └── LaunchError      (RuntimeError)  a rank that died, or could not be started
 
@@ -72,7 +72,7 @@ class VocabularyError(ShardwiseError, ValueError):
 
 
 class DataError(ShardwiseError, ValueError):
-    """A corpus, file or line that cannot be read as what it should be."""
+    """A corpus, file or line that is not in the format that it should be in."""
 
 
 class AssertedDataError(DataError, AssertionError):
@@ -100,7 +100,7 @@ class DesyncError(ShardwiseError, RuntimeError):
 
 
 class DivergenceError(ShardwiseError, RuntimeError):
-    """A loss that is no longer a number."""
+    """A loss that is NaN."""
 
 
 class ParityError(ShardwiseError, RuntimeError):

@@ -1,4 +1,4 @@
-"""JSON from strangers: the one way to read it.
+"""The one way to read JSON from untrusted files.
 
 Python's reader takes what is no JSON (NaN, Infinity), keeps the last of two equal keys in silence, and follows brackets
 until its stack ends. What is read here is an object, nested at most ``MAX_DEPTH`` deep, with finite numbers and each

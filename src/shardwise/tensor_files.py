@@ -150,7 +150,7 @@ def _contiguous(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[in
 
 
 def is_shape(value: Any) -> TypeGuard[list[int]]:
-    """Whether a value from a file is the list of sizes of a tensor that can be."""
+    """Whether a value from a file is a list of sizes that a tensor can have."""
     return (
         isinstance(value, list)
         and len(value) <= _MAX_DIMS

@@ -45,7 +45,7 @@ def check_close(actual, expected, rtol, what, atol=1e-2):
 
 def check_statistics(dtype, options, num_rows=4, num_columns=1000):
     logits, target = logits_of(num_rows, num_columns, dtype), target_of(num_rows, num_columns)
-    wide = loss_reference.wide(dtype)
+    wide = loss_reference.compute_dtype(dtype)
     for want_sum in (False, True):
         # The definition, in fp64.
         exponentials = logits.to(torch.float64, copy=True)

@@ -66,7 +66,7 @@ class Wait:
 
     @property
     def group_name(self) -> str:
-        """Of the process group, the same on all of its ranks; empty if there is none."""
+        """Name of the process group, the same on all of its ranks; empty if there is no group."""
         return "" if self._group is None else str(self._group.group_name)
 
     def describe(self, thread: int | None = None) -> str:

@@ -34,7 +34,7 @@ _MIN_ELEMENTS_PER_THREAD = 1 << 21
 
 @cache
 def compile_c(source: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL | str:
-    """The library of a file of this folder, or why it cannot be had."""
+    """The library of a file of this folder, or why it could not be compiled."""
     compiler = _compiler()
     if compiler is None:
         return "no C compiler: neither $CC nor cc, gcc or clang is there"

@@ -19,7 +19,7 @@ from torch import Tensor
 BLOCK_ELEMENTS = 1 << 18
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What logits of ``dtype`` are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -61,7 +61,7 @@ def row_statistics(
         NaN.
     """
     num_rows, num_columns = logits.shape
-    dtype = wide(logits.dtype)
+    dtype = compute_dtype(logits.dtype)
     statistics = torch.zeros(num_rows, 4 if want_sum else 3, dtype=dtype, device=logits.device)
     if num_columns == 0:
         statistics[:, ::2] = -torch.inf
@@ -157,7 +157,7 @@ def below_maximum(y: Tensor, maximum: Tensor, target_local: Tensor) -> tuple[Ten
 
 def transformed(logits: Tensor, softcap: float | None, temperature: float) -> tuple[Tensor, Tensor | float | None]:
     """``y`` in fp32 (fp64 for fp64 logits), the logits themselves where nothing changes; and its slope, None for 1."""
-    y = logits.to(wide(logits.dtype))
+    y = logits.to(compute_dtype(logits.dtype))
     slope: Tensor | float | None = None
     if softcap is not None:
         tanh = (y / softcap).tanh_()

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.loss_reference import wide
+from shardwise.kernels.loss_reference import compute_dtype
 
 # Triton's convention: what is known when a kernel is compiled has a name in capitals.
 # ruff: noqa: N803
@@ -25,7 +25,7 @@ _MAX_BLOCK = 4096
 
 @triton.jit
 def _transform(x, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
-    """``y`` and its slope. A cap of 0 is none."""
+    """``y`` and its slope. A cap of 0 means no cap."""
     y = x
     slope = tl.full(x.shape, 1.0, x.dtype)
     if CAP > 0.0:
@@ -154,7 +154,7 @@ def row_statistics(
     """As ``loss_reference.row_statistics``."""
     num_rows, num_columns = logits.shape
     numbers = 4 if want_sum else 3
-    statistics = torch.empty(num_rows, numbers, dtype=wide(logits.dtype), device=logits.device)
+    statistics = torch.empty(num_rows, numbers, dtype=compute_dtype(logits.dtype), device=logits.device)
     with torch.cuda.device_of(logits):
         statistics_kernel[(num_rows,)](
             logits,
@@ -195,7 +195,7 @@ def gradient_(
             shift.contiguous(),
             scale.contiguous(),
             at_target.contiguous(),
-            # Not looked at where there is none.
+            # The kernel does not read it without HAS_REST.
             scale if rest is None else rest.contiguous(),
             out.stride(0),
             logits.stride(0),

@@ -40,7 +40,7 @@ def autocast(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
     """
 
     def cast(tensor: Tensor) -> Tensor:
-        # As in PyTorch's own linear, fp64 stays.
+        # fp64 stays fp64, as in PyTorch's own linear.
         return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
     return cast(input_), cast(weight), None if bias is None else cast(bias)

@@ -34,9 +34,9 @@ class ColumnLinear(ParallelLinear):
         dtype: of the parameters; PyTorch's default if None.
         init: fills the whole weight in place, and the bias starts at 0; both as in ``torch.nn.Linear`` if None.
         sections: number of equal parts of the output, each split by itself: 2 for a gate and an up projection.
-        intervals: in place of ``sizes`` and ``sections``: for each rank the runs of output features that it holds, in
-            the order of its output. Runs may be held by several ranks, and their weight gradients are then partial
-            sums; such an output is not gathered.
+        intervals: in place of ``sizes`` and ``sections``: for each rank the intervals of output features that it
+            holds, in the order of its output. Several ranks may hold the same interval, and their weight gradients are
+            then partial sums; such an output is not gathered.
         own_weight: make a weight; without, it is passed to ``forward``.
         parallelism: what the layer communicates, where it is not the usual: LOCAL leaves the input's gradient a partial
             sum.

@@ -117,7 +117,7 @@ class TensorParallelLinear(Function):
             grad_weight = weight_gradient.placeholder()
         gathered_input: Pending | None = None
         if ctx.gathers_again and needs_weight_grad:
-            # In flight during the product for the input gradient.
+            # The gather is in flight during the product for the input gradient.
             buffer = context_of(group).buffers
             gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
 
@@ -129,7 +129,7 @@ class TensorParallelLinear(Function):
             elif parallelism is LinearParallelism.COLUMN_SEQUENCE:
                 pending = reduce_scatter_async(grad_input, group=group, dim=0, sizes=sizes)
 
-        # In flight: the input gradient's reduction, while the weight's and bias's gradients are computed.
+        # The input gradient's reduction is in flight while the gradients of weight and bias are computed.
         if needs_weight_grad:
             if gathered_input is not None:
                 input_ = gathered_input.wait()

@@ -125,7 +125,7 @@ class RowLinear(ParallelLinear):
                 f"the input has {input_.size(-1)} features, the layer {self.in_features}; it takes the whole input"
             )
         if self.sections > 1:
-            # Each rank's runs side by side, so that what it keeps is one.
+            # Brings each rank's intervals side by side, so that its part is one interval.
             runs = [run for rank_runs in self.param_layouts["weight"].intervals for run in rank_runs]
             input_ = torch.cat([input_[..., start:stop] for start, stop in runs], dim=-1)
         return moves.scatter(input_, dim=-1, group=self.group, sizes=self._input_sizes)

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.kernels.loss_reference import finite, row_blocks, transformed, wide
+from shardwise.kernels.loss_reference import compute_dtype, finite, row_blocks, transformed
 from shardwise.loss.combine import gather_statistics
 from shardwise.loss.options import LossOptions
 from shardwise.loss.vocabulary import flat_rows, vocab_ranges
@@ -50,7 +50,7 @@ class _VocabParallelEntropy(Function):
             shifted = y - finite(maximum[rows]).unsqueeze(1)
             exponentials = shifted.exp()
             gradient = exponentials * (mean[rows].unsqueeze(1) - shifted) * scale[rows].unsqueeze(1)
-            # What cannot be adds nothing, however small its logarithm.
+            # An id of probability 0 adds nothing to the gradient, however small the logarithm.
             gradient = torch.where(exponentials == 0, 0.0, gradient)
             result[rows, : ctx.num_valid] = (gradient if slope is None else gradient * slope).to(result.dtype)
         return result.view(logits.shape), None, None, None
@@ -58,7 +58,7 @@ class _VocabParallelEntropy(Function):
 
 def _statistics(flat: Tensor, options: LossOptions) -> Tensor:
     """``[n, 3]``: maximum, sum of exponentials, and their sum weighted by the differences to the maximum."""
-    statistics = torch.zeros(flat.size(0), 3, dtype=wide(flat.dtype), device=flat.device)
+    statistics = torch.zeros(flat.size(0), 3, dtype=compute_dtype(flat.dtype), device=flat.device)
     if flat.size(1) == 0:
         statistics[:, 0] = -torch.inf
         return statistics

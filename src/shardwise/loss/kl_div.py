@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import ShardingError
-from shardwise.kernels.loss_reference import finite, row_blocks, transformed, wide
+from shardwise.kernels.loss_reference import compute_dtype, finite, row_blocks, transformed
 from shardwise.loss.combine import gather_statistics
 from shardwise.loss.options import LossOptions
 from shardwise.loss.vocabulary import flat_rows, vocab_ranges
@@ -84,7 +84,7 @@ class _VocabParallelKLDiv(Function):
 
 def _statistics(flat: Tensor, teacher: Tensor, options: LossOptions) -> Tensor:
     """``[n, 5]``: both maxima, both sums of exponentials, the teacher's first last, and the mixed sum."""
-    dtype = torch.promote_types(wide(flat.dtype), wide(teacher.dtype))
+    dtype = torch.promote_types(compute_dtype(flat.dtype), compute_dtype(teacher.dtype))
     statistics = torch.zeros(flat.size(0), 5, dtype=dtype, device=flat.device)
     if flat.size(1) == 0:
         statistics[:, :2] = -torch.inf

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.kernels import products
 from shardwise.kernels.dispatch import loss_kernels
 from shardwise.kernels.host_memory import empty_in_huge_pages
-from shardwise.kernels.loss_reference import finite, wide
+from shardwise.kernels.loss_reference import compute_dtype, finite
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.loss.linear_head import Head, finished_hidden_gradient, times_rows
 from shardwise.sharding import Interval, balanced_sizes, intervals_of_sizes
@@ -62,7 +62,7 @@ class ChunkedLoss(Function):
             before = own
             own = later if before is None else merged_statistics(before, later, start, stop - start)
             if stop == head.num_valid:
-                # In flight during the last slice's product.
+                # The gather is in flight during the last slice's product.
                 gather = head.start_gather(own)
             if needs_hidden:
                 maximum = own[:, 0]
@@ -77,7 +77,7 @@ class ChunkedLoss(Function):
                 if before is not None and product is not None:
                     product.mul_((before[:, 0] - finite(maximum)).exp().unsqueeze(1))
                 product = _plus_product(product, logits, weight[start:stop])
-            # Before the next slice's come.
+            # Frees this slice's logits before the next slice's are made.
             del logits
         assert own is not None
         assert gather is not None
@@ -108,12 +108,12 @@ class ChunkedLoss(Function):
         grad_hidden, *saved = ctx.saved_tensors
         head: Head = ctx.head
         needs_hidden = ctx.needs_input_grad[0]
-        grad_output = grad_output.to(wide(grad_output.dtype))
+        grad_output = grad_output.to(compute_dtype(grad_output.dtype))
         grad_weight = grad_bias = pending = None
         if needs_hidden:
             pending = head.start_reduction(times_rows(grad_hidden, grad_output))
         if saved:
-            # In flight: the hidden gradient's reduction.
+            # The hidden gradient's reduction is in flight meanwhile.
             grad_weight, grad_bias = _weight_gradients(ctx, grad_output, saved)
         if needs_hidden:
             assert pending is not None
@@ -166,7 +166,7 @@ def merged_statistics(before: Tensor, later: Tensor, num_before: int, num_later:
 
 
 def _slices(hidden: Tensor, num_columns: int, max_bytes: int) -> tuple[Interval, ...]:
-    """The runs of columns that are worked on one after the other, of about equal size."""
+    """The intervals of columns that are computed one after the other, of about equal size."""
     of_device = _SLICE_BYTES.get(hidden.device.type, _SLICE_BYTES["cuda"])
     column_bytes = max(hidden.size(0) * hidden.element_size(), 1)
     columns = max(min(max_bytes, of_device) // column_bytes, _MIN_COLUMNS)
@@ -185,7 +185,7 @@ def _columns_between(target_local: Tensor, start: int, stop: int) -> Tensor:
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """``total + left @ right``, in fp32 (fp64 for fp64 factors)."""
-    dtype = wide(left.dtype)
+    dtype = compute_dtype(left.dtype)
     if total is None:
         total = left.new_zeros(left.size(0), right.size(1), dtype=dtype)
     if left.dtype == dtype:

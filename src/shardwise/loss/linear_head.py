@@ -17,7 +17,7 @@ from shardwise.communication.collectives import (
     reduce_scatter_async,
 )
 from shardwise.communication.pending import Pending
-from shardwise.kernels.loss_reference import row_blocks, wide
+from shardwise.kernels.loss_reference import compute_dtype, row_blocks
 from shardwise.loss.combine import Combined, combine
 from shardwise.loss.finite import check_finite_logits
 from shardwise.loss.options import LossOptions
@@ -146,7 +146,7 @@ def finished_hidden_gradient(
     columns = target_local.clamp(min=0)
     at_target = at_target.masked_fill(target_local < 0, 0.0)
     for rows in _blocks(product):
-        part = product[rows].to(wide(weight.dtype)) * factor[rows].unsqueeze(1)
+        part = product[rows].to(compute_dtype(weight.dtype)) * factor[rows].unsqueeze(1)
         if weight.size(0):
             part.addcmul_(weight[columns[rows]].to(part.dtype), at_target[rows].unsqueeze(1))
         if rest is not None and sum_of_weight is not None:

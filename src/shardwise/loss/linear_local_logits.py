@@ -55,18 +55,18 @@ class LocalLogitsLoss(Function):
             logits[:, head.num_valid :] = 0.0
         kernels = loss_kernels(valid, softcap=options.softcap)
         smooth = options.label_smoothing > 0
-        hides = logits.dtype in _FLOOR and not (smooth and options.softcap is not None)
+        overlaps = logits.dtype in _FLOOR and not (smooth and options.softcap is not None)
 
         own = kernels.row_statistics(
-            valid, target_local, want_sum=smooth, exponentiate_=hides, **head.options.of_kernels
+            valid, target_local, want_sum=smooth, exponentiate_=overlaps, **head.options.of_kernels
         )
         gather = head.start_gather(own)
-        product = products.input_gradient(valid, valid_weight) if hides and needs_hidden else None
+        product = products.input_gradient(valid, valid_weight) if overlaps and needs_hidden else None
         combined = head.combined(gather.wait(), ignored, hidden, weight, bias)
 
         factor = combined.weight * (own[:, 0] - combined.maximum).exp()
         at_target, rest = combined.at_target, combined.rest
-        if hides:
+        if overlaps:
             if rest is not None:
                 at_target = at_target + rest
                 rest = rest / options.temperature
@@ -80,9 +80,9 @@ class LocalLogitsLoss(Function):
                 floor = _FLOOR[logits.dtype] / own[:, 1].clamp(min=1.0)
                 factor = torch.where(owned & (factor.abs() < floor), floor, factor)
                 place = torch.arange(logits.size(0), device=logits.device), target_local.clamp(min=0)
-                there = torch.where(owned, (at_target / factor).to(logits.dtype), valid[place])
+                replacement = torch.where(owned, (at_target / factor).to(logits.dtype), valid[place])
                 # Not scatter_, which copies the whole matrix on a CPU.
-                valid.index_put_(place, there)
+                valid.index_put_(place, replacement)
         else:
             kernels.gradient_(valid, valid, target_local, own[:, 0], factor, at_target, rest, **head.options.of_kernels)
             factor, rest = torch.ones_like(factor), None
@@ -104,7 +104,7 @@ class LocalLogitsLoss(Function):
         if needs_hidden:
             pending = head.start_reduction(times_rows(product, grad_output))
 
-        # In flight: the hidden gradient's reduction.
+        # The hidden gradient's reduction is in flight meanwhile.
         factor = grad_output * factor
         rest = None if rest is None else grad_output * rest
         if needs_weight:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication.collectives import all_gather
 from shardwise.errors import ConfigError
-from shardwise.kernels.loss_reference import wide
+from shardwise.kernels.loss_reference import compute_dtype
 from shardwise.loss.vocabulary import flat_rows, vocab_ranges
 from shardwise.sharding import Interval
 
@@ -38,7 +38,7 @@ class _VocabParallelTopk(Function):
         own = flat.topk(min(k, stop - start), dim=1)
         # By id, so that the sort below, which keeps the order of equal values, prefers the smallest.
         columns = own.indices.sort(dim=1).values
-        values = flat.gather(1, columns).to(wide(logits.dtype))
+        values = flat.gather(1, columns).to(compute_dtype(logits.dtype))
         sizes = [min(k, last - first) for first, last in ranges]
         values, ids = _gather_candidates(values, columns + start, sizes, group)
         values, order = values.sort(dim=1, descending=True, stable=True)
@@ -124,7 +124,7 @@ def vocab_parallel_argmax(
     flat = flat_rows(logits)[:, : stop - start]
     # PyTorch's argmax is the first of several.
     columns = flat.argmax(dim=1, keepdim=True) if stop > start else flat.new_zeros(flat.shape, dtype=torch.long)
-    values = flat.gather(1, columns).to(wide(logits.dtype))
+    values = flat.gather(1, columns).to(compute_dtype(logits.dtype))
     sizes = [min(1, last - first) for first, last in ranges]
     values, ids = _gather_candidates(values, columns + start, sizes, group)
     return ids.gather(1, values.argmax(dim=1, keepdim=True)).view(logits.shape[:-1])

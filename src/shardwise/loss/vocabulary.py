@@ -67,7 +67,7 @@ def columns_of(target: Tensor, interval: Interval, ignore_index: int) -> tuple[T
     Args:
         target: ``[...]`` global ids, of any integer dtype.
         interval: this rank's ids.
-        ignore_index: a target that is nobody's.
+        ignore_index: a target that is in no rank's part.
 
     Returns:
         ``[n]`` int64 columns, -1 where the target is not this rank's, and where it is ignored, ``[n]``.

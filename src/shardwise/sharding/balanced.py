@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from shardwise.errors import IndivisibleError, ShardingError
 
 Interval = tuple[int, int]
-"""``(start, stop)`` of a run of indices, ``stop`` excluded."""
+"""``(start, stop)`` of consecutive indices, ``stop`` excluded."""
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

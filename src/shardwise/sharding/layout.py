@@ -29,9 +29,9 @@ class ParamLayout:
     Attributes:
         global_shape: shape of the whole parameter.
         dim: the dimension that is split; None if every rank holds the whole parameter.
-        intervals: for each rank the runs of indices along ``dim`` that it holds, in its local order. Runs of different
-            ranks may coincide (replicated key-value heads), and together they cover the dimension. Empty if ``dim`` is
-            None.
+        intervals: for each rank the intervals of indices along ``dim`` that it holds, in its local order. Those of
+            different ranks may coincide (replicated key-value heads), and together they cover the dimension. Empty if
+            ``dim`` is None.
         world_size: number of ranks.
         stride: number of sections that were split separately (``partition_stride`` of the parameter).
     """
@@ -84,16 +84,15 @@ class ParamLayout:
     def of_intervals(
         cls, global_shape: Sequence[int], dim: int, intervals: Sequence[Sequence[Interval]]
     ) -> ParamLayout:
-        """Each rank holds the given runs of indices along ``dim``, in the given order.
+        """Each rank holds the given intervals of indices along ``dim``, in the given order.
 
         Args:
             global_shape: shape of the whole parameter.
             dim: dimension to split; a negative one counts from the last.
-            intervals: for each rank its runs, which may be those of other ranks too. Runs that continue each other are
-                joined.
+            intervals: for each rank its own, which other ranks may hold too. Adjacent intervals are joined.
 
         Raises:
-            ShardingError: there is no such dimension, a run does not lie in it, or some index is nobody's.
+            ShardingError: there is no such dimension, an interval does not lie in it, or no rank holds some index.
         """
         shape = tuple(global_shape)
         dim = checked_dim(dim, shape)
@@ -102,12 +101,12 @@ class ParamLayout:
         for start, stop in sorted(run for runs in joined for run in runs):
             if start > covered or not 0 <= start <= stop <= shape[dim]:
                 raise ShardingError(
-                    f"dimension {dim} of shape {list(shape)}: the run ({start}, {stop}) does not lie in it or leaves "
-                    f"indices from {covered} on to nobody"
+                    f"dimension {dim} of shape {list(shape)}: the interval ({start}, {stop}) does not lie in it, or no "
+                    f"rank holds the indices from {covered} on"
                 )
             covered = max(covered, stop)
         if covered != shape[dim]:
-            raise ShardingError(f"dimension {dim} of shape {list(shape)}: indices from {covered} on are nobody's")
+            raise ShardingError(f"dimension {dim} of shape {list(shape)}: no rank holds the indices from {covered} on")
         return cls(shape, dim, joined, len(joined))
 
     def local_size(self, rank: int) -> int:
@@ -124,7 +123,7 @@ class ParamLayout:
         return tuple(shape)
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """The part of ``whole`` (shape ``global_shape``) that ``rank`` holds; a view when it is one run."""
+        """The part of ``whole`` (shape ``global_shape``) that ``rank`` holds; a view if it is one interval."""
         if tuple(whole.shape) != self.global_shape:
             raise ShardingError(f"expected a tensor of shape {list(self.global_shape)}, got {list(whole.shape)}")
         if self.dim is None:
@@ -141,7 +140,7 @@ class ParamLayout:
         if len(shards) != self.world_size:
             raise ShardingError(f"expected {self.world_size} shards, one per rank, got {len(shards)}")
         whole = shards[0].new_empty(self.global_shape)
-        # Of what several ranks hold, the first one's stands.
+        # Where several ranks hold the same part, the first one's values are kept.
         for rank in reversed(range(self.world_size)):
             self.place_(whole, rank, shards[rank])
         return whole
@@ -166,12 +165,12 @@ class ParamLayout:
 
 
 class Segment(NamedTuple):
-    """A run of indices along the split dimension that no rank's boundary cuts.
+    """An interval of indices along the split dimension that no rank's boundary cuts.
 
     Attributes:
         start: first index in the whole parameter.
         length: number of indices.
-        local_start: where the run begins in the rank's part.
+        local_start: where the interval begins in the rank's part.
     """
 
     start: int
@@ -182,8 +181,8 @@ class Segment(NamedTuple):
 def segments(layout: ParamLayout, rank: int) -> list[Segment]:
     """What ``rank`` holds along the split dimension, cut wherever any rank's part begins or ends.
 
-    Two segments, of whichever ranks, are therefore the same run or disjoint, so that "write each run once" needs no
-    more than comparing their first indices.
+    Two segments, of whichever ranks, are therefore the same interval or disjoint, so that "write each interval once"
+    needs no more than comparing their first indices.
 
     Args:
         layout: layout with a split dimension.
@@ -204,13 +203,13 @@ def segments(layout: ParamLayout, rank: int) -> list[Segment]:
         result += [Segment(a, b - a, local_start + a - start) for a, b in pairwise(edges)]
         local_start += stop - start
     if len({segment.start for segment in result}) != len(result):
-        raise ShardingError(f"rank {rank} holds an index twice: its runs are {list(layout.intervals[rank])}")
+        raise ShardingError(f"rank {rank} holds an index twice: its intervals are {list(layout.intervals[rank])}")
     return result
 
 
 @cache
 def holders(layout: ParamLayout) -> dict[Interval, tuple[int, ...]]:
-    """For each run of ``segments``, of all ranks, in ascending order: the ranks that hold it, in ascending order.
+    """For each interval of ``segments``, of all ranks, in ascending order: the ranks that hold it, in ascending order.
 
     Args:
         layout: layout with a split dimension.
@@ -232,7 +231,7 @@ def has_copies(layout: ParamLayout) -> bool:
 
 
 def _merge_adjacent(runs: Sequence[Interval]) -> list[Interval]:
-    """Runs that continue each other, joined: a tensor that one rank holds is then one segment, whatever its stride."""
+    """Adjacent intervals, joined: a tensor that one rank holds is then one segment, whatever its stride."""
     merged: list[Interval] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:

@@ -23,7 +23,7 @@ class ParamShard(TensorPieces):
 
     ``shardwise.checkpoint`` takes a dict of them, and so do ``torch.distributed.checkpoint.save`` and ``load``, to any
     storage that keeps several pieces of a tensor. ``HuggingFaceStorageWriter`` does not: it keeps each rank's last one,
-    which is all that there is of most parameters, but not of a gated weight that is split.
+    which suffices for most parameters, but not for a gated weight that is split.
 
     Attributes:
         key: name of the parameter in the checkpoint; parameters that ``sharded_offsets`` stack share it.
@@ -110,7 +110,7 @@ class ParamShard(TensorPieces):
         return stored == here
 
     def pieces(self) -> list[Piece]:
-        """Each run of indices that this rank holds: its offset in the whole, and the view of ``data`` that holds it.
+        """Each interval of indices that this rank holds: its offset in the whole, and the view of ``data`` for it.
 
         Pieces of any two ranks are the same part of the whole or have nothing in common. Views have the leading axes
         too, of size 1.

@@ -32,7 +32,7 @@ class VocabParallelCrossEntropy:
     @staticmethod
     def calculate_logits_max(vocab_parallel_logits: Tensor) -> tuple[Tensor, Tensor]:
         """``[..., v/t]`` logits to the logits in fp32 (fp64 as they are) and their maximum ``[...]``."""
-        logits = vocab_parallel_logits.to(loss_reference.wide(vocab_parallel_logits.dtype))
+        logits = vocab_parallel_logits.to(loss_reference.compute_dtype(vocab_parallel_logits.dtype))
         return logits, logits.amax(dim=-1)
 
     @staticmethod

@@ -68,8 +68,8 @@ class ParallelSizes:
         """The grid of the dense layers and that of the expert layers, on ``world_size`` ranks.
 
         Raises:
-            ConfigError: a size is not a whole number of at least 1, the order names an axis that there is not or leaves
-                one out, or dense and expert layers of a rank would be on different stages.
+            ConfigError: a size is not a whole number of at least 1, the order names an unknown axis or leaves one
+                out, or dense and expert layers of a rank would be on different stages.
             TopologyError: the sizes do not divide the world.
         """
         etp = self.tp if self.etp is None else self.etp

@@ -42,7 +42,7 @@ class Groups:
                 raise ConfigError(f"Groups.{spec.name} is {group!r}, which is not a process group{hint}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Groups:
-        """The same: a process group cannot be copied."""
+        """Returns the object itself, since a process group cannot be copied."""
         return self
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-# Where a tensor in fp64 cannot be, or has no values.
+# MPS has no fp64, and a tensor on the meta device has no values.
 _WITHOUT_FP64 = ("mps", "meta")
 
 

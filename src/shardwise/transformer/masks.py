@@ -77,7 +77,7 @@ class AttentionMask:
 
         Returns:
             A bias of the query's dtype, -inf where attention is forbidden, broadcast to ``[b, heads/t, s, num_keys]``.
-            None where all that there is to say is ``is_causal``.
+            None where ``is_causal`` says everything.
 
         Raises:
             ShardingError: a mask of another shape; document numbers that are not those of the queries, or with a
@@ -85,7 +85,7 @@ class AttentionMask:
         """
         new = query.size(2)
         before, after = (-1, -1) if window is None else window
-        # A window that holds all positions is none.
+        # A window that contains all positions restricts nothing.
         before = before if before < num_keys - 1 else -1
         after = after if after < num_keys - 1 and not causal else -1
         if self._is_plain and before < 0 and after < 0 and (not causal or new in (1, num_keys)):

@@ -78,7 +78,7 @@ class RotaryEmbedding(FixedTensors):
         inverse_frequencies: ``[d/2]`` in fp64, on the module's device; no buffer.
 
     Raises:
-        ConfigError: a share that is none, or a base that is not over 1.
+        ConfigError: ``rotary_percent`` is not from 0 to 1, or ``rotary_base`` is not over 1.
     """
 
     _fixed = ("inverse_frequencies",)

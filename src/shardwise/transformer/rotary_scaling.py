@@ -109,7 +109,7 @@ class RotaryScaling:
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, d - 1)
-        # As Hugging Face does where the blend has no width.
+        # Hugging Face uses this width where the blend would have none.
         width = (last - first) or 0.001
         index = torch.arange(frequencies.numel(), dtype=frequencies.dtype, device=frequencies.device)
         return 1 - ((index - first) / width).clamp(0, 1)

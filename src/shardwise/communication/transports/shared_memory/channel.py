@@ -1,7 +1,7 @@
 """The protocol: slots of shared memory, and flags that say what is in them.
 
 A message is cut into chunks; chunk number ``n`` of the group goes through slot ``n % NUM_SLOTS`` of each rank. Three
-numbers per rank and slot say all that there is to know::
+numbers per rank and slot are the whole state::
 
     ready[rank, slot]   the last chunk that the rank put there, written after the data
     read[rank, slot]    the last chunk that the rank has taken out of everybody's slot; when all ranks have read a slot
@@ -94,7 +94,7 @@ class Channel:
         self._notes = memoryview(cast(Any, memory[words : words + self.t * _NOTE_BYTES].numpy()))
         self._slots = memory[_slots_offset(self.t) : channel_bytes(self.t)].view(NUM_SLOTS, self.t, SLOT_BYTES)
         self._next = 1
-        # Whose chunk is in each slot of this rank and not read yet.
+        # The message whose chunk is in each slot of this rank and has not been read yet.
         self._in_flight: list[Message | None] = [None] * NUM_SLOTS
         self._rows: dict[tuple[int, torch.dtype, Sequence[int]], tuple[Tensor, ...]] = {}
         self._broken: ShardwiseError | None = None
