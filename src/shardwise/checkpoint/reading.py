@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.futures import Future
 
 from shardwise.checkpoint.checksum import MODULUS, slice_checksum
 from shardwise.checkpoint.manifest import REMEDY, ChunkRecord, Manifest, damaged
+from shardwise.checkpoint.storage import FolderStorage
 from shardwise.errors import CheckpointError
 from shardwise.tensor_files import StoredTensor, read_box, read_header
 
@@ -41,7 +41,7 @@ class Slice(NamedTuple):
     sizes: torch.Size
 
 
-class SafetensorsReader(StorageReader):
+class SafetensorsReader(FolderStorage, StorageReader):
     """Reads the slices that this rank needs from the checkpoint at ``folder``.
 
     Attributes:
@@ -59,9 +59,6 @@ class SafetensorsReader(StorageReader):
             for name, tensor in manifest.tensors.items()
             for chunk in tensor.chunks
         }
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between two loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The manifest in torch.distributed.checkpoint's terms."""
@@ -81,10 +78,6 @@ class SafetensorsReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans, each with the slices that its rank adds up."""
@@ -145,11 +138,6 @@ class SafetensorsReader(StorageReader):
             chunk = self._place[index]
             if found % MODULUS != chunk.checksum:
                 raise damaged(self.folder, f"{chunk.file} has other values of {chunk.key!r} than were saved; {REMEDY}")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders only; no URLs."""
-        return "://" not in str(checkpoint_id)
 
 
 def share_out_slices(wanted: list[list[Slice]], chunks: Mapping[MetadataIndex, ChunkRecord]) -> list[set[Slice]]:

@@ -26,7 +26,23 @@ from shardwise.errors import CheckpointError
 from shardwise.tensor_files import TensorFile
 
 
-class SafetensorsWriter(StorageWriter):
+class FolderStorage:
+    """What the reader and the writer of a checkpoint's folder have in common."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between two saves or loads."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """The plan as it is."""
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders only; no URLs."""
+        return "://" not in str(checkpoint_id)
+
+
+class SafetensorsWriter(FolderStorage, StorageWriter):
     """Writes each rank's chunks into ``rank-NNNNN.safetensors`` of one folder, which exists and ranks share.
 
     A chunk that is a whole tensor has the tensor's name, any other has the slice behind it: ``weight[0:51, 0:64]``.
@@ -47,15 +63,8 @@ class SafetensorsWriter(StorageWriter):
         self.file = f"rank-{rank:05d}.safetensors"
         self._finish = finish
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between two saves."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up: the folder exists."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans as they are."""
@@ -100,11 +109,6 @@ class SafetensorsWriter(StorageWriter):
             files[chunk.file] = record
             chunks.setdefault(result.index.fqn, []).append(chunk)
         self._finish(chunks, files)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders only; no URLs."""
-        return "://" not in str(checkpoint_id)
 
 
 def chunk_key(item: WriteItem) -> str:

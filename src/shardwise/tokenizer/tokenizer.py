@@ -315,7 +315,7 @@ class Tokenizer:
             encoded = encode(pieces)
         except TypeError as error:
             for number, text in enumerate(texts):
-                if not _is_encodable(text):
+                if text.encode(errors="ignore").decode() != text:
                     raise DataError(
                         f"text {number} cannot be encoded: it has a lone surrogate, which is no character; remove it"
                     ) from error
@@ -359,14 +359,6 @@ class Tokenizer:
                     f"token id {token} at position {position} is outside the vocabulary of {self.vocab_size} ids"
                 )
         return self._backend.decode(numbers, skip_special_tokens=False)
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class PaddedTokenizer(Tokenizer):
