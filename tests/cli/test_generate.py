@@ -30,6 +30,7 @@ from shardwise.training.ranks import open_ranks
 from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 
 STEPS = (1, 2)
+AUTO = "layers: those for inference, which are faster than those of training"
 
 main = partial(run_subcommand, "generate")
 
@@ -98,7 +99,17 @@ def test_writes_the_prompt_and_what_the_newest_model_adds(run, capsys, prompt):
     written = capsys.readouterr()
     assert written.out == run.text(prompt, 60, Sampling(0.8, top_k=50), seed=5)
     assert len(written.out) > 30
-    assert written.err == ""
+    assert written.err == f"shardwise generate: {AUTO}\n"
+
+
+@pytest.mark.parametrize("layers", ["training", "inference", "fused"])
+def test_layers_that_are_asked_for_write_the_same(run, capsys, layers):
+    arguments = [str(run.folder), "--prompt", "def f(", "--max-new-tokens", "20", "--layers", layers]
+    assert main(arguments) == 0
+    written = capsys.readouterr()
+    assert written.out == run.text("def f(", 20, Sampling(0.8, top_k=50))
+    kind = "those of training" if layers == "training" else "those for inference"
+    assert written.err.startswith(f"shardwise generate: layers: {kind}, as asked for")
 
 
 def test_what_the_tokenizer_puts_in_front_is_read_and_not_shown(tmp_path, capsys):
@@ -250,5 +261,5 @@ def test_the_same_text_on_two_ranks(run):
     arguments = ["--prompt", "größe", "--max-new-tokens", "60"]
     command = ["-m", "shardwise", "generate", run.folder, *arguments, "--nproc", "2"]
     done = run_program(*command, OMP_NUM_THREADS="1", PYTHONIOENCODING="utf-8")
-    assert done.stderr == ""
+    assert done.stderr == f"shardwise generate: {AUTO}\n"
     assert done.stdout == run.text("größe", 60, Sampling(0.8, top_k=50))

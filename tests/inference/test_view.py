@@ -11,7 +11,7 @@ from models.test_gpt import SHAPES, Shape
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.errors import ConfigError
-from shardwise.inference import PreallocatedCache, Sampling, generate, inference_view
+from shardwise.inference import PreallocatedCache, Sampling, generate, inference_view, on_layers
 
 
 def logits_of(model, ids, chunks=(13,)):
@@ -107,6 +107,27 @@ def test_without_memory_for_it_the_fused_view_computes_the_same(group, sequence_
     )
     with torch.no_grad():
         assert_close_to(view(ids), model(ids), rtol_of_norm=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_layers_that_are_asked_for(group):
+    model = make_model(Shape(), group)
+    assert on_layers(model, "training") == (model, "those of training, as asked for")
+    view, said = on_layers(model, "auto")
+    assert not view.decoder.fused
+    assert said == "those for inference, which are faster than those of training"
+    view, said = on_layers(model, "inference")
+    assert not view.decoder.fused
+    assert said == "those for inference, as asked for; exchange of a half block: row"
+    view, said = on_layers(model, "fused")
+    assert view.decoder.fused
+    assert said.startswith("those for inference, as asked for; exchange of a half block: fused, ")
+    model = make_model(Shape(), group, norm_position="post")
+    kept, said = on_layers(model, "auto")
+    assert kept is model
+    assert said.startswith("those of training, since layers for inference add to what was normed")
+    with pytest.raises(ConfigError, match="norm_position 'post'"):
+        on_layers(model, "fused")
 
 
 @pytest.mark.ranks(2)

@@ -34,6 +34,8 @@ class GenerateArguments(SplitArguments):
             transformers does; as letters with --no-special-tokens, for text of people whom you don't trust.
         seed: of the choices.
         device: where to compute; "auto" takes a GPU if there is one for each rank.
+        layers: those of training; those for inference; or these "fused", with one exchange per half block. "auto" takes
+            those for inference where the model can have them, which are the fastest where this was measured.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
@@ -46,6 +48,7 @@ class GenerateArguments(SplitArguments):
     special_tokens: bool = True
     seed: Annotated[int, SEED] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    layers: Literal["auto", "training", "inference", "fused"] = "auto"
 
     def prepare(self, world_size: int) -> None:
         """Open the checkpoint, and read the prompt."""

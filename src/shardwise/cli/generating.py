@@ -15,7 +15,7 @@ from shardwise.cli.reporting import print_line
 from shardwise.communication.agreement import agree
 from shardwise.errors import ConfigError, DataError
 from shardwise.huggingface.generation_config import GenerationChoice
-from shardwise.inference import TextStream, generate
+from shardwise.inference import TextStream, generate, on_layers
 from shardwise.models.gpt import GPT
 from shardwise.tokenizer import Tokenizer
 from shardwise.training.ranks import open_ranks
@@ -95,9 +95,10 @@ def generate_text(arguments: GenerateArguments) -> None:
         task = agree(lambda: prepare(arguments, ranks.world_size), group=ranks.control)
         model = task.opened.load_model(ranks)
         assert isinstance(model, GPT)
+        model, layers = on_layers(model, arguments.layers)
         text = TextStream(task.tokenizer, task.prompt_ids)
         if ranks.is_first:
-            for note in _notes(task, model.max_sequence_length):
+            for note in (*_notes(task, model.max_sequence_length), f"layers: {layers}"):
                 print_line(f"shardwise generate: {note}")
             _allow_any_character()
             _show(arguments.prompt)

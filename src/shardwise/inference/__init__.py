@@ -4,7 +4,7 @@ from shardwise.inference.cache import PreallocatedCache
 from shardwise.inference.generation import generate, sequence_log_probs
 from shardwise.inference.sampling import GREEDY, Sampling, sample_next_token, vocab_parallel_argmax
 from shardwise.inference.streaming import TextStream
-from shardwise.inference.view import inference_view
+from shardwise.inference.view import inference_view, on_layers
 
 __all__ = [
     "GREEDY",
@@ -13,6 +13,7 @@ __all__ = [
     "TextStream",
     "generate",
     "inference_view",
+    "on_layers",
     "sample_next_token",
     "sequence_log_probs",
     "vocab_parallel_argmax",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from shardwise.layers.inference import sharing
+from shardwise.errors import ConfigError
+from shardwise.layers.inference import InferenceRowLinear, sharing
 from shardwise.layers.linear import LinearParallelism
 from shardwise.models.gpt import GPT
 from shardwise.transformer.inference import InferenceBlock
@@ -35,3 +36,29 @@ def inference_view(model: M, *, fused: bool) -> M:
         model.output_layer, type(model.output_layer), parallelism=LinearParallelism.COLUMN, sequence_parallel=False
     )
     return sharing(model, type(model), decoder=block, output_layer=output_layer, sequence_parallel=False)
+
+
+def on_layers(model: M, layers: Literal["auto", "training", "inference", "fused"]) -> tuple[M, str]:
+    """The model on the layers that are asked for, and which they are, for people.
+
+    Args:
+        model: left as it is.
+        layers: those of training; those for inference, with the same communication or ``"fused"``; or ``"auto"``, those
+            for inference unfused where the model can have them. Of a model that is not split along the sequence these
+            take the same collectives and fewer operations; fused on a CPU there are more operations.
+
+    Raises:
+        ConfigError: the model cannot have those that are asked for by name.
+    """
+    if layers == "training":
+        return model, "those of training, as asked for"
+    try:
+        view = inference_view(model, fused=layers == "fused")
+    except ConfigError as error:
+        if layers != "auto":
+            raise
+        return model, f"those of training, since {error}"
+    if layers == "auto":
+        return view, "those for inference, which are faster than those of training"
+    row = next(module for module in view.modules() if isinstance(module, InferenceRowLinear))
+    return view, f"those for inference, as asked for; exchange of a half block: {row.exchange}"

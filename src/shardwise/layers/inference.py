@@ -299,9 +299,12 @@ class InferenceRowLinear(RowLinear):
             return self._matmul_reduce_scatter(input_, residual)
         if residual is not None:
             residual = self._checked_residual(input_, residual)
-        output = self._matmul_reduce_scatter(input_)
-        if bias is not None:
-            output = output + bias.to(output.dtype)
+        if self.group.size() == 1:
+            output = self._apply_linear(input_, bias)
+        else:
+            output = self._matmul_reduce_scatter(input_)
+            if bias is not None:
+                output = output + bias.to(output.dtype)
         return output if residual is None else output + residual
 
     def _checked_residual(self, input_: Tensor, residual: Tensor | None) -> Tensor:
@@ -391,9 +394,11 @@ class InferenceRowLinear(RowLinear):
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, exchange={self._exchange()}"
+        return f"{super().extra_repr()}, exchange={self.exchange}"
 
-    def _exchange(self) -> str:
+    @property
+    def exchange(self) -> str:
+        """How the ranks come from partial sums to what the next layer takes, for people."""
         if self.group.size() == 1:
             return "none"
         if self.next_norm is None:
