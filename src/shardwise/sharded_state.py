@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.communication.collectives import broadcast_
-from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
+from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
 
 
 def sharded_state_dict(
@@ -30,7 +30,8 @@ def sharded_state_dict(
         module: any module.
         prefix: put before each name.
         sharded_offsets: ``(axis, index, count)`` of leading axes that stack this module with others of one name.
-        metadata: handed on to modules that answer for themselves.
+        metadata: handed on to modules that answer for themselves. ``dp_cp_group`` in it is the group of the ranks that
+            hold the same: its first writes all of it; without it the planner of a checkpoint spreads the work.
         group: tensor-parallel group.
 
     Returns:
@@ -63,7 +64,10 @@ def state_of_parts(
         # A dot stands before what belongs to a child.
         if "." not in name and isinstance(tensor, Tensor):
             layout = ParamLayout.replicated(tensor.shape, group.size())
-            entries[prefix + name] = ParamShard(prefix + name, tensor, layout, group.rank(), tuple(sharded_offsets))
+            offsets = tuple(sharded_offsets)
+            entries[prefix + name] = ParamShard(
+                prefix + name, tensor, layout, group.rank(), offsets, is_copy=is_copy_by(metadata)
+            )
     for name, child in module.named_children():
         entries |= sharded_state_dict(child, f"{prefix}{name}.", sharded_offsets, metadata, group=group)
     return _each_tensor_once(entries)

@@ -39,6 +39,12 @@ def tensors_of(
                 )
     shapes = stored_shapes or {key: shard.global_shape for key, shard in first.items()}
     return {
-        key: TensorPieces(shapes[key], list(of_key.items()), dtype=first[key].dtype, device=first[key].device)
+        key: TensorPieces(
+            shapes[key],
+            list(of_key.items()),
+            dtype=first[key].dtype,
+            device=first[key].device,
+            is_copy=first[key].is_copy,
+        )
         for key, of_key in pieces.items()
     }

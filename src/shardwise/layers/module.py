@@ -15,7 +15,7 @@ from shardwise import sharded_state
 from shardwise.communication.backend import default_device
 from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod, initialize_shard_
-from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
+from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
 
 
 class GroupModule(nn.Module):
@@ -149,7 +149,7 @@ class ShardedModule(GroupModule):
         Args:
             prefix: put before each name, such as ``"decoder.layers.0.mlp.linear_fc1."``.
             sharded_offsets: ``(axis, index, count)`` of leading axes that stack this layer with others of one name.
-            metadata: handed on to modules within that answer for themselves; nothing here depends on it.
+            metadata: handed on to modules within; ``dp_cp_group`` as in ``sharded_state.sharded_state_dict``.
 
         Returns:
             An entry for each parameter that the layer owns, and for what modules within it hold.
@@ -157,10 +157,9 @@ class ShardedModule(GroupModule):
         Raises:
             ShardingError: ``sharded_offsets`` do not fit together.
         """
+        flags = self._allow_shape_mismatch, is_copy_by(metadata)
         entries = {
-            prefix + name: ParamShard(
-                prefix + name, param, layout, self.group.rank(), tuple(sharded_offsets), self._allow_shape_mismatch
-            )
+            prefix + name: ParamShard(prefix + name, param, layout, self.group.rank(), tuple(sharded_offsets), *flags)
             for name, layout in self.param_layouts.items()
             if (param := getattr(self, name)) is not None
         }

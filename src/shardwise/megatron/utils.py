@@ -19,7 +19,7 @@ from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.errors import AssertedShardingError, ShardingError
 from shardwise.initialization import init_method_normal, scaled_init_method_normal
-from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, divide, ensure_divisibility
+from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, divide, ensure_divisibility, is_copy_by
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
 
 __all__ = [
@@ -101,6 +101,7 @@ def make_tp_sharded_tensor_for_checkpoint(
     *,
     allow_shape_mismatch: bool = False,
     tp_group: ProcessGroup | None = None,
+    dp_cp_group: ProcessGroup | None = None,
     sizes: Sequence[int] | None = None,
 ) -> ParamShard:
     """The checkpoint entry of a tensor that is split over the tensor-parallel group.
@@ -113,6 +114,7 @@ def make_tp_sharded_tensor_for_checkpoint(
         prepend_offsets: ``(axis, index, count)`` of leading axes that stack several tensors under one name.
         allow_shape_mismatch: on load the stored tensor may have another size along ``tp_axis``.
         tp_group: tensor-parallel group; the ambient one if None.
+        dp_cp_group: the ranks that hold the same part, of which the first writes it; the planner chooses if None.
         sizes: every rank's size along ``tp_axis``; all as this rank's if None.
 
     Raises:
@@ -129,7 +131,8 @@ def make_tp_sharded_tensor_for_checkpoint(
         )
     shape = [*tensor.shape[:axis], sum(sizes), *tensor.shape[axis + 1 :]]
     layout = ParamLayout.split(shape, axis, t, sizes=sizes)
-    return ParamShard(key, tensor, layout, rank, tuple(prepend_offsets), allow_shape_mismatch)
+    is_copy = is_copy_by({"dp_cp_group": dp_cp_group})
+    return ParamShard(key, tensor, layout, rank, tuple(prepend_offsets), allow_shape_mismatch, is_copy)
 
 
 def make_sharded_tensor_for_checkpoint(
@@ -140,6 +143,7 @@ def make_sharded_tensor_for_checkpoint(
     *,
     allow_shape_mismatch: bool = False,
     tp_group: ProcessGroup | None = None,
+    dp_cp_group: ProcessGroup | None = None,
 ) -> ParamShard:
     """The checkpoint entry of a tensor that every rank of the tensor-parallel group holds whole; see above.
 
@@ -148,7 +152,8 @@ def make_sharded_tensor_for_checkpoint(
     """
     group = parallel_state.resolve_tensor_model_parallel_group(tp_group)
     layout = ParamLayout.replicated(tensor.shape, group.size())
-    return ParamShard(key, tensor, layout, group.rank(), tuple(prepend_offsets), allow_shape_mismatch)
+    is_copy = is_copy_by({"dp_cp_group": dp_cp_group})
+    return ParamShard(key, tensor, layout, group.rank(), tuple(prepend_offsets), allow_shape_mismatch, is_copy)
 
 
 class MakeViewlessTensor(Function):

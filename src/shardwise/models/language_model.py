@@ -287,4 +287,4 @@ class LanguageModel(GroupModule):
 
 def _of_vocabulary(shard: ParamShard, key: str) -> ParamShard:
     """The same part under ``key``, of a vocabulary that may be padded otherwise."""
-    return ParamShard(key, shard.data, shard.layout, shard.rank, shard.sharded_offsets, allow_shape_mismatch=True)
+    return shard.with_key(key, allow_shape_mismatch=True)

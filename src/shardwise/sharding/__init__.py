@@ -13,7 +13,7 @@ from shardwise.sharding.balanced import (
 )
 from shardwise.sharding.layout import ParamLayout, Segment, has_copies, holders, segments
 from shardwise.sharding.pieces import Piece, TensorPieces
-from shardwise.sharding.shard import ParamShard, ShardedOffset
+from shardwise.sharding.shard import ParamShard, ShardedOffset, is_copy_by
 from shardwise.sharding.stages import stage_layers
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "has_copies",
     "holders",
     "intervals_of_sizes",
+    "is_copy_by",
     "segments",
     "stage_layers",
     "uneven_sizes",

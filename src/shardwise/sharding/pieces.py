@@ -27,15 +27,23 @@ class TensorPieces(Tensor):
         shape: shape of the whole tensor.
         pieces: this rank's; any two, of whichever ranks, are the same box or have nothing in common.
         dtype, device: the pieces'.
+        is_copy: another rank writes what this one holds.
     """
 
     _pieces: list[Piece]
+    is_copy: bool = False
 
     def __new__(
-        cls, shape: Sequence[int], pieces: Sequence[Piece], *, dtype: torch.dtype, device: torch.device
+        cls,
+        shape: Sequence[int],
+        pieces: Sequence[Piece],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_copy: bool = False,
     ) -> TensorPieces:
         self: TensorPieces = shape_only(cls, shape, dtype, device)
-        self._pieces = list(pieces)
+        self._pieces, self.is_copy = list(pieces), is_copy
         return self
 
     def pieces(self) -> list[Piece]:
@@ -44,6 +52,8 @@ class TensorPieces(Tensor):
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         """What this rank could write; the planner then chooses one writer for what several ranks hold."""
+        if self.is_copy:
+            return []
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class ParamShard(TensorPieces):
         allow_shape_mismatch: on load the stored parameter may have another size along the split dimension, as a
             vocabulary does that is padded otherwise; what it lacks stays as it is, what it has too much is left out.
             ``torch.distributed.checkpoint`` by itself wants the same shape always.
+        is_copy: a data-parallel rank before this one writes it; see ``is_copy_by``. If False the planner of a
+            checkpoint chooses among all that hold it.
 
     Raises:
         ShardingError: the rank is not one of the layout's, ``data`` is not of the shape that the layout gives it, or
@@ -56,6 +58,7 @@ class ParamShard(TensorPieces):
         rank: int,
         sharded_offsets: tuple[ShardedOffset, ...] = (),
         allow_shape_mismatch: bool = False,
+        is_copy: bool = False,
     ) -> ParamShard:
         if not 0 <= rank < layout.world_size:
             raise ShardingError(f"{key}: rank {rank} is not one of the layout's {layout.world_size}")
@@ -76,6 +79,7 @@ class ParamShard(TensorPieces):
         self.key, self.rank = key, rank
         self._data, self._layout = data, layout
         self.sharded_offsets, self.allow_shape_mismatch = sharded_offsets, allow_shape_mismatch
+        self.is_copy = is_copy
         return self
 
     @property
@@ -95,8 +99,8 @@ class ParamShard(TensorPieces):
 
     @property
     def is_replica(self) -> bool:
-        """Whether a rank before this one holds the same values: every rank but the first, of what is not split."""
-        return self.layout.dim is None and self.rank > 0
+        """Whether a rank before this one holds the same values: a copy, or on another than the first what is whole."""
+        return self.is_copy or (self.layout.dim is None and self.rank > 0)
 
     def accepts(self, stored_shape: Sequence[int]) -> bool:
         """Whether a whole parameter of ``stored_shape`` can be loaded: one of the same shape, or of another size along
@@ -133,7 +137,13 @@ class ParamShard(TensorPieces):
 
     def with_data(self, data: Tensor) -> ParamShard:
         """The same part of the same parameter, held in ``data``, of the same shape."""
-        return ParamShard(self.key, data, self.layout, self.rank, self.sharded_offsets, self.allow_shape_mismatch)
+        flags = self.allow_shape_mismatch, self.is_copy
+        return ParamShard(self.key, data, self.layout, self.rank, self.sharded_offsets, *flags)
+
+    def with_key(self, key: str, *, allow_shape_mismatch: bool | None = None) -> ParamShard:
+        """The same part under another name, which may allow another size on load."""
+        allow = self.allow_shape_mismatch if allow_shape_mismatch is None else allow_shape_mismatch
+        return ParamShard(key, self.data, self.layout, self.rank, self.sharded_offsets, allow, self.is_copy)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         # torch.distributed.checkpoint stores by the dict's names, so that layers under names of their own would each be
@@ -164,3 +174,12 @@ class ParamShard(TensorPieces):
             f"ParamShard(key={self.key!r}, rank={self.rank}, layout={self.layout}, "
             f"sharded_offsets={self.sharded_offsets}, dtype={self.dtype}, device={self.device})"
         )
+
+
+def is_copy_by(metadata: Mapping[str, Any] | None) -> bool:
+    """Whether ``metadata`` of a ``sharded_state_dict`` says that another rank writes what this one holds.
+
+    It does where this rank is not the first of ``metadata["dp_cp_group"]``, whose ranks hold copies of the model.
+    """
+    group = None if metadata is None else metadata.get("dp_cp_group")
+    return group is not None and group.rank() > 0

@@ -39,13 +39,7 @@ def run_state(session: Session) -> dict[str, ParamShard]:
         if not isinstance(shard.data, Parameter) or shard.data.requires_grad
     }
     parts = {"model.": weights, "optimizer.": optimizer_state(weights, trainer.optimizer)}
-    return {
-        prefix + key: _renamed(prefix + key, shard) for prefix, part in parts.items() for key, shard in part.items()
-    }
-
-
-def _renamed(key: str, shard: ParamShard) -> ParamShard:
-    return ParamShard(key, shard.data, shard.layout, shard.rank, shard.sharded_offsets, shard.allow_shape_mismatch)
+    return {prefix + key: shard.with_key(prefix + key) for prefix, part in parts.items() for key, shard in part.items()}
 
 
 def save_run(session: Session, step: int) -> Path:

@@ -78,6 +78,7 @@ class TransformerBlock(GroupModule):
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
+        self._num_layers = config.num_layers
         self.recompute_method = config.recompute_method
         self.recompute_num_layers = config.recompute_num_layers
         self.layers = nn.ModuleList()
@@ -130,7 +131,8 @@ class TransformerBlock(GroupModule):
         Args:
             prefix: put before each name, such as ``"decoder."``.
             sharded_offsets: ``(axis, index, count)`` of leading axes that stack this block with others of one name.
-            metadata: handed on to the layers.
+            metadata: handed on to the layers. If ``non_homogeneous_layers`` in it is False, the tensors of all layers
+                are stacked: the key of an entry has no number, and the entry is one of ``num_layers``.
 
         Raises:
             ShardingError: ``sharded_offsets`` do not fit together.
@@ -139,7 +141,11 @@ class TransformerBlock(GroupModule):
         for layer in self.layers:
             assert isinstance(layer, TransformerLayer)
             name = f"{prefix}layers.{layer.layer_number - 1}."
-            entries |= sharded_state_dict(layer, name, sharded_offsets, metadata, group=self.tp_group)
+            key, offsets = name, tuple(sharded_offsets)
+            if (metadata or {}).get("non_homogeneous_layers") is False:
+                key, offsets = f"{prefix}layers.", (*offsets, (len(offsets), layer.layer_number - 1, self._num_layers))
+            part = sharded_state_dict(layer, key, offsets, metadata, group=self.tp_group)
+            entries |= {name + entry.removeprefix(key): shard for entry, shard in part.items()}
         if self.final_layernorm is not None:
             name = f"{prefix}final_layernorm."
             entries |= sharded_state_dict(self.final_layernorm, name, sharded_offsets, metadata, group=self.tp_group)
