@@ -14,14 +14,8 @@ from shardwise.cli.arguments import LaunchArguments
 from shardwise.errors import ConfigError
 from shardwise.folder_lock import check_free
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Folder, Range
-from shardwise.training.settings import (
-    CorpusSettings,
-    ModelSettings,
-    OptimizerSettings,
-    ParallelSettings,
-    Settings,
-    TrainingSettings,
-)
+from shardwise.training.plain_values import with_values
+from shardwise.training.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -69,15 +63,16 @@ class DemoArguments(LaunchArguments):
 
 def demo_settings(arguments: DemoArguments) -> Settings:
     """The demo's run."""
-    return Settings(
-        data=("stdlib",),
-        out=arguments.out,
-        resume="restart",
-        device="cpu",
-        timeout=arguments.timeout,
-        model=ModelSettings(num_layers=2, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256),
-        parallel=ParallelSettings(tp=arguments.tp, pp=arguments.pp),
-        optimizer=OptimizerSettings(learning_rate=4e-3, warmup_steps=20),
-        training=TrainingSettings(steps=arguments.steps, global_batch_size=8, eval_every=max(1, arguments.steps // 2)),
-        corpus=CorpusSettings(held_out_fraction=0.03),
-    )
+    values = {
+        "data": ("stdlib",),
+        "out": arguments.out,
+        "resume": "restart",
+        "device": "cpu",
+        "timeout": arguments.timeout,
+        "model": {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "vocab_size": 4096, "sequence_length": 256},
+        "parallel": {"tp": arguments.tp, "pp": arguments.pp},
+        "optimizer": {"learning_rate": 4e-3, "warmup_steps": 20},
+        "training": {"steps": arguments.steps, "global_batch_size": 8, "eval_every": max(1, arguments.steps // 2)},
+        "corpus": {"held_out_fraction": 0.03},
+    }
+    return with_values(Settings, values)

@@ -49,14 +49,15 @@ def physical_cores() -> int:
         usable = os.sched_getaffinity(0)
     else:
         usable = set(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in usable:
-        try:
-            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-        except OSError:
-            siblings = str(cpu)
-        cores.add(siblings)
-    return len(cores)
+    return len({_siblings(cpu) for cpu in usable})
+
+
+def _siblings(cpu: int) -> str:
+    """The logical cores that share a physical one with ``cpu``."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
 
 
 def launch_ranks(

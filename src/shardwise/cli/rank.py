@@ -206,23 +206,23 @@ def start_guard(launcher_pid: int | None, reports: Path | None = None) -> None:
     threading.Thread(target=guard.watch, name="shardwise-guard", daemon=True).start()
 
 
+@dataclass
 class _Guard:
     """What ``start_guard`` starts.
 
-    Args:
+    Attributes:
         receive: where the numbers of signals arrive.
         launcher_pid: as for ``start_guard``.
         reports: as for ``start_guard``.
     """
 
-    def __init__(self, receive: int, launcher_pid: int | None, reports: Path | None) -> None:
-        self._receive = receive
-        self._launcher_pid = launcher_pid
-        self._reports = reports
-        # Of the first signal, and when it came; or when the step that it waited for was done.
-        self._signum = 0
-        self._since = 0.0
-        self._waits = False
+    receive: int
+    launcher_pid: int | None
+    reports: Path | None
+    # Of the first signal, and when it came; or when the step that it waited for was done.
+    _signum: int = 0
+    _since: float = 0.0
+    _waits: bool = False
 
     def watch(self) -> NoReturn:
         while not self._is_to_end():
@@ -232,16 +232,16 @@ class _Guard:
 
     def _is_to_end(self) -> bool:
         """Look once, for at most ``_POLL_SECONDS``."""
-        readable, _, _ = select.select([self._receive], [], [], _POLL_SECONDS)
+        readable, _, _ = select.select([self.receive], [], [], _POLL_SECONDS)
         now, postponed = time.monotonic(), stopping.current()
         if readable:
-            received = os.read(self._receive, 1)[0]
+            received = os.read(self.receive, 1)[0]
             return received in ENDING_SIGNALS and self._takes(received, now, postponed)
-        if self._launcher_pid is not None and os.getppid() != self._launcher_pid:
+        if self.launcher_pid is not None and os.getppid() != self.launcher_pid:
             # Killed, with all that it started as far as its user knows.
             return self._end_at_once(signal.SIGTERM, postponed)
         if not self._signum:
-            if asked := _requested_stop(self._reports):
+            if asked := _requested_stop(self.reports):
                 os.kill(os.getpid(), asked)
             return False
         if postponed is not None:

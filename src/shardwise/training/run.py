@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,52 +74,51 @@ def train(session: Session) -> Outcome:
         return _Training(session, first_step, checkpoint, signals).run()
 
 
+@dataclass
 class _Training:
     """The steps of a run, and when it measures, saves and ends.
 
-    Args:
+    Attributes:
         session: the run.
         first_step: that is not done yet.
         checkpoint: the newest; None if there is none.
         signals: what came while a step was at work.
     """
 
-    def __init__(self, session: Session, first_step: int, checkpoint: Path | None, signals: Postponed) -> None:
-        self._session = session
-        self._settings = session.settings.training
-        self._first_step = first_step
-        self._checkpoint = checkpoint
-        self._signals = signals
-        self._saved_at = time.monotonic()
-        self._counter = CollectiveCounter()
-        self._counting = ExitStack()
-        self._losses: list[float] = []
-        self._spent = 0.0
-        self._started = 0.0
-        self._held_out: float | None = None
-        tokens = session.texts.train_tokens
-        self._bits_per_nat = tokens.num_tokens / tokens.num_bytes / math.log(2)
+    session: Session
+    first_step: int
+    checkpoint: Path | None
+    signals: Postponed
+    _saved_at: float = field(default_factory=time.monotonic)
+    _counter: CollectiveCounter = field(default_factory=CollectiveCounter)
+    _counting: ExitStack = field(default_factory=ExitStack)
+    _losses: list[float] = field(default_factory=list)
+    _spent: float = 0.0
+    _started: float = 0.0
+    _held_out: float | None = None
 
     def run(self) -> Outcome:
         """All steps that are left."""
-        session, steps = self._session, self._settings.steps
+        session, settings = self.session, self.session.settings.training
         session.trainer.before_update = self._before_update
         try:
             with ExitStack() as stack:
                 metrics = None
                 if session.ranks.is_first:
-                    metrics = MetricsWriter(session.out, self._first_step, tensorboard=self._settings.tensorboard)
+                    metrics = MetricsWriter(session.out, self.first_step, tensorboard=settings.tensorboard)
                     stack.enter_context(metrics)
-                progress = stack.enter_context(Progress(steps, self._first_step, visible=session.ranks.is_first))
-                for step in range(self._first_step, steps):
+                progress = stack.enter_context(
+                    Progress(settings.steps, self.first_step, visible=session.ranks.is_first)
+                )
+                for step in range(self.first_step, settings.steps):
                     self._step(step, metrics, progress)
             if self._held_out is None:  # All steps were done before.
-                self._held_out = self._evaluate(steps)
+                self._held_out = self._evaluate(settings.steps)
         except DivergenceError as error:
             raise DivergenceError(f"{error}; {self._after_divergence()}") from error
         finally:
             session.trainer.before_update = None
-        assert self._checkpoint is not None
+        assert self.checkpoint is not None
         return Outcome(
             self._losses[0] if self._losses else None,
             self._losses[-1] if self._losses else None,
@@ -126,13 +126,14 @@ class _Training:
             self._spent,
             len(self._counter.launches),
             self._counter.num_bytes,
-            self._checkpoint,
+            self.checkpoint,
         )
 
     def _step(self, step: int, metrics: MetricsWriter | None, progress: Progress) -> None:
-        session, settings = self._session, self._settings
+        session, settings, tokens = self.session, self.session.settings.training, self.session.texts.train_tokens
+        bits_per_nat = tokens.num_tokens / tokens.num_bytes / math.log(2)
         self._started = time.perf_counter()
-        is_first = step == self._first_step
+        is_first = step == self.first_step
         with (
             session.ranks.phase(f"at step {step}", limited=True),
             self._counting,
@@ -144,11 +145,11 @@ class _Training:
             result = session.trainer.train_step(step, session.loader)
         seconds = time.perf_counter() - self._started
         self._spent += seconds
-        self._signals.step_took(seconds)
+        self.signals.step_took(seconds)
         self._losses.append(result.loss)
         values = {
             "loss": result.loss,
-            "bits_per_byte": result.loss * self._bits_per_nat,
+            "bits_per_byte": result.loss * bits_per_nat,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "tokens_per_second": settings.global_batch_size * session.settings.sequence_length / seconds,
@@ -171,7 +172,7 @@ class _Training:
         """
         self._counting.close()
         signum, due = self._agreed()
-        if step > self._first_step and (due or signum or _is_due(step, self._settings.save_every)):
+        if step > self.first_step and (due or signum or _is_due(step, self.session.settings.training.save_every)):
             self._save(step, signum)
         elif signum:
             self._end(signum)
@@ -179,8 +180,8 @@ class _Training:
     def _save(self, done: int, signum: int) -> None:
         """Save; then end if there was a signal, or one came meanwhile, which is not made to wait for another step."""
         begun = time.perf_counter()
-        with self._signals.unhurried(), self._session.ranks.phase(f"saving step {done}"):
-            self._checkpoint = save_run(self._session, done)
+        with self.signals.unhurried(), self.session.ranks.phase(f"saving step {done}"):
+            self.checkpoint = save_run(self.session, done)
         # It is not part of the step that it happens in.
         self._started += time.perf_counter() - begun
         self._saved_at = time.monotonic()
@@ -188,29 +189,29 @@ class _Training:
             self._end(signum)
 
     def _end(self, signum: int) -> NoReturn:
-        self._signals.agreed = True
+        self.signals.agreed = True
         raise Interrupted(signum, agreed=True)
 
     def _agreed(self) -> tuple[int, bool]:
         """The signal that came to any of the ranks (0 if none did), and whether the first one's clock says to save."""
-        ranks, minutes = self._session.ranks, self._settings.save_minutes
+        ranks, minutes = self.session.ranks, self.session.settings.training.save_minutes
         due = ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
-        wishes = torch.tensor([float(self._signals.signum), float(due)], dtype=torch.float32, device=ranks.device)
+        wishes = torch.tensor([float(self.signals.signum), float(due)], dtype=torch.float32, device=ranks.device)
         signum, save = all_reduce(wishes, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True).tolist()
         return int(signum), bool(save)
 
     def _evaluate(self, done: int) -> float:
-        with self._signals.unhurried(), self._session.ranks.phase("measuring", limited=True):
-            value = self._session.trainer.evaluate(self._session.windows)
+        with self.signals.unhurried(), self.session.ranks.phase("measuring", limited=True):
+            value = self.session.trainer.evaluate(self.session.windows)
         if not math.isfinite(value):
             raise DivergenceError(f"the loss on held-out text is {value} after {done} steps")
         return value
 
     def _after_divergence(self) -> str:
-        rate = f"a lower optimizer.learning-rate than {self._session.settings.optimizer.learning_rate:g}"
-        if self._checkpoint is None:
+        rate = f"a lower optimizer.learning-rate than {self.session.settings.optimizer.learning_rate:g}"
+        if self.checkpoint is None:
             return f"no checkpoint was saved before; start anew with {rate}"
-        return f"the last good checkpoint is {self._checkpoint}; go on from it with --resume auto and {rate}"
+        return f"the last good checkpoint is {self.checkpoint}; go on from it with --resume auto and {rate}"
 
 
 def _is_due(done: int, every: int) -> bool:

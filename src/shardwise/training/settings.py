@@ -16,18 +16,8 @@ import tyro
 from shardwise.errors import ConfigError
 from shardwise.json_files import shown
 from shardwise.optimizer.schedules import Schedule, learning_rate_at
-from shardwise.training.bounds import (
-    DEFAULT_TIMEOUT,
-    PROBABILITY,
-    RANKS,
-    SEED,
-    SHARE,
-    STEPS,
-    TIMEOUT,
-    Checked,
-    Folder,
-    Range,
-)
+from shardwise.training import bounds
+from shardwise.training.bounds import Checked, Folder, Range
 from shardwise.training.plain_values import checked, with_values
 
 if TYPE_CHECKING:
@@ -56,6 +46,10 @@ _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
+
+
+def _require_multiple(name: str, value: int, of: str, divisor: int) -> None:
+    _require(value % divisor == 0, f"{name} {value} is not a multiple of {of} {divisor}")
 
 
 @dataclass(frozen=True)
@@ -87,19 +81,13 @@ class ModelSettings(Checked, prefix="model."):
     vocab_size: Annotated[int, Range(257, 1 << 22)] = 4096
     sequence_length: Annotated[int, SEQUENCE] = 256
     tie_embeddings: bool = True
-    dropout: Annotated[float, PROBABILITY] = 0.0
+    dropout: Annotated[float, bounds.PROBABILITY] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(
-            self.hidden_size % self.num_heads == 0,
-            f"model.hidden-size {self.hidden_size} is not a multiple of model.num-heads {self.num_heads}",
-        )
-        groups = self.num_heads if self.num_query_groups is None else self.num_query_groups
-        _require(
-            groups >= 1 and self.num_heads % groups == 0,
-            f"model.num-heads {self.num_heads} is not a multiple of model.num-query-groups {groups}",
-        )
+        _require_multiple("model.hidden-size", self.hidden_size, "model.num-heads", self.num_heads)
+        groups = self.num_query_groups or self.num_heads
+        _require_multiple("model.num-heads", self.num_heads, "model.num-query-groups", groups)
         _require(
             self.architecture != "llama" or self.hidden_size // self.num_heads % 2 == 0,
             f"rotary positions need heads of even width; {self.hidden_size} / {self.num_heads} is odd",
@@ -119,13 +107,13 @@ class ParallelSettings(Checked, prefix="parallel."):
         virtual_stages: parts of the model on each stage.
     """
 
-    tp: Annotated[int, RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
+    tp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
     sequence_parallel: Annotated[bool, tyro.conf.arg(aliases=("--sequence-parallel",))] = False
-    pp: Annotated[int, RANKS, tyro.conf.arg(aliases=("--pp",))] = 1
+    pp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--pp",))] = 1
     pipeline_schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved", "zero-bubble"], tyro.conf.arg(aliases=("--pipeline-schedule",))
     ] = "1f1b"
-    virtual_stages: Annotated[int, RANKS, tyro.conf.arg(aliases=("--virtual-stages",))] = 1
+    virtual_stages: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--virtual-stages",))] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,12 +199,12 @@ class OptimizerSettings(Checked, prefix="optimizer."):
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: Annotated[float, RATE] = 3e-3
     schedule: Schedule = "cosine"
-    final_learning_rate_ratio: Annotated[float, SHARE] = 0.1
-    warmup_steps: Annotated[int, STEPS] = 20
-    decay_share: Annotated[float | None, SHARE] = None
+    final_learning_rate_ratio: Annotated[float, bounds.SHARE] = 0.1
+    warmup_steps: Annotated[int, bounds.STEPS] = 20
+    decay_share: Annotated[float | None, bounds.SHARE] = None
     weight_decay: Annotated[float, DECAY] = 0.1
-    beta1: Annotated[float, PROBABILITY] = 0.9
-    beta2: Annotated[float, PROBABILITY] = 0.95
+    beta1: Annotated[float, bounds.PROBABILITY] = 0.9
+    beta2: Annotated[float, bounds.PROBABILITY] = 0.95
     # Without it the update of a weight that never had a gradient is 0 / 0; less than this vanishes in fp32.
     epsilon: Annotated[float, Range(1e-30, 10_000)] = 1e-8
     clip_grad_norm: Annotated[float, Range(0, _LARGE)] = 1.0
@@ -298,9 +286,9 @@ class TrainingSettings(Checked, prefix="training."):
     steps: Annotated[int, Range(1, 10**9)] = 500
     global_batch_size: Annotated[int, _SAMPLES] = 16
     micro_batch_size: Annotated[int | None, _SAMPLES] = None
-    seed: Annotated[int, SEED] = 1234
-    eval_every: Annotated[int, STEPS] = 0
-    save_every: Annotated[int, STEPS] = 0
+    seed: Annotated[int, bounds.SEED] = 1234
+    eval_every: Annotated[int, bounds.STEPS] = 0
+    save_every: Annotated[int, bounds.STEPS] = 0
     # At most ten years.
     save_minutes: Annotated[float, Range(0, 5_000_000)] = 10.0
     keep_checkpoints: Annotated[int, Range(1, 10**6)] = 2
@@ -351,7 +339,7 @@ class RunSettings(Checked):
     resume: Literal["auto", "never", "restart"] = "never"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     special_tokens: bool = False
-    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
+    timeout: Annotated[float, bounds.TIMEOUT] = bounds.DEFAULT_TIMEOUT
     validate: bool = False
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)

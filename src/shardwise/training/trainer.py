@@ -119,11 +119,8 @@ class Trainer:
         if self.gradients is not None:
             self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
-        norm = float(
-            clip_grad_norm_(
-                self.model, settings.optimizer.clip_grad_norm, tp_group=self.tp_group, pp_group=self.pp_group
-            )
-        )
+        largest = settings.optimizer.clip_grad_norm
+        norm = float(clip_grad_norm_(self.model, largest, tp_group=self.tp_group, pp_group=self.pp_group))
         mean_loss = self._over_all(total)
         # Both are sums over all ranks, so that all ranks find this alike, before any weight is touched.
         for what, value in (("loss", mean_loss), ("norm of the gradient", norm)):

@@ -82,7 +82,7 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch."""
-        self._store.set(self._key(self._own.rank), self._own.to_text())
+        self._store.set(str(self._own.rank), self._own.to_text())
         for name, body in (("shardwise-beats", self._exchange), ("shardwise-watch", self._watch)):
             thread = threading.Thread(target=body, name=name, daemon=True)
             self._threads.append(thread)
@@ -104,23 +104,20 @@ class Watch:
         finally:
             self._doing, self._is_limited = before
 
-    def _key(self, rank: int) -> str:
-        return str(rank)
-
     def _exchange(self) -> None:
         """Put this rank's beats into the store, and take out those of the ranks that are wanted."""
         while not self._stopping.wait(self._interval):
             # A store that does not answer, for now or for ever, is the watching thread's affair.
             with contextlib.suppress(Exception):
-                self._store.set(self._key(self._own.rank), self._own.to_text())
+                self._store.set(str(self._own.rank), self._own.to_text())
                 for rank in sorted(self._wanted):
-                    beat = Beat.from_text(self._store.get(self._key(rank)))
+                    beat = Beat.from_text(self._store.get(str(rank)))
                     known = self._heard.get(rank)
                     if known is None or known[0].number != beat.number:
                         self._heard[rank] = beat, time.monotonic()
                 self._answered = time.monotonic()
         with contextlib.suppress(Exception):
-            self._store.set(self._key(self._own.rank), dataclasses.replace(self._own, left=True).to_text())
+            self._store.set(str(self._own.rank), dataclasses.replace(self._own, left=True).to_text())
 
     def _watch(self) -> None:
         try:
@@ -161,7 +158,7 @@ class Watch:
         if len(self._heard) == self._world_size - 1:
             self._listen_to({self._next} | (self._suspects() if own.waits >= self._patience / 3 else set()))
         if own.waits >= self._patience:
-            cause = self._cause(now)
+            cause = cause_of_waiting(own, self._others(now), quiet=self._quiet, unheard=now - self._answered)
             if wait is not None:
                 wait.finding = cause.text
             self._say_once(cause)
@@ -218,9 +215,6 @@ class Watch:
                 if rank in self._heard and self._heard[rank][0].waits >= self._patience / 3:
                     left |= set(self._heard[rank][0].ranks)
         return found
-
-    def _cause(self, now: float) -> Cause:
-        return cause_of_waiting(self._own, self._others(now), quiet=self._quiet, unheard=now - self._answered)
 
     def _others(self, now: float) -> dict[int, Heard]:
         return {

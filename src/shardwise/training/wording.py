@@ -49,13 +49,10 @@ def speed(session: Session) -> str:
         dispatch.Choice("fused optimizer step", refusal is None, refusal or "always"),
         *dispatch.report(device_type, config.params_dtype, sizes=sizes),
     ]
-    taken = "; ".join(choice.name.removesuffix(f" on {device_type}") for choice in choices if choice.on)
-    left = [
-        f"\n       no {choice.name.removesuffix(f' on {device_type}')}: {choice.why}"
-        for choice in choices
-        if not choice.on
-    ]
-    return f"\nspeed  {taken}{''.join(left)}"
+    names = {choice: choice.name.removesuffix(f" on {device_type}") for choice in choices}
+    taken = "; ".join(name for choice, name in names.items() if choice.on)
+    left = "".join(f"\n       no {name}: {choice.why}" for choice, name in names.items() if not choice.on)
+    return f"\nspeed  {taken}{left}"
 
 
 def summary(session: Session, outcome: Outcome) -> str:
