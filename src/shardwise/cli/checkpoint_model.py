@@ -9,20 +9,11 @@ from pathlib import Path
 
 import torch
 
-from shardwise import checkpoint
+from shardwise import checkpoint, huggingface
 from shardwise.checkpoint.checkpoint import check_state_fits
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardwise.communication.agreement import agree
 from shardwise.errors import CheckpointError, ConfigError, DataError
-from shardwise.huggingface import (
-    PretrainedConfig,
-    build_model,
-    config_from_json,
-    config_to_json,
-    describe_model,
-    load_pretrained,
-    model_config,
-)
 from shardwise.huggingface.architectures import ARCHITECTURES
 from shardwise.huggingface.building import Model
 from shardwise.huggingface.description import ModelDescription
@@ -63,7 +54,7 @@ class OpenCheckpoint:
     folder: Path
     description: ModelDescription
     dtype: torch.dtype | None
-    config: PretrainedConfig | None
+    config: huggingface.PretrainedConfig | None
     tokenizer: Tokenizer | None
     is_checkpoint: bool = True
     adapter: Path | None = None
@@ -93,13 +84,15 @@ class OpenCheckpoint:
                 architecture = self.config.architecture
             else:
                 # An export of a model that a run trained would be of this one.
-                architecture = ARCHITECTURES[config_to_json(describe_model(model))["model_type"]]
+                architecture = ARCHITECTURES[
+                    huggingface.config_to_json(huggingface.describe_model(model))["model_type"]
+                ]
             load_adapter_(model, self.adapter, architecture)
         return model
 
     def _load_weights(self, ranks: Ranks) -> Model:
         if not self.is_checkpoint:
-            loaded = load_pretrained(self.folder, groups=Groups(tp=ranks.world), device=ranks.device)
+            loaded = huggingface.load_pretrained(self.folder, groups=Groups(tp=ranks.world), device=ranks.device)
             assert not isinstance(loaded, ModelChunks)
             return loaded
         # What the settings say is compared with what there is before memory is asked for by it.
@@ -128,8 +121,8 @@ class OpenCheckpoint:
             )
 
     def _build_model(self, ranks: Ranks, device: torch.device) -> Model:
-        config = model_config(self.description, params_dtype=self.dtype, perform_initialization=False)
-        return build_model(self.description, config, groups=Groups(tp=ranks.world), device=device)
+        config = huggingface.model_config(self.description, params_dtype=self.dtype, perform_initialization=False)
+        return huggingface.build_model(self.description, config, groups=Groups(tp=ranks.world), device=device)
 
 
 def check_fits(description: ModelDescription, world_size: int) -> None:
@@ -247,7 +240,7 @@ def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
         config = imported.get("config") if isinstance(imported, dict) else None
         if not isinstance(config, dict):
             raise CheckpointError(f"{folder}: huggingface.config in its meta is {shown(config)}; it must be an object")
-        origin = config_from_json(config, where=f"{folder}: config.json")
+        origin = huggingface.config_from_json(config, where=f"{folder}: config.json")
         own = PaddedTokenizer.load(folder) if "tokenizer_sha256" in meta else None
         return OpenCheckpoint(folder, origin.description, origin.dtype, origin, own)
     if "base_sha256" in meta:

@@ -8,13 +8,7 @@ from pathlib import Path
 import torch
 
 from shardwise import checkpoint
-from shardwise.cli.checkpoint_model import (
-    TO_BRING_A_TOKENIZER,
-    OpenCheckpoint,
-    check_fits,
-    is_pretrained,
-    open_checkpoint,
-)
+from shardwise.cli import checkpoint_model
 from shardwise.cli.export_hf import ExportArguments
 from shardwise.cli.import_hf import ImportArguments
 from shardwise.cli.reporting import print_line
@@ -31,7 +25,7 @@ from shardwise.training.out_folder import hold_folder
 from shardwise.training.ranks import Ranks, open_ranks
 
 
-def open_for_export(arguments: ExportArguments, world_size: int) -> OpenCheckpoint:
+def open_for_export(arguments: ExportArguments, world_size: int) -> checkpoint_model.OpenCheckpoint:
     """Read all of a checkpoint but its tensors.
 
     Raises:
@@ -39,10 +33,10 @@ def open_for_export(arguments: ExportArguments, world_size: int) -> OpenCheckpoi
         CheckpointError: no checkpoint, or a damaged one.
     """
     path = Path(arguments.checkpoint)
-    if is_pretrained(path):
+    if checkpoint_model.is_pretrained(path):
         raise ConfigError(f"{path} is a Hugging Face folder already; give the --out of a training run or an import")
-    opened = open_checkpoint(path)
-    check_fits(opened.description, world_size)
+    opened = checkpoint_model.open_checkpoint(path)
+    checkpoint_model.check_fits(opened.description, world_size)
     check_target(Path(arguments.out))
     return opened
 
@@ -82,7 +76,7 @@ def open_for_import(arguments: ImportArguments, world_size: int) -> PretrainedFo
         CheckpointError: files that are missing or damaged.
     """
     source = PretrainedFolder(arguments.folder)
-    check_fits(source.description, world_size)
+    checkpoint_model.check_fits(source.description, world_size)
     if checkpoint.latest(Path(arguments.out) / "checkpoints") is not None:
         raise ConfigError(f"{arguments.out} has a checkpoint already; choose another --out")
     return source
@@ -112,7 +106,7 @@ def import_(arguments: ImportArguments) -> None:
                 means = "shardwise generate cannot use it, and exports have no tokenizer" if is_gpt else "exports have none"  # fmt: skip # noqa: E501
                 print_line(
                     f"shardwise import-hf: the checkpoint has no tokenizer, so that {means} ({lack}); "
-                    f"{TO_BRING_A_TOKENIZER}, and import it again"
+                    f"{checkpoint_model.TO_BRING_A_TOKENIZER}, and import it again"
                 )
 
 

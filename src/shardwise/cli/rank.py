@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import select
 import signal
 import sys
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.errors import ConfigError
 from shardwise.training import stopping
+from shardwise.training.bounds import launcher_number
 from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted, handling_signals
 
 if TYPE_CHECKING:
@@ -136,18 +136,14 @@ class RankEnvironment:
             raise ConfigError(
                 f"the environment has RANK={rank} and WORLD_SIZE={world_size}, which only a launcher sets; unset both"
             )
-        folder, launcher = os.environ.get(REPORTS_VARIABLE), os.environ.get(LAUNCHER_VARIABLE)
-        if launcher is not None and not re.fullmatch(r"\d{1,9}", launcher):
-            raise ConfigError(
-                f"the environment has {LAUNCHER_VARIABLE}={launcher}, which only a launcher sets; unset it"
-            )
+        folder, launcher_pid = os.environ.get(REPORTS_VARIABLE), launcher_number(LAUNCHER_VARIABLE)
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if launcher is None and "TORCHELASTIC_RUN_ID" in os.environ:
-            launcher = str(os.getppid())
+        if launcher_pid is None and "TORCHELASTIC_RUN_ID" in os.environ:
+            launcher_pid = os.getppid()
         return cls(
             *numbers,
             reports=Path(folder) if folder else None,
-            launcher_pid=int(launcher) if launcher else None,
+            launcher_pid=launcher_pid,
             # The error file is ATTEMPT/LOCAL_RANK/error.json.
             attempt=Path(error_file).parent.parent if error_file else None,
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -200,3 +201,15 @@ def _shown(value: Any) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = str(value) if isinstance(value, int | float) else repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def launcher_number(variable: str, *, least: int = 0) -> int | None:
+    """What a launcher says by an environment variable; None if it is not set.
+
+    Raises:
+        ConfigError: it is no number, or less than ``least``.
+    """
+    text = os.environ.get(variable)
+    if text is not None and (not re.fullmatch(r"\d{1,9}", text) or int(text) < least):
+        raise ConfigError(f"the environment has {variable}={text}, which only a launcher sets, to a number; unset it")
+    return None if text is None else int(text)

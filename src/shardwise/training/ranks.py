@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch.distributed.nn.functional
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import ConfigError
-from shardwise.training.bounds import DEFAULT_TIMEOUT
+from shardwise.training.bounds import DEFAULT_TIMEOUT, launcher_number
 from shardwise.training.network import join
 from shardwise.training.watch import Watch
 
@@ -88,8 +87,11 @@ def open_ranks(device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAU
         ConfigError: "cuda" is asked for and there is no GPU for this rank.
         LaunchError: the other ranks cannot be reached, or do not come.
     """
-    world_size, rank = _number("WORLD_SIZE", 1, least=1), _number("RANK", 0)
-    local_rank, num_local = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", world_size, least=1)
+    world_size, rank = launcher_number("WORLD_SIZE", least=1) or 1, launcher_number("RANK") or 0
+    local_rank, num_local = (
+        launcher_number("LOCAL_RANK") or 0,
+        launcher_number("LOCAL_WORLD_SIZE", least=1) or world_size,
+    )
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and num_gpus <= local_rank:
         raise ConfigError(f"device is 'cuda' but this machine has {num_gpus} GPUs for {num_local} ranks; use 'cpu'")
@@ -121,13 +123,3 @@ def open_ranks(device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAU
         if watch is not None:
             watch.stop()
         dist.destroy_process_group()
-
-
-def _number(variable: str, default: int, *, least: int = 0) -> int:
-    """What a launcher says by an environment variable."""
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
-        raise ConfigError(f"the environment has {variable}={text}, which only a launcher sets, to a number; unset it")
-    return int(text)
