@@ -208,7 +208,7 @@ class OptimizerSettings(Checked, prefix="optimizer."):
     # Without it the update of a weight that never had a gradient is 0 / 0; less than this vanishes in fp32.
     epsilon: Annotated[float, Range(1e-30, 10_000)] = 1e-8
     clip_grad_norm: Annotated[float, Range(0, _LARGE)] = 1.0
-    momentum: Annotated[float | None, PROBABILITY] = None
+    momentum: Annotated[float | None, bounds.PROBABILITY] = None
     matrix_learning_rate_ratio: Annotated[float | None, Range(0, _LARGE)] = None
 
     def __post_init__(self) -> None:
