@@ -273,6 +273,7 @@ def test_the_path_through_symmetric_memory_is_given_what_it_needs(group, monkeyp
 
     monkeypatch.setattr(GlobalSymmetricMemoryBuffer, "is_symmetric", True)
     monkeypatch.setattr(GlobalSymmetricMemoryBuffer, "addresses", "addresses")
+    context_of(group).symmetric_buffers.clear()
     monkeypatch.setattr(inference, "runs_fused", lambda buffer: True)
     monkeypatch.setattr(inference, "fused_reduce_norm_", emulated)
     for kind, bias in ((nn.LayerNorm, True), (RMSNorm, False), (ZeroCenteredRMSNorm, True)):
@@ -287,6 +288,13 @@ def test_the_path_through_symmetric_memory_is_given_what_it_needs(group, monkeyp
         up.skip_norm_and_all_gather = False
         compare(output, up(hidden, sequence_length=S))
         assert "exchange=fused, in symmetric memory" in repr(down)
+    # One rank whose machine lacks what the kernel needs: none of them runs it.
+    context_of(group).symmetric_buffers.clear()
+    monkeypatch.setattr(inference, "runs_fused", lambda buffer: group.rank() > 0)
+    compare(down(F.gelu(up(x, sequence_length=S)), x), trained(half, x, S))
+    assert "exchange=fused, one all-reduce" in repr(down)
+    # The buffer that was made here is not for other tests.
+    context_of(group).symmetric_buffers.clear()
 
 
 @pytest.mark.ranks(1, 2)

@@ -64,6 +64,7 @@ class GlobalSymmetricMemoryBuffer:
 
     Attributes:
         handle: PyTorch's symmetric-memory handle of the block, or ``OrdinaryMemory``.
+        fused: by dtype and width of what lies in it, whether all ranks have agreed to exchange by one kernel.
     """
 
     def __init__(self, size_in_mb: int, process_group: ProcessGroup, device: torch.device | None = None) -> None:
@@ -77,6 +78,7 @@ class GlobalSymmetricMemoryBuffer:
             self.handle: Any = OrdinaryMemory(process_group.rank(), process_group.size(), made)
         else:
             self.buffer, self.handle = made
+        self.fused: dict[tuple[torch.dtype, int], bool] = {}
         self._left: Left | None = None
 
     @property

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardwise.communication.agreement import gather_objects
 from shardwise.communication.collectives import all_gather, all_reduce
 from shardwise.communication.context import context_of
-from shardwise.communication.symmetric_memory import Left, symmetric_buffer_of
+from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, Left, symmetric_buffer_of
 from shardwise.config import Normalization
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.kernels import products
@@ -359,7 +360,7 @@ class InferenceRowLinear(RowLinear):
             memory.leave(Left(None, self.next_norm.weight))
             return output if self.bias is None else output + self.bias.to(output.dtype)
         reduce_and_norm = self._reduce_and_norm
-        if memory.is_symmetric and self._scatters and runs_fused(buffer["tensor"]):
+        if self._scatters and self._all_run_fused(memory, buffer["tensor"]):
             reduce_and_norm = self._reduce_and_norm_in_symmetric_memory
         output = reduce_and_norm(x, residual, buffer["tensor"])
         memory.leave(Left(buffer["tensor"], self.next_norm.weight))
@@ -379,6 +380,15 @@ class InferenceRowLinear(RowLinear):
         whole = all_reduce(partial, group=self.group, may_overwrite=True)
         out.copy_(self.next_norm(whole))
         return whole[start:stop] if self._scatters else whole
+
+    def _all_run_fused(self, memory: GlobalSymmetricMemoryBuffer, out: Tensor) -> bool:
+        """Whether the kernel runs on every rank, of which one may lack what it needs; found out once, together."""
+        if not memory.is_symmetric or out.numel() == 0 or torch.is_autocast_enabled(out.device.type):
+            return False
+        key = out.dtype, self.out_features
+        if key not in memory.fused:
+            memory.fused[key] = all(gather_objects(runs_fused(out), "how to reduce and norm", group=self.group))
+        return memory.fused[key]
 
     def _reduce_and_norm_in_symmetric_memory(self, x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
         """The same by one kernel: ``out``, into which the product goes, is reached by all ranks."""
@@ -408,9 +418,8 @@ class InferenceRowLinear(RowLinear):
         memory = context_of(self.group).symmetric_buffers.get(self.weight.device)
         if memory is None:
             return "fused, chosen in the first call"
-        if memory.is_symmetric and self._scatters and runs_fused(self.weight.new_empty(1, self.out_features)):
-            return "fused, in symmetric memory"
-        return "fused, one all-reduce"
+        runs = self._scatters and memory.fused.get((self.weight.dtype, self.out_features), False)
+        return "fused, in symmetric memory" if runs else "fused, one all-reduce"
 
 
 def _plain(linear: nn.Module, kind: type[M]) -> M:
