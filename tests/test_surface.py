@@ -12,6 +12,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from shardwise import errors
 
 SIGNATURES = json.loads((Path(__file__).parent / "signatures.json").read_text())
 GUIDE = (Path(__file__).parents[1] / "docs" / "porting.md").read_text()
@@ -172,15 +175,108 @@ def test_nothing_public_is_undocumented(module):
             assert inspect.getdoc(value), f"{name} has no docstring"
 
 
+STATES = ("same", "better", "other", "ours")
+# What programs reach into beside: by module, parameters in order where it is called.
+REACHED_INTO = {
+    "tensor_parallel.cross_entropy": {
+        "_VocabParallelCrossEntropy.forward": ["ctx", "vocab_parallel_logits", "target", "label_smoothing"]
+    },
+    "tensor_parallel.data": {
+        "_MAX_DATA_DIM": None,
+        "_check_data_types": ["keys", "data", "target_dtype"],
+        "_build_key_size_numel_dictionaries": ["keys", "data", "tp_group"],
+    },
+    "tensor_parallel.layers": {
+        "_MODEL_PARALLEL_ATTRIBUTE_DEFAULTS": None,
+        "ColumnParallelLinear._forward_impl": ["input", "weight"],
+        "RowParallelLinear._forward_impl": ["input", "weight"],
+        "LinearWithFrozenWeight.forward": ["ctx", "input", "weight", "bias", "allreduce_dgrad", "tp_group"],
+        "LinearWithGradAccumulationAndAsyncCommunication.forward": [
+            "ctx", "input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel",
+            "grad_output_buffer", "wgrad_deferral_limit", "tp_group",
+        ],
+    },
+    "tensor_parallel.random": {
+        "_get_cuda_rng_state": ["device", "clone", "graph_safe"],
+        "_set_cuda_rng_state": ["new_state", "device", "graph_safe"],
+        "_get_all_rng_states": [],
+        "_set_all_rng_states": ["cpu_rng_state", "cuda_rng_state", "cuda_rng_state_tracker"],
+        "CheckpointFunction.forward": ["ctx", "run_function", "distribute_saved_activations"],
+        "CheckpointWithoutOutput._recompute": None,
+        "CheckpointWithoutOutputFunction.forward": ["ctx", "run_function", "checkpoint_without_output_obj"],
+    },
+    "megatron.models.language_module": {
+        "LanguageModule.state_dict_for_save_checkpoint": ["prefix", "keep_vars"],
+        "LanguageModule.set_is_first_microbatch": [],
+    },
+}  # fmt: skip
+
+
+def rows_of_the_guide():
+    """Of each section that is about a module: its names, each with its state."""
+    sections = {}
+    for section in GUIDE.split("\n## ")[1:]:
+        heading = re.match(r"`([\w.]+)`", section)
+        if heading is not None:
+            rows = [line[2:].split(" | ") for line in section.splitlines() if line.startswith("| `")]
+            sections[heading.group(1)] = [(name, row[1]) for row in rows for name in re.findall(r"`([\w.]+)`", row[0])]
+    return sections
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "parameters"),
+    [(module, name, parameters) for module, names in REACHED_INTO.items() for name, parameters in names.items()],
+)
+def test_what_programs_reach_into_is_there(module, name, parameters):
+    value = found(f"shardwise.{module}", name)
+    if parameters is not None:
+        ours = [name for name in inspect.signature(value).parameters if name != "self"]
+        assert ours[: len(parameters)] == parameters
+
+
+def test_the_guide_gives_every_item_of_the_surface_a_state():
+    """Each name of the surface, methods included, stands in its module's table, once, with one of the states."""
+    sections = rows_of_the_guide()
+    wanted = [(module.removeprefix("shardwise."), name) for module, name, _ in NAMES]
+    wanted += [(module, name.removesuffix(".forward")) for module, names in REACHED_INTO.items() for name in names]
+    of_submodules = {
+        name for module, rows in sections.items() if module.startswith("tensor_parallel.") for name, _ in rows
+    }
+    for module, name in wanted:
+        if module == "tensor_parallel":
+            # The package offers what its modules do.
+            assert name in of_submodules, name
+            continue
+        states = [state for row, state in sections[module] if row == name]
+        assert len(states) == 1, f"docs/porting.md, {module}: {name} stands in {len(states)} rows of its section"
+        assert states[0] in STATES, f"docs/porting.md, {module}: the state of {name} is {states[0]!r}, none of {STATES}"
+
+
+def refusals():
+    table = re.search(r"\n## Refused\n(.*?)\n## ", GUIDE, re.DOTALL)
+    return re.findall(r"^\| `(.+?)` \| `(\w+)` \|", table.group(1), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("call", "error"), refusals())
+def test_what_the_guide_calls_refused_is_refused(call, error):
+    x, weight, marked = torch.ones(1, 1, 2, requires_grad=True), torch.ones(3, 2), torch.ones(1)
+    marked.is_qkv = True
+    names = {"torch": torch, "x": x, "weight": weight, "marked": marked}
+    names["sizes"] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    for module in (*MODULES, *MODELS, "shardwise.megatron.config"):
+        names |= {name: value for name, value in vars(importlib.import_module(module)).items() if name[0] != "_"}
+    with pytest.raises(errors.ShardwiseError) as info:
+        eval(call, names)
+    assert type(info.value).__name__ == error
+
+
 def test_the_guide_names_nothing_that_is_not_there():
     """Every name in the first column of the guide's tables is in the module that its heading names."""
     missing = []
-    for section in GUIDE.split("\n## ")[1:]:
-        heading = re.match(r"`([\w.]+)`", section)
-        if heading is None:
-            continue
-        imported = importlib.import_module(f"shardwise.{heading.group(1)}")
-        rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
-        names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-        missing += [f"{heading.group(1)}.{name}" for name in names if not hasattr(imported, name)]
+    for module, rows in rows_of_the_guide().items():
+        for name, _ in rows:
+            try:
+                found(f"shardwise.{module}", name)
+            except AttributeError:
+                missing.append(f"{module}.{name}")
     assert missing == []

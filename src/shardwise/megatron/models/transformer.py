@@ -40,7 +40,6 @@ class MegatronTransformer(LanguageModule):
         pg_collection: ProcessGroupCollection | None,
     ) -> Groups:
         """The groups of a model that is being constructed, after checking what the engine's does not have."""
-        groups = self._enter(pg_collection)
         if transformer_layer_spec is None:
             raise ConfigError(
                 "transformer_layer_spec is None; say what a layer is made of, such as "
@@ -48,6 +47,7 @@ class MegatronTransformer(LanguageModule):
             )
         if fp16_lm_cross_entropy:
             _say_once("fp16_lm_cross_entropy", "the loss is in fp32 or wider")
+        groups = self._enter(pg_collection)
         if config.context_parallel_size > 1:
             raise ConfigError(
                 f"context_parallel_size is {config.context_parallel_size}, and attention here needs the whole "
