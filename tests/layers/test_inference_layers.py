@@ -204,6 +204,9 @@ def test_what_layers_cannot_take(group):
         up(x[..., :6])
     with refused(ShardingError, r"needs \d features in the last dimension"):
         down(inner[..., :-1])
+    for layer, row_of_features in ((up, x[0, 0]), (down, inner[0, 0])):
+        with refused(ShardingError, r"the input has shape \[\d\]; give it a sequence and features"):
+            layer(row_of_features)
     with refused(ConfigError, r"input is torch.float32 and the layer's weight torch.float64"):
         up(x.float())
     with refused(ConfigError, r"input is torch.int64 and the layer's weight torch.float64"):

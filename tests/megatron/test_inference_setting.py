@@ -11,6 +11,10 @@ from models.test_gpt import Shape
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError
 from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.topology import Topology
+from shardwise.transformer.layer import TransformerLayerSpec
 
 
 def made(group, *, fuse=True, **options):
@@ -53,6 +57,45 @@ def test_what_is_loaded_or_converted_is_what_is_used(group):
     assert_close_to(model(ids), expected, rtol_of_norm=1e-12)
     assert_close_to(copy.deepcopy(model)(ids), expected, rtol_of_norm=1e-12)
     assert model.float()(ids).dtype == torch.float32
+
+
+@pytest.mark.ranks(2)
+def test_what_is_set_later_counts(group):
+    model, ids = made(group).eval(), torch.randint(101, (2, 5))
+    part = model(ids)
+    model.parallel_output = False
+    assert model(ids).size(-1) == 101
+    model.parallel_output = True
+    assert_bit_equal(model(ids), part)
+
+
+@pytest.mark.ranks(2)
+def test_stages_take_what_the_one_before_them_gives(group):
+    """On one rank of two stages each, by hand."""
+    topology = Topology.create(pp=2)
+    groups = ProcessGroupCollection(tp=topology.group("tp"), pp=group, embd=group)
+    first = group.rank() == 0
+    models = []
+    for options in ({}, {"use_inference_optimized_layers": True}):
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=8,
+            num_attention_heads=2,
+            params_dtype=torch.float64,
+            pipeline_model_parallel_size=2,
+            **options,
+        )
+        torch.manual_seed(1)
+        spec = TransformerLayerSpec()
+        models.append(GPTModel(config, spec, 20, 16, pre_process=first, post_process=not first, pg_collection=groups))
+    ids = torch.randint(20, (2, 5))
+    for hidden in torch.randn(2, 5, 2, 8, dtype=torch.float64):
+        outputs = []
+        for model in models:
+            model.eval()
+            model.set_input_tensor(None if first else hidden)
+            outputs.append(model(ids))
+        assert_close_to(outputs[1], outputs[0].detach(), rtol_of_norm=1e-12)
 
 
 @pytest.mark.ranks(2)

@@ -28,7 +28,11 @@ def inference_view(model: M, *, fused: bool) -> M:
         ConfigError: layers with adapters, with parts of a program's own, not pre-norm; or with ``fused`` one of several
             pipeline stages, or no norm after the last layer.
     """
-    block = InferenceBlock.of(model.decoder, fused=fused)
+    return with_block(model, InferenceBlock.of(model.decoder, fused=fused))
+
+
+def with_block(model: M, block: InferenceBlock) -> M:
+    """The model with ``block``, which was made of its own, in place of that; ``inference_view`` otherwise."""
     if not block.fused:
         return sharing(model, type(model), decoder=block)
     # What the block returns is whole already.

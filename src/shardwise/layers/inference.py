@@ -52,8 +52,10 @@ def sharing(module: nn.Module, kind: type[M], **attributes: Any) -> M:
     return view
 
 
-def _check_dtype(input_: Tensor, weight: Tensor) -> None:
+def _check_input(input_: Tensor, weight: Tensor) -> None:
     """Raise before any communication for what would fail in the middle of it."""
+    if input_.dim() < 2:
+        raise ShardingError(f"the input has shape {list(input_.shape)}; give it a sequence and features, [s, ..., i]")
     if input_.dtype != weight.dtype and not torch.is_autocast_enabled(input_.device.type):
         raise ConfigError(
             f"the input is {input_.dtype} and the layer's weight {weight.dtype}; convert one of them, with .to(dtype)"
@@ -84,7 +86,7 @@ class InferenceColumnLinear(ColumnLinear):
         sequence_length: int | None = None,
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
-        _check_dtype(input_, weight)
+        _check_input(input_, weight)
         if self.group.size() == 1:
             return products.linear(self._normed(input_), weight, bias)
         if not (self._gathers or self.skip_norm_and_all_gather):
@@ -295,7 +297,7 @@ class InferenceRowLinear(RowLinear):
         assert self.weight is not None
         if input_.shape[-1:] != (self.local_features,):
             raise self._wrong_width(input_, self.local_features)
-        _check_dtype(input_, self.weight)
+        _check_input(input_, self.weight)
         if self.next_norm is not None:
             return self._matmul_reduce_scatter(input_, residual)
         if residual is not None:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
-from shardwise.inference.view import inference_view
+from shardwise.inference.view import with_block
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.transformer import MegatronTransformer
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.embedding import PositionEmbedding
 from shardwise.models.gpt import GPT
 from shardwise.transformer.attention import KeyValueCache
+from shardwise.transformer.inference import InferenceBlock
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.rotary import RotaryScaling
 
@@ -79,29 +80,29 @@ class GPTModel(MegatronTransformer, GPT):
             vp_stage=vp_stage,
         )
         # In a tuple, so that it is no child of this model.
-        self._inference_views: tuple[GPTModel, ...] = ()
+        self._inference_blocks: tuple[InferenceBlock, ...] = ()
         if config.use_inference_optimized_layers:
             self._inference_view()
 
     def _inference_view(self) -> GPTModel:
-        """The model on layers for inference; made again after parameters may have been replaced."""
-        if not self._inference_views:
-            assert isinstance(self.config, TransformerConfig)
-            self._inference_views = (inference_view(self, fused=self.config.inference_fuse_tp_communication),)
-        return self._inference_views[0]
+        """The model on layers for inference, which are made again after parameters may have been replaced."""
+        if not self._inference_blocks:
+            fused = self.config.inference_fuse_tp_communication
+            self._inference_blocks = (InferenceBlock.of(self.decoder, fused=fused),)
+        return with_block(self, self._inference_blocks[0])
 
     def train(self, mode: bool = True) -> Self:
         """As ``torch.nn.Module``'s."""
-        self._inference_views = ()
+        self._inference_blocks = ()
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._inference_views = ()
+        self._inference_blocks = ()
         return super()._apply(fn, recurse)
 
     def load_state_dict(self, *args: Any, **options: Any) -> Any:
         """As ``torch.nn.Module``'s."""
-        self._inference_views = ()
+        self._inference_blocks = ()
         return super().load_state_dict(*args, **options)
 
     def forward(
