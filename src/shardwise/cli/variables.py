@@ -16,6 +16,7 @@ VARIABLES = {
     "RES_OPTIONS": "of the resolver; the launcher sets a short time limit for its ranks",
     "GLOO_SOCKET_IFNAME": "network interface of CPU ranks; set to the loopback one, or the one that reaches the master",
     "NCCL_SOCKET_IFNAME": "likewise for CUDA ranks",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "of CUDA; 1 lets collectives start before the products that hide them",
     "RANK": "which rank this process is; set by launchers, with those below",
     "WORLD_SIZE": "number of ranks",
     "LOCAL_RANK": "which rank of this host",
