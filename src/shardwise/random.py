@@ -120,6 +120,11 @@ def set_default_state(state: Tensor | torch.Generator, device: Any = "cuda") -> 
     ((kind, value),) = _state_of(state, graphable=True).items()
     if kind == "given":
         raise ConfigError(f"the state of a generator is a tensor or a torch.Generator, not {type(value).__name__}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"a state of {value.numel()} bytes is not one of the CPU's generator, and there is no GPU; give what "
+            "torch.get_rng_state() returns"
+        )
     if kind == "cpu":
         torch.set_rng_state(value)
     elif isinstance(value, torch.Generator):
@@ -145,6 +150,7 @@ class RandomState:
     states: dict[str, StreamState]
     entered: tuple[str, ...]
     seeds: frozenset[int]
+    is_initialized: bool
     # A generator that a graph knows goes on in place, so that its state is kept apart.
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
 
@@ -304,6 +310,7 @@ class RandomStreams:
             states,
             tuple(self._entered),
             frozenset(self._seeds),
+            self._is_initialized,
             tuple((each, each.get_state()) for each in generators if isinstance(each, torch.Generator)),
         )
 
@@ -312,6 +319,7 @@ class RandomStreams:
         self._states = dict(state.states)
         self._entered = list(state.entered)
         self._seeds = set(state.seeds)
+        self._is_initialized = state.is_initialized
         for generator, value in state.generators:
             generator.set_state(value)
         _set_live_state(state.live, self.use_cudagraphable_rng)

@@ -53,8 +53,11 @@ def test_states_before_there_are_any(group, monkeypatch):
     assert not tracker.is_initialized()
     tracker.set_states({})
     assert tracker.is_initialized()
+    snapshot = tracker.snapshot()
     tracker.reset()
     assert not tracker.is_initialized()
+    tracker.restore(snapshot)
+    assert tracker.is_initialized()
 
 
 @pytest.mark.ranks(2)
@@ -94,6 +97,8 @@ def test_the_state_of_the_device_that_computes(group):
     assert_bit_equal(torch.rand(4, generator=generator), expected)
     with pytest.raises(ConfigError, match=r"a tensor or a torch\.Generator, not int"):
         _set_cuda_rng_state(7)
+    with pytest.raises(ConfigError, match="a state of 3 bytes is not one of the CPU's generator, and there is no GPU"):
+        _set_cuda_rng_state(torch.zeros(3, dtype=torch.uint8))
 
 
 @pytest.mark.ranks(2)

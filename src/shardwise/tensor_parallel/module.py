@@ -149,7 +149,7 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
         offloading = getattr(self.config, "_cpu_offloading_context", None)
-        if offloading is not None and offloading.inside_context and getattr(self.config, "cpu_offloading", False):
+        if getattr(offloading, "inside_context", False) and getattr(self.config, "cpu_offloading", False):
             raise AssertedConfigError(
                 "this layer is called inside config._cpu_offloading_context with cpu_offloading=True, and activations "
                 "stay on their device here; set cpu_offloading=False, or use torch.autograd.graph.save_on_cpu()"
