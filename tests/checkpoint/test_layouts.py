@@ -14,6 +14,7 @@ from checkpoint_states import assert_states_equal, empty_state, full_state, layo
 from torch.distributed import ProcessGroup
 
 from shardwise.checkpoint import ParamShard, latest, load, read_meta, save, verify
+from shardwise.errors import CheckpointError
 from shardwise.sharding import ParamLayout
 
 META = {"model": {"hidden_size": 6}, "loss": 0.1, "note": "naïve", "none": None}
@@ -213,3 +214,24 @@ def test_meta_comes_back_as_json(group: ProcessGroup, tmp_path: Path) -> None:
     path = save(tmp_path, 1, {}, meta, group=group)
     assert read_meta(path) == {"pair": [1, 2], "pi": math.pi, "large": 2**70}
     assert load(path, {}, group=group) == read_meta(path)
+
+
+@pytest.mark.ranks(2)
+def test_numbers_are_converted_where_that_is_asked_for(group: ProcessGroup, tmp_path: Path) -> None:
+    rank = dist.get_rank(group)
+    whole = torch.linspace(-3, 3, 35, dtype=torch.float64).view(7, 5)
+    saved, wanted = ParamLayout.split((7, 5), 0, 2), ParamLayout.split((7, 5), 1, 2)
+
+    def state(layout: ParamLayout, dtype: torch.dtype) -> dict[str, ParamShard]:
+        return {"w": ParamShard("w", layout.take(whole, rank).to(dtype).clone(), layout, rank)}
+
+    path = save(tmp_path, 1, state(saved, torch.float32), {}, group=group)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        loaded = {"w": ParamShard("w", torch.zeros(wanted.local_shape(rank), dtype=dtype), wanted, rank)}
+        with pytest.raises(CheckpointError, match=f"as torch.float32, here it is {dtype}"):
+            load(path, loaded, group=group)
+        load(path, loaded, group=group, convert=True)
+        assert torch.equal(loaded["w"].data, wanted.take(whole.float().to(dtype), rank))
+    counts = {"w": ParamShard("w", torch.zeros(wanted.local_shape(rank), dtype=torch.int64), wanted, rank)}
+    with pytest.raises(CheckpointError, match=r"here it is torch\.int64"):
+        load(path, counts, group=group, convert=True)

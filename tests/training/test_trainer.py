@@ -24,8 +24,7 @@ def make_trainer(folder, topology, dp_group, *, sequence_parallel, dtype, archit
         tp=topology.size("tp"),
         sequence_parallel=sequence_parallel,
         model={"architecture": architecture} | (model or {}),
-        optimizer={"learning_rate": 3e-3},
-        **{"dtype": dtype, "steps": STEPS} | training,
+        **{"dtype": dtype, "steps": STEPS, "optimizer": {"learning_rate": 3e-3}} | training,
     )
     torch.manual_seed(11)
     groups = Groups.of(topology)

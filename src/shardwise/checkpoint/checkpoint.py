@@ -131,7 +131,12 @@ def save(
 
 
 def load(
-    path: Path, state: Mapping[str, ParamShard], *, group: ProcessGroup, allow_extra: bool = False
+    path: Path,
+    state: Mapping[str, ParamShard],
+    *,
+    group: ProcessGroup,
+    allow_extra: bool = False,
+    convert: bool = False,
 ) -> dict[str, Any]:
     """Fill the tensors of ``state`` in place from the checkpoint at ``path``, whatever layout it was saved from.
 
@@ -145,6 +150,7 @@ def load(
             from a tensor of another size too (see ``ParamShard``).
         group: all ranks that load; they share ``path``.
         allow_extra: leave out tensors of the checkpoint that no rank's ``state`` has (the optimizer's, to generate).
+        convert: round numbers to the dtype that they have here, where they were saved in another floating-point one.
 
     Returns:
         The ``meta`` that was saved.
@@ -167,7 +173,7 @@ def load(
                 raise CheckpointError(
                     f"tensor {shard.key!r} is on the meta device; allocate the model first (to_empty)"
                 )
-        check_state_fits(path, manifest, state)
+        check_state_fits(path, manifest, state, convert=convert)
         mine.update(tensors_of(state, {key: tensor.shape for key, tensor in manifest.tensors.items()}))
         return manifest.step, manifest.serial, described
 
@@ -241,8 +247,11 @@ def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> d
     return merged
 
 
-def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamShard]) -> None:
-    """Raise CheckpointError unless the checkpoint has every tensor of ``state``, of a shape and dtype that fit."""
+def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamShard], *, convert: bool = False) -> None:
+    """Raise CheckpointError unless the checkpoint has every tensor of ``state``, of a shape and dtype that fit.
+
+    With ``convert`` any floating-point dtype fits any other.
+    """
     for shard in state.values():
         saved = manifest.tensors.get(shard.key)
         if saved is None:
@@ -252,7 +261,8 @@ def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamSh
                 f"checkpoint {path} is of another model: tensor {shard.key!r} has shape {list(saved.shape)} in it, "
                 f"{list(shard.global_shape)} here"
             )
-        if saved.dtype != shard.data.dtype:
+        both_floating = saved.dtype.is_floating_point and shard.data.dtype.is_floating_point
+        if saved.dtype != shard.data.dtype and not (convert and both_floating):
             raise CheckpointError(
                 f"checkpoint {path} has tensor {shard.key!r} as {saved.dtype}, here it is {shard.data.dtype}"
             )

@@ -27,7 +27,8 @@ from shardwise.models.chunks import ModelChunks
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.tokenizer import PaddedTokenizer, Tokenizer
 from shardwise.topology import Groups
-from shardwise.training.build import DTYPES, describe
+from shardwise.training.build import describe
+from shardwise.training.precision import PRECISIONS
 from shardwise.training.ranks import Ranks
 from shardwise.training.settings import Settings
 
@@ -99,10 +100,17 @@ class OpenCheckpoint:
         agree(self._check_sizes, group=ranks.control)
         outline = self._build_model(ranks, torch.device("meta"))
         shapes = sharded_state_dict(outline, "model.", group=ranks.world)
-        agree(lambda: check_state_fits(self.folder, Manifest.read(self.folder), shapes), group=ranks.control)
+        # A run that keeps fp32 copies of its weights saves these.
+        agree(
+            lambda: check_state_fits(self.folder, Manifest.read(self.folder), shapes, convert=True), group=ranks.control
+        )
         model = self._build_model(ranks, ranks.device)
         checkpoint.load(
-            self.folder, sharded_state_dict(model, "model.", group=ranks.world), group=ranks.control, allow_extra=True
+            self.folder,
+            sharded_state_dict(model, "model.", group=ranks.world),
+            group=ranks.control,
+            allow_extra=True,
+            convert=True,
         )
         return model
 
@@ -257,6 +265,6 @@ def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
     try:
         settings = Settings.from_json(meta["settings"])
         description = describe(settings.model, tokenizer.vocab_size)
-        return OpenCheckpoint(folder, description, DTYPES[settings.training.dtype], None, tokenizer)
+        return OpenCheckpoint(folder, description, PRECISIONS[settings.training.dtype].params_dtype, None, tokenizer)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error

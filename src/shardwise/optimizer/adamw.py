@@ -66,6 +66,11 @@ class AdamW(torch.optim.AdamW):
             for param in group["params"]:
                 self._made_state(param)["step"].fill_(float(step))
 
+    def train_instead_(self, copies: Mapping[Parameter, Parameter]) -> None:
+        """Update ``copies`` in place of the parameters that they are of."""
+        for group in self.param_groups:
+            group["params"] = [copies.get(param, param) for param in group["params"]]
+
     def _made_state(self, param: Parameter) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[param]
         if not state:

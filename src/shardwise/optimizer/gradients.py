@@ -101,7 +101,7 @@ def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup, pp_group: Proc
     counted = [
         part
         for _, param, layout in named_param_layouts(model, tp_group.size())
-        if (gradient := _gradient(param)) is not None and not getattr(param, "shared", False)
+        if (gradient := gradient_of(param)) is not None and not getattr(param, "shared", False)
         for part in _counted_here(gradient, layout, tp_group.rank())
     ]
     device = next(model.parameters()).device
@@ -111,7 +111,12 @@ def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup, pp_group: Proc
 
 
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, *, tp_group: ProcessGroup, pp_group: ProcessGroup | None = None
+    model: nn.Module,
+    max_norm: float,
+    *,
+    tp_group: ProcessGroup,
+    pp_group: ProcessGroup | None = None,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """Scale all gradients down, in place, if their global norm is over ``max_norm``.
 
@@ -120,15 +125,17 @@ def clip_grad_norm_(
         max_norm: largest norm; 0 or infinity only measures.
         tp_group: the ranks that split each layer.
         pp_group: the stages that share out the layers; None if there is one.
+        loss_scale: by which the loss was multiplied, and so the gradients are; they are divided by it in any case.
 
     Returns:
-        The norm before, an fp64 scalar, the same on every rank.
+        The norm before, but divided by ``loss_scale``; an fp64 scalar, the same on every rank.
     """
-    norm = global_grad_norm(model, tp_group=tp_group, pp_group=pp_group)
+    norm = global_grad_norm(model, tp_group=tp_group, pp_group=pp_group) / loss_scale
+    factor = 1.0
     if max_norm > 0 and not math.isinf(max_norm):
-        factor = float(max_norm / (norm + 1e-6))
-        if factor < 1.0:
-            torch._foreach_mul_(_gradients(model.parameters()), factor)
+        factor = min(1.0, float(max_norm / (norm + 1e-6)))
+    if factor / loss_scale != 1.0:
+        torch._foreach_mul_(_gradients(model.parameters()), factor / loss_scale)
     return norm
 
 
@@ -175,7 +182,7 @@ class _Copies:
         self.buffers: list[Tensor] = []
         self._views: list[tuple[Tensor, Tensor]] = []
         for _, param, layout in named_param_layouts(model, group.size()):
-            gradient = _gradient(param)
+            gradient = gradient_of(param)
             if gradient is None or layout.dim is None or not has_copies(layout):
                 continue
             shared = [run for run, ranks in holders(layout).items() if len(ranks) > 1]
@@ -198,7 +205,8 @@ class _Copies:
             gradient.copy_(view)
 
 
-def _gradient(param: Parameter) -> Tensor | None:
+def gradient_of(param: Parameter) -> Tensor | None:
+    """A parameter's complete gradient: ``main_grad``, to which what else is in ``grad`` is added first, or ``grad``."""
     main_grad: Tensor | None = getattr(param, "main_grad", None)
     if main_grad is None:
         return param.grad
@@ -210,7 +218,7 @@ def _gradient(param: Parameter) -> Tensor | None:
 
 
 def _gradients(params: Iterable[Parameter]) -> list[Tensor]:
-    return [gradient for param in params if (gradient := _gradient(param)) is not None]
+    return [gradient for param in params if (gradient := gradient_of(param)) is not None]
 
 
 def _sum_over_ranks_(gradients: Sequence[Tensor], *, group: ProcessGroup) -> None:

@@ -46,6 +46,14 @@ class ShardedOptimizer(Protocol):
         """Take ``step`` steps for done, as after loading; the count is not among what is kept of each parameter."""
         ...
 
+    def train_instead_(self, copies: Mapping[Parameter, Parameter]) -> None:
+        """From the first step on update these parameters in place of those that the optimizer was made for.
+
+        Args:
+            copies: by parameter, the one that is updated in its place, of the same shape.
+        """
+        ...
+
 
 def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimizer) -> dict[str, ParamShard]:
     """The optimizer's tensors, for a checkpoint.

@@ -14,9 +14,8 @@ from shardwise.huggingface.description import ModelDescription
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.topology import Groups
+from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import ModelSettings, RunSettings, Settings
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
@@ -52,10 +51,12 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
 def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
     """The fields of a model's config that say how it is trained and split, not which model it is."""
     parallel, pp = settings.parallel, groups.num_stages
+    precision = PRECISIONS[settings.training.dtype]
     # Nothing is interleaved on one stage, as of the whole model that parity is proved against.
     chunks = parallel.virtual_stages if pp > 1 else 1
     return {
-        "params_dtype": DTYPES[settings.training.dtype],
+        "params_dtype": precision.params_dtype,
+        "gradient_accumulation_fusion": precision.has_masters,
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "delay_wgrad_compute": pp > 1 and parallel.pipeline_schedule == "zero-bubble",

@@ -24,6 +24,7 @@ _TOLERANCES = {
     torch.float32: (1e-6, 1e-5, 1e-5),
     torch.float64: (1e-13, 1e-12, 1e-12),
     torch.bfloat16: (1e-4, 1e-2, 1e-2),
+    torch.float16: (1e-4, 1e-2, 1e-2),
 }
 # The gradient of a key's bias is 0 in truth, since it shifts all of a query's scores alike. What is there is rounding,
 # which Adam scales up to whole learning rates, in either direction.

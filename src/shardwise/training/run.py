@@ -146,7 +146,8 @@ class _Training:
         seconds = time.perf_counter() - self._started
         self._spent += seconds
         self.signals.step_took(seconds)
-        self._losses.append(result.loss)
+        if math.isfinite(result.loss):
+            self._losses.append(result.loss)
         values = {
             "loss": result.loss,
             "bits_per_byte": result.loss * bits_per_nat,
@@ -154,13 +155,16 @@ class _Training:
             "learning_rate": result.learning_rate,
             "tokens_per_second": settings.global_batch_size * session.settings.sequence_length / seconds,
         }
+        if result.loss_scale is not None:
+            values |= {"loss_scale": result.loss_scale, "skipped": float(result.is_skipped)}
         done = step + 1
         last = done == settings.steps
         signum = self._agreed()[0] if last else 0
         if (last or _is_due(done, settings.eval_every)) and not signum:
             self._held_out = values["held_out_bits_per_byte"] = self._evaluate(done)
         if metrics is not None:
-            metrics.write(step, values)
+            # JSON has neither infinity nor NaN, which a step that overflows may have.
+            metrics.write(step, {name: value for name, value in values.items() if math.isfinite(value)})
         progress.update(**values)
         if last:
             self._save(done, signum)

@@ -14,23 +14,26 @@ from torch.nn import Parameter
 from shardwise import checkpoint
 from shardwise.checkpoint import ParamShard
 from shardwise.checkpoint.folder import step_of
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.communication.agreement import agree, barrier
 from shardwise.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.json_files import shown
 from shardwise.lora import lora_layers
+from shardwise.optimizer.master_weights import MasterWeights
 from shardwise.optimizer.optimizer import optimizer_state
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.training.session import Session
 from shardwise.training.settings import RunSettings
+from shardwise.training.trainer import Trainer
 
 # What must not change between the parts of one run: the model, and which samples come when.
-_FIXED_TRAINING = ("global_batch_size", "seed", "dtype")
+_FIXED_TRAINING = ("global_batch_size", "seed")
 _FIXED_SECTIONS = ("model", "lora")
 _SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer")
 
 
 def run_state(session: Session) -> dict[str, ParamShard]:
-    """Weights and optimizer state of this rank, by name."""
+    """Weights and optimizer state of this rank, by name. A weight with an fp32 copy is the copy."""
     trainer, group = session.trainer, session.trainer.tp_group
     weights = {
         key: shard
@@ -38,7 +41,10 @@ def run_state(session: Session) -> dict[str, ParamShard]:
         # What is frozen comes from where the run began.
         if not isinstance(shard.data, Parameter) or shard.data.requires_grad
     }
-    parts = {"model.": weights, "optimizer.": optimizer_state(weights, trainer.optimizer)}
+    moments = optimizer_state(weights, trainer.optimizer)
+    if isinstance(trainer.optimizer, MasterWeights):
+        weights = {key: shard.with_data(trainer.optimizer.weight_of(shard.data)) for key, shard in weights.items()}
+    parts = {"model.": weights, "optimizer.": moments}
     return {prefix + key: shard.with_key(prefix + key) for prefix, part in parts.items() for key, shard in part.items()}
 
 
@@ -55,7 +61,7 @@ def save_run(session: Session, step: int) -> Path:
         session.checkpoints,
         step,
         state,
-        _identity(session) | {"settings": session.settings.to_json()},
+        _identity(session) | {"settings": session.settings.to_json()} | _scaling(session.trainer),
         group=control,
         keep=session.settings.training.keep_checkpoints,
         extra_files=session.texts.tokenizer.save,
@@ -108,13 +114,42 @@ def start_or_resume(session: Session) -> tuple[int, Path | None]:
         return 0, None
     step = agree(lambda: _check_belongs(session, newest), group=control)
     state = run_state(session)
-    checkpoint.load(newest, state, group=control)
+    meta = checkpoint.load(newest, state, group=control, convert=True)
     hint = "remove it to go on from the one before, or start anew with --resume restart"
     _check_finite(
         state, lambda broken: CheckpointError(f"{newest} is of a run that had diverged: {broken}; {hint}"), control
     )
-    session.trainer.optimizer.set_step_(step)
+    trainer = session.trainer
+    agree(lambda: _restore_scaling_(trainer, meta), group=control)
+    # A skipped step is none of the optimizer's.
+    trainer.optimizer.set_step_(step - trainer.num_skipped)
+    if session.ranks.is_first and (note := _note_on_precision(trainer, newest)):
+        print(f"note   {note}", flush=True)
     return step, newest
+
+
+def _scaling(trainer: Trainer) -> dict[str, Any]:
+    scale = {} if trainer.loss_scale is None else {"loss_scale": trainer.loss_scale.to_json()}
+    return {"skipped_steps": trainer.num_skipped} | scale
+
+
+def _restore_scaling_(trainer: Trainer, meta: Mapping[str, Any]) -> None:
+    """Take over what ``_scaling`` recorded; runs before it recorded anything had no skipped steps."""
+    skipped = meta.get("skipped_steps", 0)
+    if type(skipped) is not int or skipped < 0:
+        raise CheckpointError(f"skipped_steps of the checkpoint is {shown(skipped)}; it must be a count")
+    trainer.num_skipped = skipped
+    if trainer.loss_scale is not None and "loss_scale" in meta:
+        trainer.loss_scale.restore_(meta["loss_scale"])
+
+
+def _note_on_precision(trainer: Trainer, path: Path) -> str | None:
+    """What is to be said where weights come from a checkpoint of fewer bits than they are kept in."""
+    stored = {tensor.dtype for name, tensor in Manifest.read(path).tensors.items() if name.startswith("model.")}
+    narrow = stored & {torch.bfloat16, torch.float16}
+    if not narrow or not isinstance(trainer.optimizer, MasterWeights):
+        return None
+    return f"{path} has no fp32 weights: they are made from its {str(narrow.pop()).removeprefix('torch.')} ones"
 
 
 def find_newest(settings: RunSettings) -> Path | None:

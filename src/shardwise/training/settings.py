@@ -40,7 +40,7 @@ DECAY = Range(0, 10_000)
 
 _DECAY_SHARE, _MOMENTUM = 0.2, 0.95
 
-_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
+_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "pure-bfloat16": 2}
 
 
 def _require(holds: bool, message: str) -> None:
@@ -275,7 +275,9 @@ class TrainingSettings(Checked, prefix="training."):
         save_minutes: minutes between checkpoints, at the end of a step; 0 saves by save_every and at the end alone.
             SIGTERM, SIGINT (Ctrl-C) and SIGHUP save too, and end the run.
         keep_checkpoints: newest checkpoints to keep.
-        dtype: of parameters and computation.
+        dtype: of parameters and computation. With "bfloat16" and "float16" gradients are summed in fp32, and the
+            optimizer updates fp32 copies of the weights; "float16" scales the loss, and skips steps whose gradient
+            overflows. "pure-bfloat16" keeps no copies: less memory, and steps too small for bf16 are lost.
         tensorboard: also write the metrics for TensorBoard, into ``out/tensorboard``.
         loss: "linear_fused" computes output layer and loss in one, without the logits of all ranks; "plain" one
             after the other.
@@ -292,7 +294,7 @@ class TrainingSettings(Checked, prefix="training."):
     # At most ten years.
     save_minutes: Annotated[float, Range(0, 5_000_000)] = 10.0
     keep_checkpoints: Annotated[int, Range(1, 10**6)] = 2
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16", "float16", "pure-bfloat16"] = "float32"
     tensorboard: bool = False
     loss: Literal["plain", "linear_fused"] = "linear_fused"
     rng: Literal["per_rank", "global"] = "global"

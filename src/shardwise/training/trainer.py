@@ -21,11 +21,14 @@ from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
-from shardwise.optimizer.optimizer import set_learning_rate_
+from shardwise.optimizer.loss_scale import DynamicLossScale
+from shardwise.optimizer.master_weights import MasterWeights
+from shardwise.optimizer.optimizer import ShardedOptimizer, set_learning_rate_
 from shardwise.pipeline_parallel import Pipeline, Schedule, forward_only, make_schedule
 from shardwise.pipeline_parallel.messages import hidden_shape
 from shardwise.random import seed_streams
 from shardwise.topology import Groups
+from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
 
 _BATCHES_PER_STAGE = 8
@@ -39,11 +42,15 @@ class StepResult:
         loss: mean over the global batch, in nats per token, before the update.
         grad_norm: global gradient norm before clipping.
         learning_rate: of the update.
+        loss_scale: by which the loss was multiplied; None where it is not.
+        is_skipped: the gradient overflowed, and nothing was updated.
     """
 
     loss: float
     grad_norm: float
     learning_rate: float
+    loss_scale: float | None = None
+    is_skipped: bool = False
 
 
 class Trainer:
@@ -55,7 +62,10 @@ class Trainer:
         groups: the model's process groups.
 
     Attributes:
-        gradients: the buffers in which gradients are summed over the data-parallel ranks; None if there is one rank.
+        gradients: the buffers in which gradients are summed over the data-parallel ranks, and over micro-batches in
+            fp32; None if there is one rank, and parameters in the dtype in which the optimizer updates them.
+        loss_scale: None where the loss is not scaled.
+        num_skipped: steps whose gradients overflowed, in all.
         before_update: if not None, called with each step's number once its loss and gradient, which are finite, are
             known and nothing has changed yet; what it raises leaves the weights as they were.
     """
@@ -73,9 +83,16 @@ class Trainer:
         if self.pp_group is not None:
             self._pipeline = Pipeline(self._chunks, group=self.pp_group)
         self.device = next(model.parameters()).device
-        self.optimizer = settings.optimizer.make(model)
-        several = self.dp_group.size() > 1
-        self.gradients = GradientBuffers(self._chunks, group=self.dp_group) if several else None
+        precision = PRECISIONS[settings.training.dtype]
+        self.optimizer: ShardedOptimizer = settings.optimizer.make(model)
+        if precision.has_masters:
+            self.optimizer = MasterWeights(self.optimizer, model)
+        self.loss_scale = DynamicLossScale() if precision.scales_loss else None
+        self.num_skipped = 0
+        self.gradients: GradientBuffers | None = None
+        if self.dp_group.size() > 1 or precision.has_masters:
+            dtype = torch.float32 if precision.has_masters else None
+            self.gradients = GradientBuffers(self._chunks, group=self.dp_group, dtype=dtype)
 
     def step(self, step: int, micro_batches: Iterable[Batch]) -> StepResult:
         """One optimizer step.
@@ -102,6 +119,7 @@ class Trainer:
         else:
             self.gradients.zero_()
         num_tokens = settings.training.global_batch_size * settings.sequence_length
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = list(micro_batches)
         no_sync = contextlib.nullcontext if self.gradients is None else self.gradients.no_sync
@@ -109,29 +127,38 @@ class Trainer:
             for number, (tokens, labels) in enumerate(self._on_device(batches), 1):
                 with no_sync() if number < len(batches) else contextlib.nullcontext():
                     loss = self.model(tokens, labels=labels).sum() / num_tokens
-                    loss.backward()
+                    (loss if self.loss_scale is None else loss * scale).backward()
                 total += loss.detach()
         else:
             name = settings.parallel.pipeline_schedule
             schedule = make_schedule(name, self._pipeline.group.size(), len(batches), len(self._chunks))
-            for loss in self._run_pipeline(self._pipeline, schedule, batches, num_tokens, no_sync):
+            for loss in self._run_pipeline(self._pipeline, schedule, batches, num_tokens, scale, no_sync):
                 total += loss
         if self.gradients is not None:
             self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
-        largest = settings.optimizer.clip_grad_norm
-        norm = float(clip_grad_norm_(self.model, largest, tp_group=self.tp_group, pp_group=self.pp_group))
+        largest, pp_group = settings.optimizer.clip_grad_norm, self.pp_group
+        norm = float(clip_grad_norm_(self.model, largest, tp_group=self.tp_group, pp_group=pp_group, loss_scale=scale))
         mean_loss = self._over_all(total)
         # Both are sums over all ranks, so that all ranks find this alike, before any weight is touched.
-        for what, value in (("loss", mean_loss), ("norm of the gradient", norm)):
-            if not math.isfinite(value):
-                raise DivergenceError(f"the {what} is {value} at step {step}")
+        wrong = {"loss": mean_loss, "norm of the gradient": norm}
+        wrong = {what: value for what, value in wrong.items() if not math.isfinite(value)}
+        if wrong and self.loss_scale is None:
+            what, value = next(iter(wrong.items()))
+            raise DivergenceError(f"the {what} is {value} at step {step}")
         if self.before_update is not None:
             self.before_update(step)
         learning_rate = settings.optimizer.learning_rate_at(step, settings.training.steps)
+        used = None if self.loss_scale is None else scale
+        if self.loss_scale is not None and wrong:
+            self.loss_scale.skip_(step)
+            self.num_skipped += 1
+            return StepResult(mean_loss, norm, learning_rate, used, is_skipped=True)
         set_learning_rate_(self.optimizer, learning_rate)
         self.optimizer.step()
-        return StepResult(mean_loss, norm, learning_rate)
+        if self.loss_scale is not None:
+            self.loss_scale.keep_()
+        return StepResult(mean_loss, norm, learning_rate, used)
 
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         return ((tokens.to(self.device), labels.to(self.device)) for tokens, labels in batches)
@@ -142,13 +169,14 @@ class Trainer:
         schedule: Schedule,
         batches: Sequence[Batch],
         num_tokens: int = 1,
+        scale: float = 1.0,
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> list[Tensor]:
         """On the last stage each micro-batch's loss, its sum over ``num_tokens``; nothing on the others."""
 
         def loss(_: int, losses: Tensor) -> tuple[Tensor, Tensor]:
             total = losses.sum(dtype=None if torch.is_grad_enabled() else torch.float64) / num_tokens
-            return total, total.detach()
+            return (total if self.loss_scale is None else total * scale), total.detach()
 
         moved = list(self._on_device(batches))
         config, (b, s) = self._chunks[0].config, batches[0][0].shape

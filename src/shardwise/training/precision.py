@@ -1,0 +1,31 @@
+"""In which dtypes a run computes, and in which it keeps its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which dtypes a run computes, and in which it keeps its weights.
+
+    Attributes:
+        params_dtype: of parameters, of what the forward and the backward compute, and of what ranks send each other.
+        has_masters: gradients are summed in fp32, and the optimizer updates fp32 copies of the parameters.
+        scales_loss: the loss is multiplied by a factor, so that small gradients do not vanish.
+    """
+
+    params_dtype: torch.dtype
+    has_masters: bool = False
+    scales_loss: bool = False
+
+
+PRECISIONS = {
+    "float32": Precision(torch.float32),
+    "float64": Precision(torch.float64),
+    "bfloat16": Precision(torch.bfloat16, has_masters=True),
+    "float16": Precision(torch.float16, has_masters=True, scales_loss=True),
+    "pure-bfloat16": Precision(torch.bfloat16),
+}
