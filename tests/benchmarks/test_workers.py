@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -53,11 +54,19 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_calls_return_in_order_and_workers_leave_in_good_order(tmp_path):
-    with Workers(specs(tmp_path)) as workers:
+def test_calls_return_in_order_and_workers_leave_in_good_order(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_TEST_KEPT", "kept")
+    changed = {"SHARDWISE_TEST_KEPT": "changed", "SHARDWISE_TEST_NEW": "new"}
+    a, b = specs(tmp_path)
+    with Workers([a, dataclasses.replace(b, environment=changed)]) as workers:
         (name_b, value, pid_b, threads_b), (name_a, _, pid_a, threads_a) = workers.call(["b", "a"], "facts", 7)
         assert (name_a, name_b, value, threads_a, threads_b) == ("a", "b", 7, 1, 2)
         assert workers.call(["a"], "facts", 8)[0][1:3] == (8, pid_a)
+        # Its environment is one worker's own.
+        assert workers.call(["b", "a"], "variable", "SHARDWISE_TEST_KEPT") == ["changed", "kept"]
+        assert workers.call(["b", "a"], "variable", "SHARDWISE_TEST_NEW") == ["new", None]
+    assert os.environ["SHARDWISE_TEST_KEPT"] == "kept"
+    assert "SHARDWISE_TEST_NEW" not in os.environ
     assert has_ended(pid_a)
     assert has_ended(pid_b)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
@@ -79,17 +88,6 @@ def test_a_death_is_told_and_ends_those_that_wait(tmp_path):
         with pytest.raises(LaunchError, match=r"^b died with exit code -9$"):
             workers.call(["a", "b"], "die_if", "b")
         assert all(map(has_ended, pids))
-
-
-@pytest.mark.slow
-def test_an_environment_is_one_workers_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("SHARDWISE_TEST_KEPT", "kept")
-    changed = WorkerSpec("c", 1, Echo, (tmp_path, "c"), {"SHARDWISE_TEST_KEPT": "changed", "SHARDWISE_TEST_NEW": "new"})
-    with Workers([changed, *specs(tmp_path)[:1]]) as workers:
-        assert workers.call(["c", "a"], "variable", "SHARDWISE_TEST_KEPT") == ["changed", "kept"]
-        assert workers.call(["c", "a"], "variable", "SHARDWISE_TEST_NEW") == ["new", None]
-    assert os.environ["SHARDWISE_TEST_KEPT"] == "kept"
-    assert "SHARDWISE_TEST_NEW" not in os.environ
 
 
 @pytest.mark.slow

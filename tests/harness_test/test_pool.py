@@ -98,7 +98,10 @@ def test_no_rank_outlives_pytest(tmp_path):
 
 
 def kill_pytest(tmp_path, kill):
-    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    # Without the compiler, which no rank here needs and which takes seconds to import.
+    (tmp_path / "conftest.py").write_text(
+        (TESTS / "conftest.py").read_text() + "\nfrom harness import pool\npool._PRELOADED = ['torch.distributed']\n"
+    )
     (tmp_path / "temporary").mkdir()
     (tmp_path / "test_sleep.py").write_text(
         "import os, pathlib, time, pytest\n"
