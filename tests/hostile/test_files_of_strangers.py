@@ -204,7 +204,7 @@ def test_settings_of_a_stranger(tmp_path: Path) -> None:
     [
         (lambda meta: meta.update(settings=[1]), "settings is [1]; it must be an object"),
         (lambda meta: meta["settings"].update(model=None), ": model is None; it must be a table of settings"),
-        (lambda meta: meta["settings"]["model"].update(num_layers=1e9), "settings.model.num_layers is 1000000000.0"),
+        (lambda meta: meta["settings"]["model"].update(num_layers=1e9), "model.num_layers is 1000000000.0"),
         (lambda meta: meta["settings"]["model"].update(hidden_size=2**40), "1099511627776"),
         (lambda meta: meta["settings"]["model"].update(hidden_size=64), "has shape"),
         (lambda meta: meta["settings"]["model"].update(num_layers=9_999), "ask for 9999 layers"),

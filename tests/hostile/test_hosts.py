@@ -5,6 +5,7 @@ import socket
 
 from harness.hosts import ADDRESSES, NAMES, two_hosts
 from harness.program import Program
+from training.stopped import LIMIT
 from training.tiny import tiny_settings
 
 PORT = 29500
@@ -27,9 +28,8 @@ def steps(folder):
 
 
 def test_a_cut_link_ends_both_hosts_with_who_waits_for_whom(tmp_path):
-    limit = 6
     with two_hosts(tmp_path) as hosts, contextlib.ExitStack() as stack:
-        told = ["--training.steps", "1000000", "--timeout", str(limit)]
+        told = ["--training.steps", "1000000", "--timeout", str(LIMIT)]
         runs = [
             stack.enter_context(train(tmp_path, node, ADDRESSES[0], *told, program=host.program))
             for node, host in enumerate(hosts)
@@ -40,7 +40,7 @@ def test_a_cut_link_ends_both_hosts_with_who_waits_for_whom(tmp_path):
             other = f"rank {1 - node} on {NAMES[1 - node]}"
             line = run.wait_for_line(rf"error: (rank \d: )?waiting for {other} for (\d+) s, in (.*), at step \d+; (.*)")
             # Measured by the rank itself, which a busy machine may let look late.
-            assert int(line[2]) >= limit
+            assert int(line[2]) >= LIMIT
             # The link may be cut in any of a step's collectives.
             assert line[3].startswith(("all_reduce of", "all_gather of", "reduce_scatter of"))
             why = r"no sign of life" if node == 0 else "the launcher's store has not answered"
