@@ -154,6 +154,12 @@ def test_defaults_are_the_references(module, name, expected):
         *MODELS,
         "shardwise.megatron.process_groups_config",
         "shardwise.megatron.config",
+        "shardwise.megatron.datasets",
+        "shardwise.megatron.dist_checkpointing",
+        "shardwise.megatron.distributed",
+        "shardwise.megatron.layer_specs",
+        "shardwise.megatron.module",
+        "shardwise.megatron.tokenizers",
         "shardwise.megatron.utils",
     ],
 )

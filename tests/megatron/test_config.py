@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from shardwise.errors import ConfigError
 from shardwise.initialization import CounterNormal
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
-from shardwise.megatron.config import _say_once as say_once
+from shardwise.megatron.inert_settings import say_once
 
 SMALL = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4}
 

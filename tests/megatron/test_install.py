@@ -12,7 +12,7 @@ from harness.program import run
 import shardwise.megatron
 from shardwise import parallel_state, tensor_parallel
 from shardwise.errors import ConfigError
-from shardwise.megatron import utils
+from shardwise.megatron import datasets, distributed, layer_specs, module, tokenizers, utils
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.models import language_module
 from shardwise.megatron.models.bert import BertModel
@@ -58,6 +58,30 @@ def test_imports_of_every_kind_find_the_same_objects():
 
 
 @pytest.mark.usefixtures("installed")
+def test_packages_that_name_what_their_modules_hold():
+    import megatron.core.distributed as theirs
+    from megatron import mpu
+    from megatron.core import dist_checkpointing
+    from megatron.core.datasets.gpt_dataset import MockGPTDataset
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tokenizers import MegatronTokenizer
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.mpu.initialize import get_tensor_model_parallel_rank
+
+    # A function with the name of its module.
+    assert theirs.finalize_model_grads is finalize_model_grads is distributed.finalize_model_grads
+    assert theirs.DistributedDataParallel is distributed.DistributedDataParallel
+    assert dist_checkpointing.ShardedTensor is ShardedTensor
+    assert (MockGPTDataset, MegatronTokenizer) == (datasets.MockGPTDataset, tokenizers.MegatronTokenizer)
+    assert (MegatronModule, get_gpt_layer_local_spec) == (module.MegatronModule, layer_specs.get_gpt_layer_local_spec)
+    # Megatron-DeepSpeed's package has what Megatron has in two.
+    assert mpu.get_tensor_model_parallel_rank is get_tensor_model_parallel_rank
+    assert mpu.ColumnParallelLinear is mpu.layers.ColumnParallelLinear is tensor_parallel.ColumnParallelLinear
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_second_call_changes_nothing():
     before = {name: module for name, module in sys.modules.items() if name.startswith("megatron")}
     shardwise.megatron.install()
@@ -67,8 +91,8 @@ def test_a_second_call_changes_nothing():
 
 @pytest.mark.usefixtures("installed")
 def test_what_is_not_offered_is_not_found():
-    with pytest.raises(ModuleNotFoundError, match=r"megatron\.core\.distributed"):
-        importlib.import_module("megatron.core.distributed")
+    with pytest.raises(ModuleNotFoundError, match=r"megatron\.core\.optimizer"):
+        importlib.import_module("megatron.core.optimizer")
 
 
 def test_the_real_one_is_not_replaced(monkeypatch):

@@ -7,7 +7,8 @@ from harness.parity import assert_bit_equal, assert_close_to
 from shardwise import parallel_state
 from shardwise.errors import ConfigError
 from shardwise.inference import PreallocatedCache
-from shardwise.megatron.config import TransformerConfig, _say_once
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.inert_settings import say_once
 from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.transformer.layer import TransformerLayerSpec
@@ -28,7 +29,7 @@ def gpt(config, **options):
 @pytest.mark.ranks(2)
 def test_the_loss_is_the_same_in_every_implementation_of_it(group):
     parallel_state.initialize_model_parallel(2)
-    _say_once.cache_clear()
+    say_once.cache_clear()
     ids = torch.randint(V, (3, S))
     expected = gpt(config_of())(ids, labels=ids)
     with pytest.warns(UserWarning, match="cross_entropy_fusion_impl='te' changes nothing here: Transformer Engine"):

@@ -9,39 +9,18 @@ The latter stand in ``inert_settings.json``, each with the reason why it is acce
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-import os
-import sys
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields, make_dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.config import LayerConfig, ModelConfig
 from shardwise.errors import ConfigError
+from shardwise.megatron.inert_settings import check_inert, inert_settings_of, say_once
 
 __all__ = ["ModelParallelConfig", "TransformerConfig"]
-
-_FOLDER = os.path.dirname(__file__)
-_INERT = json.loads((Path(_FOLDER) / "inert_settings.json").read_text(encoding="utf-8"))
-
-
-def _inert_settings_of(name: str) -> Any:
-    """A dataclass of the settings of Megatron's class ``name`` that change nothing here."""
-    return make_dataclass(
-        f"{name}Inert",
-        [
-            (setting, "Any", field(default=default, metadata={group["kind"]: group["why"]}, kw_only=True))
-            for group in _INERT[name]
-            for setting, default in group["fields"].items()
-        ],
-    )
-
 
 if TYPE_CHECKING:
 
@@ -50,8 +29,8 @@ if TYPE_CHECKING:
     class _TransformerInert: ...
 
 else:
-    _ModelParallelInert = _inert_settings_of("ModelParallelConfig")
-    _TransformerInert = _inert_settings_of("TransformerConfig")
+    _ModelParallelInert = inert_settings_of("ModelParallelConfig")
+    _TransformerInert = inert_settings_of("TransformerConfig")
 
 
 @dataclass
@@ -102,7 +81,7 @@ class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
     microbatch_group_size_per_vp_stage: int | None = None
 
     def __post_init__(self) -> None:
-        _check_inert(self)
+        check_inert(self)
         super().__post_init__()
         levels = self.hierarchical_context_parallel_sizes
         if levels is not None and math.prod(levels) != self.context_parallel_size:
@@ -114,9 +93,9 @@ class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
             raise ConfigError("fp16 and bf16 are both set; choose one")
         for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
             if getattr(self, name) and self.params_dtype != dtype:
-                _say_once(name, "layers go by params_dtype; give it that dtype too")
+                say_once(name, "layers go by params_dtype; give it that dtype too")
         if self.cross_entropy_fusion_impl == "te":
-            _say_once(
+            say_once(
                 "cross_entropy_fusion_impl='te'", "Transformer Engine is not used, and the one loss is fused anyway"
             )
         elif self.cross_entropy_fusion_impl not in ("native", "linear"):
@@ -157,39 +136,3 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
                 "inference_fuse_tp_communication is set, and use_inference_optimized_layers is not; set both"
             )
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
-
-
-@functools.cache
-def _say_once(name: str, why: str) -> None:
-    """Warn, the first time in this process, that setting ``name`` changes nothing, and why."""
-    warnings.warn(f"{name} changes nothing here: {why}", stacklevel=_depth_of_the_caller())
-
-
-def _depth_of_the_caller() -> int:
-    """The ``stacklevel``, seen from the function that calls this one, of the line that makes the config."""
-    depth, frame = 1, sys._getframe(1)
-    # The __init__ of a dataclass is code without a file.
-    while frame.f_back and (
-        frame.f_code.co_filename == "<string>" or os.path.dirname(frame.f_code.co_filename) == _FOLDER
-    ):
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
-def _is_set(config: Any, spec: Field[Any]) -> bool:
-    value = getattr(config, spec.name)
-    return value is not spec.default and bool(value != spec.default)
-
-
-def _check_inert(config: Any) -> None:
-    """Raise ConfigError for a refused field that differs from its default; else warn of the unused ones."""
-    chosen = [spec for spec in fields(config) if spec.metadata and _is_set(config, spec)]
-    for spec in chosen:
-        if "refused" in spec.metadata:
-            raise ConfigError(
-                f"{spec.name} is {getattr(config, spec.name)!r}, which is not offered here: "
-                f"{spec.metadata['refused']}; leave it at {spec.default!r}"
-            )
-    for spec in chosen:
-        if "unused" in spec.metadata:
-            _say_once(spec.name, spec.metadata["unused"])

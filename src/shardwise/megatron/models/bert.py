@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.megatron.config import TransformerConfig, _say_once
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.inert_settings import say_once
 from shardwise.megatron.models.transformer import MegatronTransformer
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.bert import Bert, BertLMHead, Pooler
@@ -58,7 +59,7 @@ class BertModel(MegatronTransformer, Bert):
     ) -> None:
         groups = self._begin(config, transformer_layer_spec, fp16_lm_cross_entropy, pg_collection)
         if config.use_inference_optimized_layers:
-            _say_once("use_inference_optimized_layers", "BertModel has no layers for inference")
+            say_once("use_inference_optimized_layers", "BertModel has no layers for inference")
         Bert.__init__(
             self,
             config,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from shardwise.errors import ConfigError
 from shardwise.layers import ShardedModule
-from shardwise.megatron.config import TransformerConfig, _say_once
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.inert_settings import say_once
 from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.tensor_parallel import ColumnParallelLinear
@@ -46,7 +48,7 @@ class MegatronTransformer(LanguageModule):
                 "shardwise.transformer.layer.TransformerLayerSpec()"
             )
         if fp16_lm_cross_entropy:
-            _say_once("fp16_lm_cross_entropy", "the loss is in fp32 or wider")
+            say_once("fp16_lm_cross_entropy", "the loss is in fp32 or wider")
         groups = self._enter(pg_collection)
         if config.context_parallel_size > 1:
             raise ConfigError(
@@ -60,6 +62,19 @@ class MegatronTransformer(LanguageModule):
                 stacklevel=3,
             )
         return groups
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``torch.nn.Module``'s; the names may also be those of ``sharded_state_dict``, which are the whole model's.
+
+        A later stage counts its layers from 0 in ``state_dict``, and from those before it in ``sharded_state_dict``, as
+        ``dist_checkpointing.load`` then does.
+        """
+        tensors = self.state_dict(keep_vars=True)
+        own = {id(tensor): name for name, tensor in tensors.items()}
+        names = {name: own.get(id(shard.data), name) for name, shard in self.sharded_state_dict().items()}
+        if state_dict.keys() != tensors.keys() and state_dict.keys() == names.keys():
+            state_dict = {names[name]: value for name, value in state_dict.items()}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _make_output_layer(self, vocab_size: int, bias: bool) -> ColumnParallelLinear:
         model: Any = self

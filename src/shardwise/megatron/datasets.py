@@ -1,0 +1,312 @@
+"""Megatron's mock dataset and what builds it: samples without any file, the same as Megatron's.
+
+Documents of the mock dataset count 1, 2, 3... modulo the vocabulary and end with the end-of-document id. As in any
+GPT dataset they are put one after the other in a shuffled order, as often as samples are needed, and cut into samples,
+which are shuffled again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from shardwise.errors import ConfigError
+
+__all__ = [
+    "BlendedMegatronDatasetBuilder",
+    "BlendedMegatronDatasetConfig",
+    "GPTDatasetConfig",
+    "MockGPTDataset",
+    "MockGPTLowLevelDataset",
+    "Split",
+    "compile_helpers",
+]
+
+# The last pass over the documents is shuffled by itself if less than this share of its samples is needed.
+_SHARE_OF_A_WHOLE_EPOCH = 0.8
+
+
+class Split(Enum):
+    """Which part of the documents a dataset draws from."""
+
+    train = 0
+    valid = 1
+    test = 2
+
+
+def compile_helpers() -> None:
+    """Nothing: no helper here needs to be compiled."""
+
+
+@dataclass
+class BlendedMegatronDatasetConfig:
+    """What datasets have in common.
+
+    Attributes:
+        random_seed: of the order of documents and samples.
+        sequence_length: tokens of a sample.
+        blend, blend_per_split: refused: Megatron's indexed files are not read here.
+        split: weights of training, validation and test, such as "99,1,0"; three equal parts, as Megatron has it where
+            data is mock.
+        tokenizer: with ``vocab_size``, ``eod`` and, if it pads, ``pad``.
+        mock: True.
+        split_matrix: for each split which share of the documents it has, from where to where; None if it has none.
+        multiple_validation_sets, full_validation, num_dataset_builder_threads, path_to_cache, mmap_bin_files,
+            mid_level_dataset_surplus, allow_ambiguous_pad_tokens, fast_cache_load, defer_npy_index_mmap: accepted for
+            programs that set them: there are no files.
+
+    Raises:
+        ConfigError: a value out of range, or data from files.
+    """
+
+    random_seed: int
+    sequence_length: int
+    blend: Any = None
+    blend_per_split: Any = None
+    multiple_validation_sets: bool | None = None
+    full_validation: bool | None = None
+    split: str | None = None
+    split_matrix: list[tuple[float, float] | None] = field(init=False, default_factory=list)
+    num_dataset_builder_threads: int = 1
+    path_to_cache: str | None = None
+    mmap_bin_files: bool = True
+    mock: bool = field(init=False, default=True)
+    tokenizer: Any = None
+    mid_level_dataset_surplus: float = 0.005
+    allow_ambiguous_pad_tokens: bool | None = False
+    fast_cache_load: bool = False
+    defer_npy_index_mmap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.blend is not None or any(self.blend_per_split or ()):
+            raise ConfigError(
+                "blend and blend_per_split name Megatron's indexed files, which are not read here; leave them out for "
+                "mock data, or read text with shardwise.data"
+            )
+        if self.sequence_length < 1:
+            raise ConfigError(f"sequence_length is {self.sequence_length}; it must be at least 1")
+        self.split = "1,1,1"
+        bounds = [0.0, 1 / 3, 2 / 3, 1.0]
+        self.split_matrix = list(itertools.pairwise(bounds))
+
+
+@dataclass
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """What a dataset for GPT is made of.
+
+    Attributes:
+        reset_position_ids: positions count anew after each end of a document.
+        reset_attention_mask: no token sees another document's.
+        eod_mask_loss: the end of a document costs nothing.
+        create_attention_mask: samples have an ``attention_mask``.
+        drop_last_partial_validation_sequence: accepted; the mock dataset's samples are all whole.
+        add_extra_token_to_sequence: labels are the tokens after; otherwise the last token has no label but padding.
+
+    Raises:
+        ConfigError: as above; no tokenizer, or one of the first three is not given.
+    """
+
+    reset_position_ids: bool | None = None
+    reset_attention_mask: bool | None = None
+    eod_mask_loss: bool | None = None
+    create_attention_mask: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tokenizer", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"GPTDatasetConfig needs {name}; it was not given")
+
+
+class MockGPTLowLevelDataset:
+    """Documents of random lengths that count from 1.
+
+    Args:
+        tokenizer: with ``vocab_size`` and ``eod``.
+
+    Attributes:
+        sequence_lengths: of each document.
+    """
+
+    seed = 0
+    size = 100_000
+    max_sequence_length = 4096
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.vocab_size: int = tokenizer.vocab_size
+        self.eod_token: int = tokenizer.eod
+        generator = np.random.default_rng(seed=self.seed)
+        self.sequence_lengths = generator.integers(1, self.max_sequence_length, size=self.size, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, idx: int) -> NDArray[np.int64]:
+        return self.get(idx)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
+        """Tokens of document ``idx`` from ``offset`` on, ``length`` of them or all."""
+        whole = int(self.sequence_lengths[idx])
+        stop = whole if length is None else min(offset + length, whole)
+        tokens = (np.arange(offset, stop, dtype=np.int64) + 1) % self.vocab_size
+        if stop == whole and tokens.size:
+            tokens[-1] = self.eod_token
+        return tokens
+
+
+class MockGPTDataset(Dataset[dict[str, Tensor]]):
+    """Samples of mock documents.
+
+    Args:
+        dataset: the documents.
+        dataset_path: accepted; there is no file.
+        indexed_indices: numbers of the documents to draw from.
+        num_samples: how many samples are needed at least; as many as one pass over the documents has if None.
+        index_split: which split it is.
+        config: what samples are made of.
+
+    Raises:
+        ConfigError: the documents have no sample.
+    """
+
+    def __init__(
+        self,
+        dataset: MockGPTLowLevelDataset,
+        dataset_path: str | None,
+        indexed_indices: NDArray[Any],
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        self.dataset, self.indices, self.num_samples = dataset, indexed_indices, num_samples
+        self.index_split, self.config = index_split, config
+        s, extra = config.sequence_length, int(config.add_extra_token_to_sequence)
+        per_epoch = int(dataset.sequence_lengths[indexed_indices].sum(dtype=np.int64))
+        if per_epoch <= extra:
+            raise ConfigError(f"{len(indexed_indices)} documents of {per_epoch} tokens hold no sample of {s} tokens")
+        num_epochs = 1 if num_samples is None else max(1, -(-(num_samples * s + extra) // per_epoch))
+        total = (num_epochs * per_epoch - extra) // s
+        # Samples before the last epoch: shuffled by themselves where little of the last one is needed.
+        first = ((num_epochs - 1) * per_epoch - extra) // s if num_epochs > 1 else total
+        apart = num_epochs > 1 and (num_samples or 0) - first < int(
+            _SHARE_OF_A_WHOLE_EPOCH * ((per_epoch - extra) // s)
+        )
+        random = np.random.RandomState(config.random_seed)
+        epochs = [num_epochs - 1, 1] if apart else [num_epochs]
+        self.document_index = np.concatenate([_shuffled(np.tile(indexed_indices, n), random) for n in epochs])
+        runs = [(0, first), (first, total)] if apart else [(0, total)]
+        self.shuffle_index = np.concatenate([_shuffled(np.arange(*run, dtype=np.uint32), random) for run in runs])
+        # Where each document begins in the row of all.
+        lengths = dataset.sequence_lengths[self.document_index]
+        self._begins = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: MockGPTLowLevelDataset) -> int:
+        """Number of documents."""
+        return len(low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> MockGPTLowLevelDataset:
+        """The documents."""
+        return MockGPTLowLevelDataset(config.tokenizer)
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
+        """Sample ``idx``; None gives one that costs nothing, to fill up a batch.
+
+        Returns:
+            ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` of shape ``[s]``, and ``attention_mask``
+            ``[1, s, s]``, True where a token does not see another.
+        """
+        config, s = self.config, self.config.sequence_length
+        text = torch.from_numpy(self._tokens(int(self.shuffle_index[idx or 0]) * s))
+        pad = getattr(config.tokenizer, "pad", -1)
+        if config.add_extra_token_to_sequence:
+            tokens, labels = text[:-1].clone(), text[1:].clone()
+        else:
+            tokens, labels = text, torch.cat([text[1:], text.new_tensor([pad])])
+        loss_mask = torch.ones(s)
+        if config.eod_mask_loss:
+            loss_mask[tokens == config.tokenizer.eod] = 0.0
+        loss_mask[labels == pad] = 0.0
+        if idx is None:
+            loss_mask.zero_()
+        # How many documents ended before each token.
+        document = (tokens == config.tokenizer.eod).cumsum(0).roll(1)
+        document[0] = 0
+        position_ids = torch.arange(s)
+        if config.reset_position_ids:
+            position_ids -= torch.searchsorted(document, document)
+        tokens[tokens == pad] = 0
+        labels[labels == pad] = 0
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
+        if config.create_attention_mask:
+            hidden = torch.ones(s, s, dtype=torch.bool).triu(1)
+            if config.reset_attention_mask:
+                hidden |= document[:, None] != document
+            sample["attention_mask"] = hidden[None]
+        return sample
+
+    def _tokens(self, start: int) -> NDArray[np.int64]:
+        """A sample's tokens, from place ``start`` of all documents one after the other."""
+        stop = start + self.config.sequence_length + int(self.config.add_extra_token_to_sequence)
+        parts = []
+        number = int(np.searchsorted(self._begins, start, side="right")) - 1
+        while start < stop:
+            begin, end = int(self._begins[number]), int(self._begins[number + 1])
+            parts.append(self.dataset.get(self.document_index[number], start - begin, min(stop, end) - start))
+            start, number = end, number + 1
+        return np.concatenate(parts)
+
+
+def _shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any]:
+    random.shuffle(values)
+    return values
+
+
+class BlendedMegatronDatasetBuilder:
+    """Builds the datasets of training, validation and test.
+
+    Args:
+        cls: class of the datasets: ``MockGPTDataset``, or one of a program's own with its functions.
+        sizes: how many samples each needs at least; None for those of one pass.
+        is_built_on_rank: whether this rank builds any.
+        config: what samples are made of.
+    """
+
+    def __init__(
+        self,
+        cls: type[Any],
+        sizes: Sequence[int | None],
+        is_built_on_rank: Callable[[], bool],
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        if len(sizes) != len(Split):
+            raise ConfigError(f"sizes are {list(sizes)}; give one for each of {', '.join(each.name for each in Split)}")
+        self.cls, self.sizes, self.is_built_on_rank, self.config = cls, sizes, is_built_on_rank, config
+
+    def build(self) -> list[Any]:
+        """A dataset for each split; None for each on a rank that builds none."""
+        if not self.is_built_on_rank():
+            return [None] * len(Split)
+        documents = self.cls.build_low_level_dataset(None, self.config)
+        count = self.cls.numel_low_level_dataset(documents)
+        datasets = []
+        for split, share, size in zip(Split, self.config.split_matrix, self.sizes, strict=True):
+            assert share is not None
+            indices = np.arange(round(share[0] * count), round(share[1] * count), dtype=np.int32)
+            datasets.append(self.cls(documents, None, indices, size, split, self.config))
+        return datasets

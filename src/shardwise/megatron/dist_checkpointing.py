@@ -1,0 +1,325 @@
+"""Megatron's distributed checkpoints, in the engine's files: complete or absent, and nothing executable in them.
+
+A checkpoint folder holds the tensors of a state as safetensors, and the plain values beside them as JSON. It opens at
+any layout. Folders that Megatron has written are not read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise import checkpoint
+from shardwise.communication.agreement import agree
+from shardwise.errors import CheckpointError, ConfigError, ShardingError
+from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
+
+__all__ = [
+    "LocalNonpersistentObject",
+    "ShardedObject",
+    "ShardedTensor",
+    "StrictHandling",
+    "check_is_distributed_checkpoint",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "save",
+]
+
+_COMMON, _CONTENT = "common", "content_metadata"
+
+# What tells whose a folder is: a file or pattern in it, and the library.
+_FOREIGN = {
+    "metadata.json": "Megatron",
+    ".metadata": "torch.distributed.checkpoint",
+    "common.pt": "Megatron",
+    "latest_checkpointed_iteration.txt": "Megatron (several checkpoints)",
+    "mp_rank_*": "Megatron",
+    "config.json": "Hugging Face",
+    "*.safetensors": "Hugging Face",
+    "*.pt": "torch.save",
+    "*.bin": "torch.save",
+}
+
+
+class StrictHandling(Enum):
+    """What ``load`` makes of tensors that only the checkpoint has: passed over, or an error.
+
+    What only the state has is an error always. Megatron's others, which log or return names, are not offered.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+
+
+class ShardedTensor(ParamShard):
+    """A ``ParamShard``, made from Megatron's description of a shard."""
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: Tensor,
+        *rank_offsets: ShardedOffset,
+        replica_id: Any = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        allow_shape_mismatch: bool = False,
+    ) -> ShardedTensor:
+        """The shard of a tensor that is cut into equal parts.
+
+        Args:
+            key: name in the checkpoint.
+            data: this rank's part.
+            rank_offsets: ``(axis, index, count)``: along the axis the tensor is cut into ``count`` parts, and this is
+                number ``index``. All of the prepended axes, and one other at most.
+            replica_id: accepted; which copy is written follows from the layout.
+            prepend_axis_num: leading axes that ``data`` lacks.
+            flattened_range: None.
+            allow_shape_mismatch: on load the stored tensor may have another size along the axis that is cut.
+
+        Raises:
+            ShardingError: a shard that cannot be described so.
+        """
+        lead = tuple(offset for offset in sorted(rank_offsets) if offset[0] < prepend_axis_num)
+        cut = [offset for offset in rank_offsets if offset[0] >= prepend_axis_num and offset[2] > 1]
+        if len(cut) > 1 or flattened_range is not None or len(lead) < prepend_axis_num:
+            raise ShardingError(
+                f"{key}: rank_offsets {list(rank_offsets)}, prepend_axis_num {prepend_axis_num} and flattened_range "
+                f"{flattened_range}; give one for each prepended axis and at most one other, and no flattened_range"
+            )
+        if not cut:
+            return cls(key, data, ParamLayout.replicated(data.shape, 1), 0, lead, allow_shape_mismatch)
+        axis, index, count = cut[0]
+        dim = axis - prepend_axis_num
+        if dim >= data.dim() or not 0 <= index < count:
+            raise ShardingError(f"{key}: {cut[0]} is no part of a tensor whose part has shape {list(data.shape)}")
+        shape = [*data.shape[:dim], data.size(dim) * count, *data.shape[dim + 1 :]]
+        layout = ParamLayout.split(shape, dim, count, sizes=(data.size(dim),) * count)
+        return cls(key, data, layout, index, lead, allow_shape_mismatch)
+
+
+class LocalNonpersistentObject:
+    """A value that is not stored: ``load`` gives back this rank's own."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> Any:
+        """The value."""
+        return self.obj
+
+
+_NOT_PLAIN = (ParamShard, LocalNonpersistentObject)
+
+
+class ShardedObject:
+    """Refused: Megatron stores such an object pickled, and a checkpoint here holds nothing that is executed."""
+
+    def __init__(self, key: str, *_: Any, **__: Any) -> None:
+        raise ConfigError(
+            f"ShardedObject {key!r} would be stored pickled, which is not offered here; put plain values (numbers, "
+            "text, lists, dicts) into the state, or tensors as ShardedTensor"
+        )
+
+
+def save(
+    sharded_state_dict: Mapping[str, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: Mapping[str, Any] | None = None,
+    *,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Save a state as the one checkpoint of a folder, complete or not at all; one that it held is replaced.
+
+    Collective.
+
+    Args:
+        sharded_state_dict: dicts and lists of sharded tensors, as a model's ``sharded_state_dict`` has them, and of
+            plain values (rank 0's are stored).
+        checkpoint_dir: made if it does not exist.
+        sharded_strategy, common_strategy, validate_access_integrity, preprocess_common_before_consistancy_check:
+            accepted for programs that pass them; there is one format, and ranks that disagree are always an error.
+        async_sharded_save: refused.
+        content_metadata: plain values, which ``load_content_metadata`` reads.
+        process_group: the ranks that hold the state; all if None.
+
+    Raises:
+        ConfigError: ``async_sharded_save``.
+        CheckpointError: the state cannot be saved (a value that is not plain, a folder of another library, a full
+            disk); the same message on every rank.
+    """
+    if async_sharded_save:
+        raise ConfigError("async_sharded_save is True, which is not offered here: save returns when all is on the disk")
+    folder, group = Path(checkpoint_dir), process_group or _world()
+
+    def divided() -> tuple[dict[str, ParamShard], Any]:
+        if checkpoint.latest(folder) is None:
+            _check_not_foreign(folder, "choose another folder to save into")
+        shards: dict[str, ParamShard] = {}
+        return shards, _without_shards(sharded_state_dict, "", shards)
+
+    shards, common = agree(divided, group=group)
+    meta = {_COMMON: common, _CONTENT: None if content_metadata is None else dict(content_metadata)}
+    checkpoint.save(folder, 0, shards, meta, group=group, keep=1)
+
+
+def load(
+    sharded_state_dict: Mapping[str, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    process_group: ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load a state from a folder that ``save`` has written, whatever layout it was saved at. Collective.
+
+    Args:
+        sharded_state_dict: where the tensors go: their memory is overwritten.
+        checkpoint_dir: the folder.
+        sharded_strategy, common_strategy, validate_access_integrity: accepted, as for ``save``.
+        strict: what becomes of tensors for which there is no place here.
+        process_group: the ranks that load; all if None.
+
+    Returns:
+        The plain values that were saved, with this rank's tensors where ``sharded_state_dict`` has them.
+
+    Raises:
+        ConfigError: another way to be strict.
+        CheckpointError: no checkpoint, another library's, a damaged one, or one of another model; the same message on
+            every rank.
+    """
+    folder, group = Path(checkpoint_dir), process_group or _world()
+    try:
+        strict = StrictHandling(strict)
+    except ValueError as error:
+        raise ConfigError(
+            f"strict is {strict!r}; it must be one of {', '.join(each.value for each in StrictHandling)}"
+        ) from error
+    path = agree(functools.partial(_checkpoint_in, folder), group=group)
+    shards: dict[str, ParamShard] = {}
+    _without_shards(sharded_state_dict, "", shards, takes_all=True)
+    unexpected_is_fine = strict is StrictHandling.ASSUME_OK_UNEXPECTED
+    meta = checkpoint.load(path, shards, group=group, allow_extra=unexpected_is_fine)
+    result: dict[str, Any] = _merged(meta.get(_COMMON) or {}, sharded_state_dict)
+    return result
+
+
+def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
+    """The plain values of the checkpoint in a folder; not collective.
+
+    Raises:
+        CheckpointError: no checkpoint, or another library's.
+    """
+    common: dict[str, Any] = checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_COMMON) or {}
+    return common
+
+
+def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
+    """The ``content_metadata`` that was saved; not collective.
+
+    Raises:
+        CheckpointError: no checkpoint, or another library's.
+    """
+    content: dict[str, Any] | None = checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_CONTENT)
+    return content
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Whether ``save`` has written into the folder."""
+    return checkpoint.latest(Path(checkpoint_dir)) is not None
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise ConfigError("torch.distributed is not initialised; call init_process_group first, or pass process_group")
+    return world
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    path = checkpoint.latest(folder)
+    if path is None:
+        _check_not_foreign(folder, "convert it with that library to a Hugging Face folder and `shardwise import-hf`")
+        raise CheckpointError(f"there is no checkpoint in {folder}; dist_checkpointing.save writes one")
+    return path
+
+
+def _check_not_foreign(folder: Path, what_to_do: str) -> None:
+    for pattern, library in _FOREIGN.items():
+        if folder.is_dir() and (found := next(folder.glob(pattern), None)) is not None:
+            raise CheckpointError(
+                f"{folder} holds a checkpoint of {library} ({found.name}), which is not read or changed here; "
+                f"{what_to_do}"
+            )
+
+
+def _without_shards(value: Any, name: str, shards: dict[str, ParamShard], *, takes_all: bool = False) -> Any:
+    """``value`` without its shards (in a list, None in their place), which go into ``shards`` by their path.
+
+    Raises:
+        CheckpointError: unless ``takes_all``, something that is neither a shard nor plain.
+    """
+    if isinstance(value, ParamShard):
+        shards[name] = value
+        return None
+    if isinstance(value, LocalNonpersistentObject):
+        return None
+    if isinstance(value, Mapping):
+        items = {
+            str(key): _without_shards(item, f"{name}.{key}" if name else str(key), shards, takes_all=takes_all)
+            for key, item in value.items()
+        }
+        return {str(key): items[str(key)] for key, item in value.items() if not isinstance(item, _NOT_PLAIN)}
+    if isinstance(value, (list, tuple)):
+        return [
+            _without_shards(item, f"{name}.{index}", shards, takes_all=takes_all) for index, item in enumerate(value)
+        ]
+    if not (takes_all or value is None or isinstance(value, (bool, int, float, str))):
+        raise CheckpointError(
+            f"the state's {name!r} is a {type(value).__name__}; give tensors as ShardedTensor, and other values as "
+            "numbers, text, lists and dicts"
+        )
+    return value
+
+
+def _merged(common: Any, state: Any) -> Any:
+    """What was stored, with the state's tensors in their places."""
+    if isinstance(state, ParamShard):
+        return state.data.detach()
+    if isinstance(state, LocalNonpersistentObject):
+        return state.unwrap()
+    if isinstance(state, Mapping):
+        stored = common if isinstance(common, Mapping) else {}
+        return {
+            **stored,
+            **{key: _merged(stored.get(str(key)), item) for key, item in state.items() if _has_place(item)},
+        }
+    if isinstance(state, (list, tuple)):
+        items = common if isinstance(common, list) and len(common) == len(state) else [None] * len(state)
+        return [_merged(one, item) for one, item in zip(items, state, strict=True)]
+    return common
+
+
+def _has_place(value: Any) -> bool:
+    """Whether it is, or holds, something that is not among the plain values."""
+    if isinstance(value, Mapping):
+        return any(map(_has_place, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_place, value))
+    return isinstance(value, _NOT_PLAIN)

@@ -1,0 +1,86 @@
+"""Megatron's null tokenizer: numbers as text, for programs without a vocabulary."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+__all__ = ["MegatronTokenizer", "NullTokenizer"]
+
+
+class NullTokenizer:
+    """A tokenizer whose text is its ids: "3 14 15".
+
+    Args:
+        vocab_size: number of ids.
+        eod_id: the id that ends a document; the last one if None.
+        pad_id: the id of padding; -1 is none.
+        kwargs: accepted for programs that pass them.
+    """
+
+    library = "null-text"
+
+    def __init__(self, vocab_size: int, eod_id: int | None = None, pad_id: int = -1, **kwargs: Any) -> None:
+        self.vocab_size = int(vocab_size)
+        if self.vocab_size < 1:
+            raise ConfigError(f"vocab_size is {vocab_size}; it must be at least 1")
+        self.eod = self.vocab_size - 1 if eod_id is None else int(eod_id)
+        self.pad = self.pad_id = int(pad_id)
+        # There is none of these.
+        self.cls = self.sep = self.mask = -1
+
+    def tokenize(self, text: str) -> list[int]:
+        """The numbers of a text, which are divided by spaces."""
+        try:
+            return [int(number) for number in text.split()]
+        except ValueError as error:
+            raise ConfigError(f"the null tokenizer takes numbers divided by spaces: {error}") from error
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        return " ".join(map(str, ids))
+
+    text_to_ids = tokenize
+    ids_to_text = detokenize
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """What tells this tokenizer from others."""
+        return OrderedDict(
+            {"class": type(self).__name__, "vocab_size": self.vocab_size, "eod_id": self.eod, "pad_id": self.pad}
+        )
+
+
+class MegatronTokenizer:
+    """Makes a tokenizer by ``from_pretrained``."""
+
+    def __init__(self) -> None:
+        raise ConfigError("MegatronTokenizer is not made by itself; call MegatronTokenizer.from_pretrained(...)")
+
+    @staticmethod
+    def from_pretrained(
+        tokenizer_path: str | None = None, metadata_path: str | Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> NullTokenizer:
+        """The null tokenizer.
+
+        Args:
+            tokenizer_path: needed by other libraries alone.
+            metadata_path: ``{"library": "null-text"}``.
+            kwargs: ``vocab_size``, and what else ``NullTokenizer`` takes.
+
+        Raises:
+            ConfigError: another library, or an argument that is missing.
+        """
+        library = metadata_path.get("library") if isinstance(metadata_path, Mapping) else None
+        if library != "null-text":
+            raise ConfigError(
+                f"MegatronTokenizer.from_pretrained was given tokenizer_path={tokenizer_path!r}, metadata_path="
+                f"{metadata_path!r} and {', '.join(kwargs) or 'nothing else'}; here it makes the null tokenizer, from "
+                "metadata_path={'library': 'null-text'}. For a trained one use shardwise.tokenizer.Tokenizer"
+            )
+        if "vocab_size" not in kwargs:
+            raise ConfigError("the null tokenizer needs vocab_size, the number of its ids; none was given")
+        return NullTokenizer(**kwargs)

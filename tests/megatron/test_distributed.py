@@ -1,0 +1,140 @@
+"""DistributedDataParallel and finalize_model_grads: gradients of one rank, and Megatron's names for getting there."""
+
+import warnings
+
+import pytest
+import torch
+from harness.parity import assert_bit_equal, assert_close_to
+from torch import nn
+
+from shardwise import parallel_state
+from shardwise.communication.accounting import CollectiveCounter
+from shardwise.errors import ConfigError, DivergenceError
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
+from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.module import Float16Module
+
+
+def make_gpt(**settings):
+    torch.manual_seed(3)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=12,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float64,
+        **settings,
+    )
+    return GPTModel(config, get_gpt_layer_local_spec(), 23, 9)
+
+
+def ids_of(rank):
+    return torch.randint(23, (2, 9), generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_gradients_are_the_mean_over_ranks(group, overlap, fused):
+    parallel_state.initialize_model_parallel()
+    plain = make_gpt()
+    for rank in range(2):
+        for _ in range(2):
+            (plain(ids_of(rank), labels=ids_of(rank)).mean() / 2).backward()
+    model = make_gpt(gradient_accumulation_fusion=fused)
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=500)
+    wrapped = DistributedDataParallel(model.config, ddp_config, model)
+    ids = ids_of(group.rank())
+    for _ in range(2):
+        wrapped.zero_grad_buffer()
+        with CollectiveCounter() as counter:
+            with wrapped.no_sync():
+                wrapped(ids, labels=ids).mean().backward()
+            assert counter.launches == []
+            wrapped(ids, labels=ids).mean().backward()
+            assert len(counter.launches) == (len(wrapped.gradients.buckets) if overlap else 0)
+            finalize_model_grads([wrapped])
+        assert len(counter.launches) == (len(wrapped.gradients.buckets) if overlap else 1)
+        for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert param.grad is param.main_grad
+            assert_close_to(param.main_grad, expected.grad, rtol_of_norm=1e-12, name=name)
+    wrapped.scale_gradients(0.5)
+    assert_close_to(
+        model.decoder.final_layernorm.weight.grad, plain.decoder.final_layernorm.weight.grad / 2, rtol_of_norm=1e-12
+    )
+    assert wrapped.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.ranks(2)
+def test_half_precision_reduced_in_fp32(group):
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=1, bf16=True, params_dtype=torch.bfloat16
+    )
+    torch.manual_seed(0)
+    model = Float16Module(config, nn.Linear(4, 3))
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    batch = torch.randn(5, 4)
+    output = wrapped(batch)
+    assert output.dtype == torch.float32
+    wrapped.start_grad_sync()
+    wrapped.finish_grad_sync()
+    (output.sum() * (1 + group.rank())).backward()
+    wrapped.finish_grad_sync()
+    weight = model.module.weight
+    assert weight.grad is None
+    assert weight.main_grad.dtype == torch.float32
+    expected = torch.autograd.grad(model(batch).sum(), weight)[0].float() * 1.5
+    assert_close_to(weight.main_grad, expected, rtol_of_norm=1e-2)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_the_first_rank_and_tokens_of_all(group):
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(group.rank())
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    model = nn.Linear(4, 3)
+    torch.manual_seed(0)
+    expected = nn.Linear(4, 3)
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    wrapped.broadcast_params()
+    assert_bit_equal(model.weight, expected.weight)
+    wrapped(torch.ones(1, 4)).sum().backward()
+    num_tokens = torch.tensor(3.0 + group.rank())
+    finalize_model_grads([wrapped], num_tokens)
+    assert num_tokens == 7
+    assert_close_to(model.weight.grad, torch.ones(3, 4) / 7, rtol_of_norm=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_nan_on_one_rank_is_an_error_on_all(group):
+    # Tensor-parallel ranks: each sees its own gradients alone.
+    parallel_state.initialize_model_parallel(2)
+    model = make_gpt()
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(check_for_nan_in_grad=True), model)
+    ids = ids_of(0)
+    wrapped(ids, labels=ids).mean().backward()
+    if group.rank() == 1:
+        model.output_layer.weight.grad[0, 0] = torch.nan
+    with pytest.raises(DivergenceError, match="a gradient is NaN or infinite"):
+        finalize_model_grads([wrapped])
+
+
+def test_settings_that_are_not_offered():
+    with pytest.raises(ConfigError, match="use_distributed_optimizer is True, which is not offered here"):
+        DistributedDataParallelConfig(use_distributed_optimizer=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DistributedDataParallelConfig(average_in_collective=True)
+    assert "average_in_collective changes nothing here" in str(caught[0].message)
+    with pytest.raises(ConfigError, match="was given a Linear, which has no finish_grad_sync; wrap each"):
+        finalize_model_grads([nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match="num_experts is 8, which is not offered here: every MLP is dense"):
+        get_gpt_layer_local_spec(num_experts=8)
