@@ -176,9 +176,10 @@ def test_help_explains_every_setting_with_its_default(capsys, monkeypatch):
         for setting in dataclasses.fields(part):
             flag = f"--{field.name}.{setting.name}".replace("_", "-")
             # The flag, what it takes, an explanation of a few words, the default.
-            entry = re.search(rf"{flag}(?:,| [A-Z{{]).*?\(default: (.*?)\)", words)
+            entry = re.search(rf"{flag}(?:,| \[?[A-Z{{]).*?\(default: (.*?)\)", words)
             assert entry is not None, flag
-            assert entry[1] == str(getattr(part, setting.name)), flag
+            value = getattr(part, setting.name)
+            assert entry[1] == (" ".join(value) if isinstance(value, tuple) else str(value)), flag
             assert len(entry[0].split()) > 5, flag
     nproc = "ranks to start on this machine; as many as parallel.tp x parallel.pp if not given."
     assert f"--nproc INT {nproc}" in words
