@@ -170,7 +170,7 @@ ARGUMENTS = {
 
 @pytest.mark.ranks(2, 3)
 def test_every_function_of_the_loss_needs_the_size(group):
-    assert ARGUMENTS.keys() == set(engine.__all__)
+    assert ARGUMENTS.keys() == {name for name in vars(engine) if name.startswith("vocab_parallel_")}
     sizes = list(balanced_sizes(ENTRIES, group.size()))
     torch.manual_seed(5)
     whole, weight, ids = torch.randn(4, ENTRIES), torch.randn(3, ENTRIES), torch.randint(900, (4,))

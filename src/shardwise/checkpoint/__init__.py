@@ -1,7 +1,8 @@
 """Sharded checkpoints: safetensors and JSON only, complete or absent, from any layout to any layout."""
 
-from shardwise.checkpoint.checkpoint import load, read_meta, save, verify
-from shardwise.checkpoint.folder import latest
-from shardwise.sharding import ParamShard
-
-__all__ = ["ParamShard", "latest", "load", "read_meta", "save", "verify"]
+from shardwise.checkpoint.checkpoint import load as load
+from shardwise.checkpoint.checkpoint import read_meta as read_meta
+from shardwise.checkpoint.checkpoint import save as save
+from shardwise.checkpoint.checkpoint import verify as verify
+from shardwise.checkpoint.folder import latest as latest
+from shardwise.sharding import ParamShard as ParamShard

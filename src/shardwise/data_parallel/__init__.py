@@ -1,5 +1,5 @@
 """Gradients in contiguous buffers, summed over data-parallel ranks in buckets while the backward goes on."""
 
-from shardwise.data_parallel.gradient_buffers import DEFAULT_BUCKET_SIZE, Bucket, GradientBuffers
-
-__all__ = ["DEFAULT_BUCKET_SIZE", "Bucket", "GradientBuffers"]
+from shardwise.data_parallel.gradient_buffers import DEFAULT_BUCKET_SIZE as DEFAULT_BUCKET_SIZE
+from shardwise.data_parallel.gradient_buffers import Bucket as Bucket
+from shardwise.data_parallel.gradient_buffers import GradientBuffers as GradientBuffers

@@ -4,21 +4,13 @@ One table per architecture says which stored tensors a parameter is made of. Rea
 that it holds; writing, no rank holds more than one whole parameter.
 """
 
-from shardwise.huggingface.building import build_model, describe_model, model_config
-from shardwise.huggingface.description import ModelDescription
-from shardwise.huggingface.loading import load_pretrained
-from shardwise.huggingface.pretrained import PretrainedConfig, config_from_json, config_to_json, read_config
-from shardwise.huggingface.saving import save_pretrained
-
-__all__ = [
-    "ModelDescription",
-    "PretrainedConfig",
-    "build_model",
-    "config_from_json",
-    "config_to_json",
-    "describe_model",
-    "load_pretrained",
-    "model_config",
-    "read_config",
-    "save_pretrained",
-]
+from shardwise.huggingface.building import build_model as build_model
+from shardwise.huggingface.building import describe_model as describe_model
+from shardwise.huggingface.building import model_config as model_config
+from shardwise.huggingface.description import ModelDescription as ModelDescription
+from shardwise.huggingface.loading import load_pretrained as load_pretrained
+from shardwise.huggingface.pretrained import PretrainedConfig as PretrainedConfig
+from shardwise.huggingface.pretrained import config_from_json as config_from_json
+from shardwise.huggingface.pretrained import config_to_json as config_to_json
+from shardwise.huggingface.pretrained import read_config as read_config
+from shardwise.huggingface.saving import save_pretrained as save_pretrained

@@ -1,20 +1,12 @@
 """Text generation with a split model: key-value cache, sampling from split logits, the loop."""
 
-from shardwise.inference.cache import PreallocatedCache
-from shardwise.inference.generation import generate, sequence_log_probs
-from shardwise.inference.sampling import GREEDY, Sampling, sample_next_token, vocab_parallel_argmax
-from shardwise.inference.streaming import TextStream
-from shardwise.inference.view import inference_view, on_layers
-
-__all__ = [
-    "GREEDY",
-    "PreallocatedCache",
-    "Sampling",
-    "TextStream",
-    "generate",
-    "inference_view",
-    "on_layers",
-    "sample_next_token",
-    "sequence_log_probs",
-    "vocab_parallel_argmax",
-]
+from shardwise.inference.cache import PreallocatedCache as PreallocatedCache
+from shardwise.inference.generation import generate as generate
+from shardwise.inference.generation import sequence_log_probs as sequence_log_probs
+from shardwise.inference.sampling import GREEDY as GREEDY
+from shardwise.inference.sampling import Sampling as Sampling
+from shardwise.inference.sampling import sample_next_token as sample_next_token
+from shardwise.inference.sampling import vocab_parallel_argmax as vocab_parallel_argmax
+from shardwise.inference.streaming import TextStream as TextStream
+from shardwise.inference.view import inference_view as inference_view
+from shardwise.inference.view import on_layers as on_layers

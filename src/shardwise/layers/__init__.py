@@ -4,27 +4,16 @@ Each layer keeps ``param_layouts``: for each of its own parameters, where this r
 Weights start with the values of the dense layer, whatever the number of ranks (``shardwise.initialization``).
 """
 
-from shardwise.layers.arguments import layer_arguments
-from shardwise.layers.column import ColumnLinear
-from shardwise.layers.embedding import VocabEmbedding
-from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
-from shardwise.layers.module import GroupModule, ShardedModule, named_param_layouts, parameter_device
-from shardwise.layers.norm import make_norm
-from shardwise.layers.replicated import ReplicatedEmbedding, ReplicatedLinear
-from shardwise.layers.row import RowLinear
-
-__all__ = [
-    "ColumnLinear",
-    "GroupModule",
-    "LinearParallelism",
-    "ReplicatedEmbedding",
-    "ReplicatedLinear",
-    "RowLinear",
-    "ShardedModule",
-    "VocabEmbedding",
-    "layer_arguments",
-    "make_norm",
-    "named_param_layouts",
-    "parameter_device",
-    "tensor_parallel_linear",
-]
+from shardwise.layers.arguments import layer_arguments as layer_arguments
+from shardwise.layers.column import ColumnLinear as ColumnLinear
+from shardwise.layers.embedding import VocabEmbedding as VocabEmbedding
+from shardwise.layers.linear import LinearParallelism as LinearParallelism
+from shardwise.layers.linear import tensor_parallel_linear as tensor_parallel_linear
+from shardwise.layers.module import GroupModule as GroupModule
+from shardwise.layers.module import ShardedModule as ShardedModule
+from shardwise.layers.module import named_param_layouts as named_param_layouts
+from shardwise.layers.module import parameter_device as parameter_device
+from shardwise.layers.norm import make_norm as make_norm
+from shardwise.layers.replicated import ReplicatedEmbedding as ReplicatedEmbedding
+from shardwise.layers.replicated import ReplicatedLinear as ReplicatedLinear
+from shardwise.layers.row import RowLinear as RowLinear

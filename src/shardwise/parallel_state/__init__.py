@@ -11,25 +11,14 @@ too, and ``destroy_model_parallel`` forgets them.
 
 from torch.distributed import new_group as create_group
 
-from shardwise.parallel_state import dense, experts, stages
+from shardwise.parallel_state import dense, experts, initialize, memory, stages
 from shardwise.parallel_state.ambient import get_all_ranks, get_topology, resolve_tensor_model_parallel_group
-from shardwise.parallel_state.dense import *  # noqa: F403 (it says in __all__ what this takes)
-from shardwise.parallel_state.experts import *  # noqa: F403 (it says in __all__ what this takes)
-from shardwise.parallel_state.initialize import (
-    destroy_model_parallel,
-    initialize_model_parallel,
-    is_initialized,
-    is_unitialized,
-    model_parallel_is_initialized,
-)
-from shardwise.parallel_state.memory import (
-    destroy_global_memory_buffer,
-    destroy_global_symmetric_memory_buffer,
-    get_global_memory_buffer,
-    get_global_symmetric_memory_buffer,
-)
+from shardwise.parallel_state.dense import *  # noqa: F403 (its functions are offered here)
+from shardwise.parallel_state.experts import *  # noqa: F403 (likewise)
+from shardwise.parallel_state.initialize import *  # noqa: F403 (likewise)
+from shardwise.parallel_state.memory import *  # noqa: F403 (likewise)
 from shardwise.parallel_state.reference_globals import look_up as _look_up
-from shardwise.parallel_state.stages import *  # noqa: F403 (it says in __all__ what this takes)
+from shardwise.parallel_state.stages import *  # noqa: F403 (likewise)
 from shardwise.topology import (
     RankGenerator,
     default_embedding_ranks,
@@ -42,23 +31,15 @@ __all__ = [
     "create_group",
     "default_embedding_ranks",
     "default_position_embedding_ranks",
-    "destroy_global_memory_buffer",
-    "destroy_global_symmetric_memory_buffer",
-    "destroy_model_parallel",
     "generate_masked_orthogonal_rank_groups",
     "get_all_ranks",
-    "get_global_memory_buffer",
-    "get_global_symmetric_memory_buffer",
     "get_topology",
-    "initialize_model_parallel",
-    "is_initialized",
-    "is_unitialized",
-    "model_parallel_is_initialized",
     "resolve_tensor_model_parallel_group",
 ]
-__all__ += dense.__all__
-__all__ += experts.__all__
-__all__ += stages.__all__
+for _module in (dense, experts, initialize, memory, stages):
+    # What a module defines, and not what it imports.
+    __all__ += [name for name, value in vars(_module).items() if getattr(value, "__module__", "") == _module.__name__]
+__all__ = [name for name in __all__ if not name.startswith("_")]
 
 
 def __getattr__(name: str) -> object:

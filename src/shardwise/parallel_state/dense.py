@@ -18,42 +18,6 @@ from shardwise.parallel_state.ambient import (
 )
 from shardwise.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
 
-__all__ = [
-    "get_amax_reduction_group",
-    "get_context_parallel_global_ranks",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_world_size",
-    "get_data_parallel_group",
-    "get_data_parallel_group_gloo",
-    "get_data_parallel_rank",
-    "get_data_parallel_src_rank",
-    "get_data_parallel_world_size",
-    "get_hierarchical_context_parallel_groups",
-    "get_hybrid_data_context_parallel_groups",
-    "get_inter_distributed_optimizer_instance_group",
-    "get_intra_distributed_optimizer_instance_group",
-    "get_model_parallel_group",
-    "get_model_parallel_src_rank",
-    "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_world_size",
-    "get_tensor_and_context_parallel_group",
-    "get_tensor_and_context_parallel_rank",
-    "get_tensor_and_context_parallel_world_size",
-    "get_tensor_and_data_parallel_group",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size",
-    "has_separate_all_gather_group",
-    "set_data_parallel_rank",
-    "set_pipeline_model_parallel_rank",
-    "set_pipeline_model_parallel_world_size",
-    "set_tensor_model_parallel_rank",
-    "set_tensor_model_parallel_world_size",
-]
-
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The tensor-parallel group of this rank."""

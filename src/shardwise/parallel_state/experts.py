@@ -15,29 +15,6 @@ from shardwise.parallel_state.ambient import (
     size_of,
 )
 
-__all__ = [
-    "get_data_modulo_expert_parallel_group",
-    "get_expert_data_parallel_group",
-    "get_expert_data_parallel_group_gloo",
-    "get_expert_data_parallel_rank",
-    "get_expert_data_parallel_world_size",
-    "get_expert_model_parallel_group",
-    "get_expert_model_parallel_rank",
-    "get_expert_model_parallel_src_rank",
-    "get_expert_model_parallel_world_size",
-    "get_expert_tensor_and_model_parallel_group",
-    "get_expert_tensor_and_model_parallel_rank",
-    "get_expert_tensor_and_model_parallel_world_size",
-    "get_expert_tensor_model_pipeline_parallel_group",
-    "get_expert_tensor_parallel_group",
-    "get_expert_tensor_parallel_rank",
-    "get_expert_tensor_parallel_world_size",
-    "set_expert_model_parallel_rank",
-    "set_expert_model_parallel_world_size",
-    "set_expert_tensor_parallel_rank",
-    "set_expert_tensor_parallel_world_size",
-]
-
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The expert-parallel group of this rank: the ranks that share out the experts."""

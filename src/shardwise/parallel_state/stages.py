@@ -13,23 +13,6 @@ from shardwise.errors import AssertedConfigError, ConfigError
 from shardwise.parallel_state.ambient import AMBIENT, get_topology, group_or_none, rank_in, ranks_of
 from shardwise.parallel_state.dense import get_pipeline_model_parallel_rank, get_pipeline_model_parallel_world_size
 
-__all__ = [
-    "get_embedding_group",
-    "get_pipeline_model_parallel_first_rank",
-    "get_pipeline_model_parallel_last_rank",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_position_embedding_group",
-    "get_virtual_pipeline_model_parallel_rank",
-    "get_virtual_pipeline_model_parallel_world_size",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "is_rank_in_embedding_group",
-    "is_rank_in_position_embedding_group",
-    "set_virtual_pipeline_model_parallel_rank",
-    "set_virtual_pipeline_model_parallel_world_size",
-]
-
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of the first stage."""

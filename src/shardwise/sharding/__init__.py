@@ -1,40 +1,22 @@
 """Which slice is whose: pure arithmetic, shared by layers, gradients, pipeline stages and checkpoints."""
 
-from shardwise.sharding.balanced import (
-    Interval,
-    balanced_range,
-    balanced_sizes,
-    checked_dim,
-    checked_sizes,
-    divide,
-    ensure_divisibility,
-    intervals_of_sizes,
-    uneven_sizes,
-)
-from shardwise.sharding.layout import ParamLayout, Segment, has_copies, holders, segments
-from shardwise.sharding.pieces import Piece, TensorPieces
-from shardwise.sharding.shard import ParamShard, ShardedOffset, is_copy_by
-from shardwise.sharding.stages import stage_layers
-
-__all__ = [
-    "Interval",
-    "ParamLayout",
-    "ParamShard",
-    "Piece",
-    "Segment",
-    "ShardedOffset",
-    "TensorPieces",
-    "balanced_range",
-    "balanced_sizes",
-    "checked_dim",
-    "checked_sizes",
-    "divide",
-    "ensure_divisibility",
-    "has_copies",
-    "holders",
-    "intervals_of_sizes",
-    "is_copy_by",
-    "segments",
-    "stage_layers",
-    "uneven_sizes",
-]
+from shardwise.sharding.balanced import Interval as Interval
+from shardwise.sharding.balanced import balanced_range as balanced_range
+from shardwise.sharding.balanced import balanced_sizes as balanced_sizes
+from shardwise.sharding.balanced import checked_dim as checked_dim
+from shardwise.sharding.balanced import checked_sizes as checked_sizes
+from shardwise.sharding.balanced import divide as divide
+from shardwise.sharding.balanced import ensure_divisibility as ensure_divisibility
+from shardwise.sharding.balanced import intervals_of_sizes as intervals_of_sizes
+from shardwise.sharding.balanced import uneven_sizes as uneven_sizes
+from shardwise.sharding.layout import ParamLayout as ParamLayout
+from shardwise.sharding.layout import Segment as Segment
+from shardwise.sharding.layout import has_copies as has_copies
+from shardwise.sharding.layout import holders as holders
+from shardwise.sharding.layout import segments as segments
+from shardwise.sharding.pieces import Piece as Piece
+from shardwise.sharding.pieces import TensorPieces as TensorPieces
+from shardwise.sharding.shard import ParamShard as ParamShard
+from shardwise.sharding.shard import ShardedOffset as ShardedOffset
+from shardwise.sharding.shard import is_copy_by as is_copy_by
+from shardwise.sharding.stages import stage_layers as stage_layers

@@ -3,25 +3,12 @@
 A ``Topology`` is frozen once built. Several may live in one process; ``parallel_state`` holds the ambient one.
 """
 
-from shardwise.topology.grid import RankGenerator, generate_masked_orthogonal_rank_groups
-from shardwise.topology.groups import Topology
-from shardwise.topology.sizes import (
-    DEFAULT_ORDER,
-    EmbeddingRanks,
-    ParallelSizes,
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-)
-from shardwise.topology.view import Groups
-
-__all__ = [
-    "DEFAULT_ORDER",
-    "EmbeddingRanks",
-    "Groups",
-    "ParallelSizes",
-    "RankGenerator",
-    "Topology",
-    "default_embedding_ranks",
-    "default_position_embedding_ranks",
-    "generate_masked_orthogonal_rank_groups",
-]
+from shardwise.topology.grid import RankGenerator as RankGenerator
+from shardwise.topology.grid import generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups
+from shardwise.topology.groups import Topology as Topology
+from shardwise.topology.sizes import DEFAULT_ORDER as DEFAULT_ORDER
+from shardwise.topology.sizes import EmbeddingRanks as EmbeddingRanks
+from shardwise.topology.sizes import ParallelSizes as ParallelSizes
+from shardwise.topology.sizes import default_embedding_ranks as default_embedding_ranks
+from shardwise.topology.sizes import default_position_embedding_ranks as default_position_embedding_ranks
+from shardwise.topology.view import Groups as Groups
