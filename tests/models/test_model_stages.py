@@ -19,10 +19,11 @@ from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.schedules import hidden_shape
+from shardwise.models.gpt import GPT
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.optimizer.gradients import finalize_gradients_
 from shardwise.pipeline_parallel import Pipeline, make_schedule
-from shardwise.topology import Topology
+from shardwise.topology import Groups, Topology
 from shardwise.transformer.layer import TransformerLayerSpec
 
 V, B, S, LAYERS = 103, 2, 11, 5
@@ -287,7 +288,9 @@ def test_stages_that_cannot_be_are_refused(group):
     with pytest.raises(
         ConfigError, match=r"size is 1, and the model is one of 2 stages \(pre_process=True, post_process=F"
     ):
-        make("gpt-rope", config_of(1), groups, post_process=False)
+        GPT(config_of(1), 23, S, groups=Groups.of(topology), post_process=False)
+    # A program of Megatron's that leaves the number out gets its part of the layers.
+    assert make("gpt-rope", config_of(1), groups, post_process=False).config.pipeline_model_parallel_size == 2
     interleaved = config_of(1, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     for vp_stage, message in ((None, "each stage has 2 chunks; give vp_stage"), (2, "vp_stage is 2; it must be")):
         with pytest.raises(ConfigError, match=message):

@@ -74,8 +74,8 @@ def forward_backward_func(
     The model's ``config`` says the rest: ``sequence_parallel``, ``pipeline_dtype``,
     ``microbatch_group_size_per_vp_stage``,
     ``grad_scale_func`` (applied to each loss before its backward), ``no_sync_func`` (a context for all backward steps
-    but each chunk's last) and ``finalize_model_grads_func``, called at the end as ``f(chunks, None,
-    pg_collection=...)``.
+    but each chunk's last; or a list, with one for each chunk) and ``finalize_model_grads_func``, called at the end as
+    ``f(chunks, None, pg_collection=...)``.
 
     Args:
         forward_step_func: ``(data_iterator, model) -> (output, loss_func)``, called once per micro-batch and chunk.
@@ -166,7 +166,7 @@ def forward_backward_func(
             input_dtype=config.params_dtype,
             device=default_device(groups.pp) if first is None else first.device,
             forward_only=forward_only or collect_non_loss_data,
-            no_sync=hooks.no_sync_func or contextlib.nullcontext,
+            no_sync=_all_of(hooks.no_sync_func),
         )
     if not (forward_only or collect_non_loss_data):
         for chunk in chunks:
@@ -174,6 +174,22 @@ def forward_backward_func(
     if hooks.finalize_model_grads_func is not None and not (forward_only or collect_non_loss_data):
         hooks.finalize_model_grads_func(chunks, None, pg_collection=groups)
     return results
+
+
+def _all_of(no_sync_func: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """One context for all chunks' ``no_sync``; what a chunk does alone concerns no other's gradients."""
+    if no_sync_func is None:
+        return contextlib.nullcontext
+    if callable(no_sync_func):
+        return no_sync_func  # type: ignore[no-any-return] # the program says that it is one
+
+    def all_of() -> contextlib.AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        for no_sync in no_sync_func:
+            stack.enter_context(no_sync())
+        return stack
+
+    return all_of
 
 
 def _drain(chunk: nn.Module, config: Any, tp_group: ProcessGroup | None) -> None:

@@ -58,6 +58,7 @@ class BertModel(MegatronTransformer, Bert):
         vp_stage: int | None = None,
     ) -> None:
         groups = self._begin(config, transformer_layer_spec, fp16_lm_cross_entropy, pg_collection)
+        config = self._dealt_out(config, groups, pre_process and post_process)
         if config.use_inference_optimized_layers:
             say_once("use_inference_optimized_layers", "BertModel has no layers for inference")
         Bert.__init__(

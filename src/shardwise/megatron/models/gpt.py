@@ -62,6 +62,7 @@ class GPTModel(MegatronTransformer, GPT):
         vp_stage: int | None = None,
     ) -> None:
         groups = self._begin(config, transformer_layer_spec, fp16_lm_cross_entropy, pg_collection)
+        config = self._dealt_out(config, groups, pre_process and post_process)
         GPT.__init__(
             self,
             config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -62,6 +63,19 @@ class MegatronTransformer(LanguageModule):
                 stacklevel=3,
             )
         return groups
+
+    @staticmethod
+    def _dealt_out(config: TransformerConfig, groups: Groups, is_whole: bool) -> TransformerConfig:
+        """The config of a stage's part of a model: with the number of stages, where the program left that out.
+
+        Megatron then builds all layers on every stage.
+        """
+        if is_whole or groups.num_stages == 1 or config.pipeline_model_parallel_size != 1:
+            return config
+        staged = copy.copy(config)
+        staged.pipeline_model_parallel_size = groups.num_stages
+        staged.microbatch_group_size_per_vp_stage = groups.num_stages
+        return staged
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As ``torch.nn.Module``'s; the names may also be those of ``sharded_state_dict``, which are the whole model's.
