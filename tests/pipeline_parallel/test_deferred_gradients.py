@@ -10,9 +10,13 @@ from pipeline_parallel.test_pipeline_gradients import CASES, assert_gradients_of
 from torch import nn
 
 from shardwise import parallel_state
+from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.megatron.schedules import get_forward_backward_func
+from shardwise.models.gpt import GPT
 from shardwise.pipeline_parallel import make_schedule
+from shardwise.pipeline_parallel.stage import deferred_buffers
+from shardwise.topology import Groups
 
 
 def step(staged, name, batch, model=None, forward_step=None):
@@ -108,3 +112,25 @@ def test_a_stage_of_an_embedding_alone_and_one_without_parameters(group, name):
         lambda data, model: (model(next(data)[0]), lambda hidden: (hidden.square().sum(), None)),
     )
     assert all(param.grad is not None for param in part.parameters())
+
+
+@pytest.mark.ranks(1)
+def test_what_an_engine_model_puts_off_is_found(group):
+    """So that a step that failed, on whichever stage, leaves nothing of it to the next."""
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    config = ModelConfig(**sizes, defer_embedding_wgrad_compute=True)
+    model = GPT(config, VOCAB, LENGTH, groups=Groups(tp=group), share_embeddings_and_output_weights=False)
+    ids = torch.randint(VOCAB, (1, LENGTH))
+    model(ids, labels=ids).sum().backward()
+    inputs, grad_outputs = deferred_buffers(model)
+    assert (len(inputs), len(grad_outputs)) == (1, 1)
+    inputs.clear()
+    grad_outputs.clear()
+    model.finish_weight_gradients()
+    assert model.output_layer.weight.grad is None

@@ -309,6 +309,10 @@ def _delayed(chunk: nn.Module) -> Iterator[Any]:
 
 def deferred_buffers(chunk: nn.Module) -> tuple[list[Tensor], list[Tensor]] | None:
     """What an output layer keeps (``config.defer_embedding_wgrad_compute``): inputs, output gradients; or None."""
+    engine = wrapped(chunk, "output_queue")
+    if engine is not None and engine.output_queue is not None:
+        return engine.output_queue.inputs, engine.output_queue.grad_outputs
+    # A model of a program's own may keep them under Megatron's names.
     model = wrapped(chunk, "grad_output_buffer")
     if model is None or model.grad_output_buffer is None:
         return None
