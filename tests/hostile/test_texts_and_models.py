@@ -105,6 +105,7 @@ def test_a_model_says_how_it_generates_also_after_import_and_export(
     assert notes == (
         "shardwise generate: generation_config.json asks for what is not supported, and is ignored: num_beams 3\n"
         "shardwise generate: eos_token_id 306 is outside the model's 301 ids and ends no text\n"
+        "shardwise generate: layers: those for inference, which are faster than those of training\n"
     )
     # A flag wins, and prompts of strangers do not spell tokens.
     assert generate_here(capsys, tmp_path / "run", "--prompt", prompt, "--max-new-tokens", "2")[0] != out
