@@ -56,15 +56,17 @@ class Recorder:
             model.register_forward_hook(lambda *call, chunk=chunk: self._forward(chunk, call[2]))
             layer.register_forward_pre_hook(lambda _, inputs, chunk=chunk: self._input(chunk, inputs[0]))
             layer.weight.register_post_accumulate_grad_hook(self._accumulated)
-        compute = weight_gradient.accumulate_
+        compute = weight_gradient.compute_weight_gradients_
 
-        def recorded(weight, grad_output, input_, *, fuse):
-            compute(weight, grad_output, input_, fuse=fuse)
-            if input_.data_ptr() in self._inputs:
-                self.events.append(("W", *self._inputs[input_.data_ptr()][0]))
-                self._gradients[weight] = weight.grad.clone()
+        def recorded(weight, inputs, grad_outputs, **options):
+            addresses = [input_.data_ptr() for input_ in inputs]
+            compute(weight, inputs, grad_outputs, **options)
+            for address in addresses:
+                if address in self._inputs:
+                    self.events.append(("W", *self._inputs[address][0]))
+                    self._gradients[weight] = weight.grad.clone()
 
-        monkeypatch.setattr(weight_gradient, "accumulate_", recorded)
+        monkeypatch.setattr(weight_gradient, "compute_weight_gradients_", recorded)
 
     def _accumulated(self, weight):
         # Autograd also calls where it was given no gradient to add.
