@@ -36,15 +36,18 @@ target_lookbehind assistant_ensemble_weight max_matching_ngram_size prompt_looku
 """
 _WITHOUT_EFFECT = frozenset(_ABOUT_OTHER_THINGS.split())
 # Values other than null and false with which a field changes nothing.
-_NEUTRAL = {
-    "repetition_penalty": 1,
-    "encoder_repetition_penalty": 1,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "num_return_sequences": 1,
-    "typical_p": 1,
-    "guidance_scale": 1,
-}
+_NEUTRAL = dict.fromkeys(
+    (
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+        "typical_p",
+        "guidance_scale",
+    ),
+    1,
+)
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,6 @@ class InferenceRowLinear(RowLinear):
 
     @torch.no_grad()
     def _infer(self, input_: Tensor, residual: Tensor | None, bias: Tensor | None) -> Tensor:
-        assert self.weight is not None
         if input_.shape[-1:] != (self.local_features,):
             raise self._wrong_width(input_, self.local_features)
         _check_input(input_, self.weight)
@@ -370,7 +369,6 @@ class InferenceRowLinear(RowLinear):
 
     def _reduce_and_norm(self, x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
         """The new residual; the norm of the whole one goes into ``out``."""
-        assert self.weight is not None
         assert self.next_norm is not None
         partial = products.linear(x, self.weight).to(residual.dtype)
         # Each row is some rank's own, so residual and bias are in the sum once.
@@ -394,7 +392,6 @@ class InferenceRowLinear(RowLinear):
 
     def _reduce_and_norm_in_symmetric_memory(self, x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
         """The same by one kernel: ``out``, into which the product goes, is reached by all ranks."""
-        assert self.weight is not None
         assert self.next_norm is not None
         memory, norm = symmetric_buffer_of(self.group, x.device), self.next_norm
         torch.mm(x.reshape(-1, self.local_features), self.weight.t(), out=out.view(-1, self.out_features))
@@ -416,7 +413,6 @@ class InferenceRowLinear(RowLinear):
         if self.next_norm is None:
             return self.parallelism.value
         # Asked for without making the memory, which is collective.
-        assert self.weight is not None
         memory = context_of(self.group).symmetric_buffers.get(self.weight.device)
         if memory is None:
             return "fused, chosen in the first call"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from shardwise.communication import moves
 from shardwise.errors import ShardingError
@@ -44,6 +45,7 @@ class RowLinear(ParallelLinear):
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
 
+    weight: Parameter
     _usual_parallelism = (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
 
     def __init__(
@@ -104,7 +106,6 @@ class RowLinear(ParallelLinear):
     def _apply_linear(self, input_: Tensor, bias: Tensor | None) -> Tensor:
         if input_.shape[-1:] != (self.local_features,):
             raise self._wrong_width(input_, self.local_features)
-        assert self.weight is not None
         return self._multiply(input_, self.weight, bias)
 
     def _add_bias(self, output: Tensor) -> Tensor:

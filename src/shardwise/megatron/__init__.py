@@ -19,27 +19,6 @@ from types import ModuleType
 
 from shardwise.errors import ConfigError
 
-_PACKAGES = (
-    "megatron",
-    "megatron.core",
-    "megatron.core.datasets",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.distributed",
-    "megatron.core.models",
-    "megatron.core.models.bert",
-    "megatron.core.models.common",
-    "megatron.core.models.common.embeddings",
-    "megatron.core.models.common.language_module",
-    "megatron.core.models.gpt",
-    "megatron.core.pipeline_parallel",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.tokenizers",
-    "megatron.core.tokenizers.text",
-    "megatron.core.tokenizers.text.libraries",
-    "megatron.core.transformer",
-    "megatron.mpu",
-)
-
 _ALIASES = {
     "megatron.core.datasets.blended_megatron_dataset_builder": "shardwise.megatron.datasets",
     "megatron.core.datasets.blended_megatron_dataset_config": "shardwise.megatron.datasets",
@@ -53,6 +32,8 @@ _ALIASES = {
     "megatron.core.distributed.distributed_data_parallel_config": "shardwise.megatron.distributed",
     "megatron.core.distributed.finalize_model_grads": "shardwise.megatron.distributed",
     "megatron.core.model_parallel_config": "shardwise.megatron.config",
+    # Megatron's own second name of parallel_state.
+    "megatron.core.mpu": "shardwise.parallel_state",
     "megatron.core.models.bert.bert_model": "shardwise.megatron.models.bert",
     "megatron.core.models.common.embeddings.language_model_embedding": "shardwise.megatron.models.embedding",
     "megatron.core.models.common.language_module.language_module": "shardwise.megatron.models.language_module",
@@ -61,73 +42,40 @@ _ALIASES = {
     "megatron.core.parallel_state": "shardwise.parallel_state",
     "megatron.core.process_groups_config": "shardwise.megatron.process_groups_config",
     "megatron.core.tensor_parallel": "shardwise.tensor_parallel",
-    "megatron.core.tensor_parallel.cross_entropy": "shardwise.tensor_parallel.cross_entropy",
-    "megatron.core.tensor_parallel.data": "shardwise.tensor_parallel.data",
-    "megatron.core.tensor_parallel.inference_layers": "shardwise.tensor_parallel.inference_layers",
-    "megatron.core.tensor_parallel.layers": "shardwise.tensor_parallel.layers",
-    "megatron.core.tensor_parallel.mappings": "shardwise.tensor_parallel.mappings",
-    "megatron.core.tensor_parallel.random": "shardwise.tensor_parallel.random",
-    "megatron.core.tensor_parallel.utils": "shardwise.tensor_parallel.utils",
     "megatron.core.tokenizers.megatron_tokenizer": "shardwise.megatron.tokenizers",
     "megatron.core.tokenizers.text.libraries.null_tokenizer": "shardwise.megatron.tokenizers",
     "megatron.core.transformer.module": "shardwise.megatron.module",
     "megatron.core.transformer.transformer_config": "shardwise.megatron.config",
     "megatron.core.utils": "shardwise.megatron.utils",
-    "megatron.mpu.cross_entropy": "shardwise.tensor_parallel.cross_entropy",
-    "megatron.mpu.data": "shardwise.tensor_parallel.data",
     "megatron.mpu.initialize": "shardwise.parallel_state",
-    "megatron.mpu.layers": "shardwise.tensor_parallel.layers",
-    "megatron.mpu.mappings": "shardwise.tensor_parallel.mappings",
-    "megatron.mpu.random": "shardwise.tensor_parallel.random",
-    "megatron.mpu.utils": "shardwise.tensor_parallel.utils",
 }
 
-_SCHEDULES: dict[str, tuple[str, str | None]] = {
-    "get_forward_backward_func": ("shardwise.megatron.schedules", "get_forward_backward_func"),
+_ALIASES |= {
+    f"megatron.{package}.{name}": f"shardwise.tensor_parallel.{name}"
+    for package in ("core.tensor_parallel", "mpu")
+    for name in ("cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils")
 }
 
-
-def _names_of(module: str, *names: str) -> dict[str, tuple[str, str | None]]:
-    return {name: (module, name) for name in names}
-
-
-# Names that a package itself has, besides its modules: package -> name -> where it is.
-_NAMES: dict[str, dict[str, tuple[str, str | None]]] = {
-    "megatron.core": {
-        "ModelParallelConfig": ("shardwise.megatron.config", "ModelParallelConfig"),
-        # Megatron's own second name.
-        "mpu": ("shardwise.parallel_state", None),
-    },
-    "megatron.core.dist_checkpointing": _names_of(
-        "shardwise.megatron.dist_checkpointing",
-        "LocalNonpersistentObject",
-        "ShardedObject",
-        "ShardedTensor",
-        "check_is_distributed_checkpoint",
-        "load",
-        "load_common_state_dict",
-        "load_content_metadata",
-        "save",
-    ),
-    "megatron.core.distributed": _names_of(
-        "shardwise.megatron.distributed",
-        "DistributedDataParallel",
-        "DistributedDataParallelConfig",
-        "finalize_model_grads",
-    ),
-    "megatron.core.models.bert": {"BertModel": ("shardwise.megatron.models.bert", "BertModel")},
-    "megatron.core.models.gpt": {"GPTModel": ("shardwise.megatron.models.gpt", "GPTModel")},
-    "megatron.core.pipeline_parallel": _SCHEDULES,
-    "megatron.core.pipeline_parallel.schedules": _SCHEDULES,
-    "megatron.core.tokenizers": _names_of("shardwise.megatron.tokenizers", "MegatronTokenizer"),
-    "megatron.core.transformer": {
-        "MegatronModule": ("shardwise.megatron.module", "MegatronModule"),
-        "TransformerConfig": ("shardwise.megatron.config", "TransformerConfig"),
-    },
+# Packages that have names themselves, besides their modules: all that these offer.
+_OFFERED = {
+    "megatron.core": ("shardwise.megatron.config",),
+    "megatron.core.dist_checkpointing": ("shardwise.megatron.dist_checkpointing",),
+    "megatron.core.distributed": ("shardwise.megatron.distributed",),
+    "megatron.core.models.bert": ("shardwise.megatron.models.bert",),
+    "megatron.core.models.gpt": ("shardwise.megatron.models.gpt",),
+    "megatron.core.pipeline_parallel": ("shardwise.megatron.schedules",),
+    "megatron.core.pipeline_parallel.schedules": ("shardwise.megatron.schedules",),
+    "megatron.core.tokenizers": ("shardwise.megatron.tokenizers",),
+    "megatron.core.transformer": ("shardwise.megatron.config", "shardwise.megatron.module"),
+    # Megatron-DeepSpeed's one package for what Megatron has in two.
+    "megatron.mpu": ("shardwise.parallel_state", "shardwise.tensor_parallel"),
 }
 
-# Megatron-DeepSpeed's one package for what Megatron has in two: every name of both.
-_MERGED = {"megatron.mpu": ("shardwise.parallel_state", "shardwise.tensor_parallel")}
+# All that another name lies in.
+_PACKAGES = sorted(
+    {*_OFFERED}
+    | {name[:end] for name in (*_ALIASES, *_OFFERED) for end, sign in enumerate(name) if sign == "."} - _ALIASES.keys()
+)
 
 _MARK = "__shardwise__"
 
@@ -152,18 +100,15 @@ def install() -> None:
         # A package without a folder: what is not offered is not found, even where Megatron is installed.
         package.__path__ = []
         setattr(package, _MARK, True)
-        for source in map(importlib.import_module, _MERGED.get(name, ())):
+        for source in map(importlib.import_module, _OFFERED.get(name, ())):
             vars(package).update({public: getattr(source, public) for public in source.__all__})
-        for attribute, (where, member) in _NAMES.get(name, {}).items():
-            source = importlib.import_module(where)
-            setattr(package, attribute, source if member is None else getattr(source, member))
         modules[name] = package
     for name, target in _ALIASES.items():
         modules[name] = importlib.import_module(target)
     for name, module in modules.items():
         parent, _, child = name.rpartition(".")
         # A function may have the name of the module that it is in.
-        if parent in _PACKAGES and child not in _NAMES.get(parent, {}):
+        if parent in _PACKAGES and not hasattr(modules[parent], child):
             setattr(modules[parent], child, module)
     sys.modules.update(modules)
 

@@ -24,6 +24,8 @@ from shardwise.pipeline_parallel.schedules import make_schedule
 from shardwise.pipeline_parallel.stage import Pipeline, deferred_buffers, wrapped
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
 
+__all__ = ["get_forward_backward_func"]
+
 ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
 
 

@@ -5,73 +5,63 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import AssertedConfigError
-from shardwise.parallel_state.ambient import (
-    AMBIENT,
-    carries_gloo,
-    get_topology,
-    group_of,
-    group_or_none,
-    rank_in,
-    ranks_of,
-    set_override,
-    size_of,
-)
+from shardwise.parallel_state import ambient
 from shardwise.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The tensor-parallel group of this rank."""
-    return group_or_none("tp", check_initialized)
+    return ambient.group_or_none("tp", check_initialized)
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Number of ranks that split each layer."""
-    return size_of("tp")
+    return ambient.size_of("tp")
 
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's place in its tensor-parallel group."""
-    return rank_in("tp")
+    return ambient.rank_in("tp")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Global rank of the first rank of the tensor-parallel group."""
-    return ranks_of("tp")[0]
+    return ambient.ranks_of("tp")[0]
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
     """Override the tensor-parallel size; None takes the override back."""
-    set_override(AMBIENT.sizes, "tp", world_size)
+    ambient.set_override(ambient.AMBIENT.sizes, "tp", world_size)
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
     """Override the tensor-parallel rank; None takes the override back."""
-    set_override(AMBIENT.ranks, "tp", rank)
+    ambient.set_override(ambient.AMBIENT.ranks, "tp", rank)
 
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The pipeline group of this rank."""
-    return group_or_none("pp", check_initialized)
+    return ambient.group_or_none("pp", check_initialized)
 
 
 def get_pipeline_model_parallel_world_size() -> int:
     """Number of pipeline stages."""
-    return size_of("pp")
+    return ambient.size_of("pp")
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """This rank's pipeline stage."""
-    return rank_in("pp")
+    return ambient.rank_in("pp")
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     """Override the number of stages; None takes the override back."""
-    set_override(AMBIENT.sizes, "pp", world_size)
+    ambient.set_override(ambient.AMBIENT.sizes, "pp", world_size)
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Override the pipeline stage; None takes the override back."""
-    set_override(AMBIENT.ranks, "pp", rank)
+    ambient.set_override(ambient.AMBIENT.ranks, "pp", rank)
 
 
 def _data_parallel(
@@ -105,7 +95,7 @@ def get_data_parallel_group(
         AssertedConfigError: ``partial_data_parallel`` without ``with_context_parallel``.
         AssertedTopologyError: ``independent_all_gather``, and no such group was made.
     """
-    return group_of(_data_parallel(with_context_parallel, partial_data_parallel, independent_all_gather))
+    return ambient.group_of(_data_parallel(with_context_parallel, partial_data_parallel, independent_all_gather))
 
 
 def get_data_parallel_group_gloo(
@@ -117,61 +107,61 @@ def get_data_parallel_group_gloo(
         AssertedConfigError: ``partial_data_parallel`` without ``with_context_parallel``.
         TopologyError: ``torch.distributed`` was initialised with a backend that lacks gloo.
     """
-    return carries_gloo(get_data_parallel_group(with_context_parallel, partial_data_parallel))
+    return ambient.carries_gloo(get_data_parallel_group(with_context_parallel, partial_data_parallel))
 
 
 def has_separate_all_gather_group() -> bool:
     """Whether ``create_all_gather_group`` was asked for; False before initialisation."""
-    return AMBIENT.topology is not None and SEPARATE_ALL_GATHER in AMBIENT.topology
+    return ambient.AMBIENT.topology is not None and SEPARATE_ALL_GATHER in ambient.AMBIENT.topology
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """Number of ranks in ``get_data_parallel_group`` with these arguments."""
-    return size_of(_data_parallel(with_context_parallel, partial_data_parallel))
+    return ambient.size_of(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """This rank's place in ``get_data_parallel_group`` with these arguments; one override goes for all of them."""
-    return rank_in(_data_parallel(with_context_parallel, partial_data_parallel), overridden_as="dp")
+    return ambient.rank_in(_data_parallel(with_context_parallel, partial_data_parallel), overridden_as="dp")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Global rank of the first rank of the data-parallel group."""
-    return ranks_of(_data_parallel(with_context_parallel, False))[0]
+    return ambient.ranks_of(_data_parallel(with_context_parallel, False))[0]
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
     """Override the data-parallel rank; None takes the override back."""
-    set_override(AMBIENT.ranks, "dp", rank)
+    ambient.set_override(ambient.AMBIENT.ranks, "dp", rank)
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The context-parallel group of this rank."""
-    return group_or_none("cp", check_initialized)
+    return ambient.group_or_none("cp", check_initialized)
 
 
 def get_context_parallel_world_size() -> int:
     """Number of ranks that split the sequence in attention."""
-    return size_of("cp")
+    return ambient.size_of("cp")
 
 
 def get_context_parallel_rank() -> int:
     """This rank's place in its context-parallel group."""
-    return rank_in("cp")
+    return ambient.rank_in("cp")
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
     """Global ranks of the context-parallel group; None if there is none and this is not checked."""
-    return None if group_or_none("cp", check_initialized) is None else list(ranks_of("cp"))
+    return None if ambient.group_or_none("cp", check_initialized) is None else list(ambient.ranks_of("cp"))
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup] | None:
     """The levels of the context-parallel group, innermost first; an error without levels unless unchecked."""
-    if not check_initialized and (AMBIENT.topology is None or AMBIENT.topology.sizes.hcp is None):
+    if not check_initialized and (ambient.AMBIENT.topology is None or ambient.AMBIENT.topology.sizes.hcp is None):
         return None
-    levels = get_topology().sizes.hcp
+    levels = ambient.get_topology().sizes.hcp
     # Without levels there is no first one either, which is the error.
-    return [group_of(f"hcp{level}") for level in range(len(levels or (1,)))]
+    return [ambient.group_of(f"hcp{level}") for level in range(len(levels or (1,)))]
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -187,41 +177,41 @@ def get_hybrid_data_context_parallel_groups(
         NotInitializedError: ``initialize_model_parallel`` was not called.
         AssertedTopologyError: ``hybrid_context_parallel`` was not asked for, or has no parts of that size.
     """
-    if AMBIENT.topology is not None and group_size == AMBIENT.topology.size("dp_cp"):
-        return group_of("dp_cp")
-    return group_or_none(f"{HYBRID}{group_size}", check_initialized)
+    if ambient.AMBIENT.topology is not None and group_size == ambient.AMBIENT.topology.size("dp_cp"):
+        return ambient.group_of("dp_cp")
+    return ambient.group_or_none(f"{HYBRID}{group_size}", check_initialized)
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """Tensor and pipeline ranks together: all ranks that hold a part of one copy of the model."""
-    return group_or_none("mp", check_initialized)
+    return ambient.group_or_none("mp", check_initialized)
 
 
 def get_model_parallel_src_rank() -> int:
     """Global rank of the first rank of the model-parallel group."""
-    return ranks_of("mp")[0]
+    return ambient.ranks_of("mp")[0]
 
 
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
     """Tensor and data ranks together, context-parallel ranks included when asked."""
-    return group_or_none("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
+    return ambient.group_or_none("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """Tensor and context ranks together."""
-    return group_or_none("tp_cp", check_initialized)
+    return ambient.group_or_none("tp_cp", check_initialized)
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
     """Number of tensor and context ranks together."""
-    return size_of("tp_cp")
+    return ambient.size_of("tp_cp")
 
 
 def get_tensor_and_context_parallel_rank() -> int:
     """This rank's place among the tensor and context ranks together."""
-    return rank_in("tp_cp")
+    return ambient.rank_in("tp_cp")
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> ProcessGroup:
@@ -232,14 +222,14 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
         tp_only_amax_red: data-parallel ranks left out, so that each copy of the model has scales of its own.
     """
     name = "tp" if tp_only_amax_red else "tp_dp"
-    return group_of(f"{name}_cp" if with_context_parallel else name)
+    return ambient.group_of(f"{name}_cp" if with_context_parallel else name)
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
     """All ranks that hold a part of the copy of the optimizer state that this rank holds a part of."""
-    return group_or_none("intra_dist_opt", check_initialized)
+    return ambient.group_or_none("intra_dist_opt", check_initialized)
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The ranks with the same part of every copy of the optimizer state; an error with one copy unless unchecked."""
-    return group_or_none("inter_dist_opt", check_initialized)
+    return ambient.group_or_none("inter_dist_opt", check_initialized)

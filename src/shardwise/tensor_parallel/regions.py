@@ -29,20 +29,21 @@ from shardwise.parallel_state import get_global_memory_buffer
 Sizes = Sequence[int] | None
 
 
-class _CopyToModelParallelRegion(_Copy):
+class _Region(Function):
+    """A move between layouts."""
+
+    @classmethod
+    def symbolic(cls, graph: Any, *args: Any, **options: Any) -> Any:
+        """What ``forward`` returns of these arguments, without autograd."""
+        return cls.forward(types.SimpleNamespace(), *args, **options)
+
+
+class _CopyToModelParallelRegion(_Copy, _Region):
     """I -> R."""
 
-    @staticmethod
-    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        return input_
 
-
-class _ReduceFromModelParallelRegion(_Reduce):
+class _ReduceFromModelParallelRegion(_Reduce, _Region):
     """P -> I."""
-
-    @staticmethod
-    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        return all_reduce(input_, group=group)
 
 
 def _region(name: str, moves: str, forward: Callable[..., Tensor], adjoint: Callable[..., Tensor], dim: int) -> Any:
@@ -57,9 +58,6 @@ def _region(name: str, moves: str, forward: Callable[..., Tensor], adjoint: Call
     """
     knows_sizes = forward is not all_gather
 
-    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
-        return forward(input_, group=group, dim=dim, sizes=sizes)
-
     def forward_(ctx: Any, input_: Tensor, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
         ctx.group = group
         ctx.sizes = split_sizes(input_, dim, group, sizes) if knows_sizes else sizes
@@ -72,11 +70,10 @@ def _region(name: str, moves: str, forward: Callable[..., Tensor], adjoint: Call
     namespace = {
         "__doc__": moves,
         "__module__": __name__,
-        "symbolic": staticmethod(symbolic),
         "forward": staticmethod(forward_),
         "backward": staticmethod(once_differentiable(backward)),
     }
-    return types.new_class(name, (Function,), exec_body=lambda body: body.update(namespace))
+    return types.new_class(name, (_Region,), exec_body=lambda body: body.update(namespace))
 
 
 _ScatterToModelParallelRegion = _region(
@@ -96,19 +93,8 @@ _ReduceScatterToTensorParallelRegion = _region(
 )
 
 
-class _GatherFromSequenceParallelRegion(Function):
+class _GatherFromSequenceParallelRegion(_Region):
     """V -> R along the first dimension; V -> I with ``tensor_parallel_output_grad=False``."""
-
-    @staticmethod
-    def symbolic(
-        graph: Any,
-        input_: Tensor,
-        group: ProcessGroup,
-        tensor_parallel_output_grad: bool = True,
-        output_split_sizes: Sizes = None,
-        use_global_buffer: GlobalMemoryBuffer | bool = False,
-    ) -> Tensor:
-        return _in_buffer(all_gather(input_, group=group, sizes=output_split_sizes), use_global_buffer)
 
     @staticmethod
     def forward(
@@ -131,18 +117,8 @@ class _GatherFromSequenceParallelRegion(Function):
         return adjoint(grad_output, group=ctx.group, dim=0, sizes=sizes), None, None, None, None
 
 
-class _ReduceScatterToSequenceParallelRegion(Function):
+class _ReduceScatterToSequenceParallelRegion(_Region):
     """P -> V along the first dimension."""
-
-    @staticmethod
-    def symbolic(
-        graph: Any,
-        input_: Tensor,
-        group: ProcessGroup,
-        input_split_sizes: Sizes = None,
-        use_global_buffer: GlobalMemoryBuffer | bool = False,
-    ) -> Tensor:
-        return _in_buffer(reduce_scatter(input_, group=group, sizes=input_split_sizes), use_global_buffer)
 
     @staticmethod
     def forward(
@@ -163,25 +139,15 @@ class _ReduceScatterToSequenceParallelRegion(Function):
         return all_gather(grad_output, group=ctx.group, sizes=sizes), None, None, None
 
 
-class _AllToAll(Function):
+class _AllToAll(_Region):
     """V -> V: rows exchanged between all ranks."""
-
-    @staticmethod
-    def symbolic(
-        graph: Any,
-        group: ProcessGroup,
-        input_: Tensor,
-        output_split_sizes: Sizes = None,
-        input_split_sizes: Sizes = None,
-    ) -> Tensor:
-        return all_to_all(input_, group=group, output_sizes=output_split_sizes, input_sizes=input_split_sizes)
 
     @staticmethod
     def forward(
         ctx: Any, group: ProcessGroup, input_: Tensor, output_split_sizes: Sizes = None, input_split_sizes: Sizes = None
     ) -> Tensor:
         ctx.group, ctx.output_split_sizes, ctx.input_split_sizes = group, output_split_sizes, input_split_sizes
-        return _AllToAll.symbolic(None, group, input_, output_split_sizes, input_split_sizes)
+        return all_to_all(input_, group=group, output_sizes=output_split_sizes, input_sizes=input_split_sizes)
 
     @staticmethod
     @once_differentiable

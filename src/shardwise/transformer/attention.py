@@ -84,8 +84,6 @@ class SelfAttention(GroupModule):
         self._backend = config.attention_backend
         self._kernels = attention_kernels(config)
         self._head_sizes = split.query_sizes()
-        assert config.init_method is not None
-        assert config.output_layer_init_method is not None
         layout = split.qkv_layout((config.hidden_size,), head_dim)
         arguments = layer_arguments(config, group=group)
         self.linear_qkv = ColumnLinear(

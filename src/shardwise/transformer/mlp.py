@@ -25,8 +25,6 @@ class MLP(GroupModule):
     def __init__(self, config: ModelConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
         assert config.ffn_hidden_size is not None
-        assert config.init_method is not None
-        assert config.output_layer_init_method is not None
         self.activation_func = config.activation_func
         self.recomputes_activation = config.recomputes("mlp_act")
         self.gated = config.gated_linear_unit

@@ -14,19 +14,9 @@ from torch import Tensor
 from shardwise.communication.transports.shared_memory.channel import SLOT_BYTES, Channel, Message
 from shardwise.communication.transports.transport import check_exchange
 
-SUMMABLE = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-    }
-)
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+SUMMABLE = frozenset(_FLOATS + _INTEGERS)
 MOVABLE = SUMMABLE | {torch.bool}
 _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(sorted(MOVABLE, key=str))}
 
