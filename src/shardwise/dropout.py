@@ -5,8 +5,6 @@ Megatron does), or is this rank's slice of a mask that belongs to the whole tens
 every rank alike, a bounded block at a time: more random numbers, for a run that does not depend on its layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Files that are complete or absent, and files of others, which are looked at before they are opened and read."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

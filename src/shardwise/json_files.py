@@ -5,8 +5,6 @@ until its stack ends. What is read here is an object, nested at most ``MAX_DEPTH
 key once, from a regular file of a bounded size.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -6,8 +6,6 @@ on: the CPU's generator and, once CUDA is in use, the current GPU's are switched
 has to say where it computes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext

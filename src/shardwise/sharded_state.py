@@ -1,7 +1,5 @@
 """The sharded state of any module: each parameter with where this rank's part lies in the whole; and the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

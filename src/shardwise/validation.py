@@ -1,7 +1,5 @@
 """Checks of values, in one place; each costs a look at the data, so each can be turned off."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

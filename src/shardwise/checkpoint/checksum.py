@@ -5,8 +5,6 @@ times ``2 * position + 1``, modulo 2**64: the sums of disjoint slices add up to 
 which CRCs do not. A wrong word never goes unnoticed, nor do two with one flipped bit each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Errors of a checkpoint: one line, one class, on every rank alike."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

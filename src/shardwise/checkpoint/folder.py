@@ -11,8 +11,6 @@ over another that is not empty; a program killed between the two leaves ``.repla
 and gets its name back at the next save. One run at a time saves into a folder.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

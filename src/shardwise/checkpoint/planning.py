@@ -1,7 +1,5 @@
 """What torch.distributed.checkpoint is given of a state: its tensors by key, whatever the names of its entries."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor

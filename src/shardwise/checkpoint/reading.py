@@ -4,8 +4,6 @@ No rank reads what it does not need, so none can compare a whole file. Together 
 sum of its slices', and each slice is counted by one of the ranks that read it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

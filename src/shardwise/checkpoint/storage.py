@@ -5,8 +5,6 @@ would take the first one's name), has no checksums, and reads every file to know
 their metadata as a pickle.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

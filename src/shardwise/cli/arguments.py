@@ -1,7 +1,5 @@
 """The arguments of the commands: read into a dataclass, whose fields are the flags; tyro writes the help."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence

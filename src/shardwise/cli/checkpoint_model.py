@@ -1,7 +1,5 @@
 """The model that a command is given: in a checkpoint of a training run or an import, or in a Hugging Face folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from dataclasses import dataclass

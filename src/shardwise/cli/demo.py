@@ -1,7 +1,5 @@
 """``shardwise demo``: prove that splitting the model changes nothing, then train it and show what it learned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

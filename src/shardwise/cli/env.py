@@ -1,7 +1,5 @@
 """``shardwise env``: versions, devices, backends, and which fast paths are on and why not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

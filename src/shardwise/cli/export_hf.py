@@ -1,7 +1,5 @@
 """``shardwise export-hf``: a checkpoint becomes a Hugging Face folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """``shardwise finetune``: from a Hugging Face folder to a fine-tuned one or its adapters, on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The flags of a dataclass: read from a command line, in one pass, with one line for each mistake."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``shardwise generate``: continue a text with a trained checkpoint, split over any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

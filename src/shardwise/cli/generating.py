@@ -1,7 +1,5 @@
 """Continue a text: what the ranks of ``shardwise generate`` do."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """``shardwise import-hf``: a Hugging Face folder becomes a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

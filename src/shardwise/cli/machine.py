@@ -1,7 +1,5 @@
 """What ``shardwise env`` shows of this machine."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import os

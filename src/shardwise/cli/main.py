@@ -1,7 +1,5 @@
 """The ``shardwise`` command: finds the subcommand, and imports nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

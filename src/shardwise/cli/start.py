@@ -1,7 +1,5 @@
 """Whether this process is a rank or the launcher of ranks, decided once for every command."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from shardwise.cli.arguments import Arguments, LaunchArguments

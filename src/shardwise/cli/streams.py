@@ -1,7 +1,5 @@
 """Standard input and outputs that are closed, or that nobody reads any more."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

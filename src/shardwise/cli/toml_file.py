@@ -1,7 +1,5 @@
 """A settings file, in TOML."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``shardwise train``: one command for one rank, ranks on this machine, and ranks that a launcher started."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Every environment variable that is read or set, for ``shardwise env`` and ``docs/environment.md``."""
 
-from __future__ import annotations
-
 VARIABLES = {
     "SHARDWISE_CACHE": "folder of what is kept between runs (tokenizers, token streams); ~/.cache/shardwise if not set",
     "XDG_CACHE_HOME": "in place of ~/.cache",

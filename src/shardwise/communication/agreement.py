@@ -1,7 +1,5 @@
 """One outcome on every rank: what fails on one fails alike on all, and nobody waits for a rank that gave up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast

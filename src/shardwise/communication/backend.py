@@ -4,8 +4,6 @@ A group may have a backend for each type of device (``"cpu:gloo,cuda:nccl"``), o
 ``torch.distributed.get_backend`` has one name for all of a group and says neither.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Mapping
 from functools import cache

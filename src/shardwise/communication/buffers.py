@@ -1,7 +1,5 @@
 """Communication buffers that are kept and used again."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ one rank there is nothing to do, and the input itself comes back). All communica
 file; ``transports.choose_transport`` says how it travels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

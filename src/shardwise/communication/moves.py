@@ -14,8 +14,6 @@ balanced rule, or by the sizes that are given; a gather of uneven shards must be
 exchanged. Moves have first derivatives only: PyTorch's collectives would give a wrong second one, so it is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

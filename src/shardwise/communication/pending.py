@@ -1,7 +1,5 @@
 """A collective in flight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ On gloo a message finds its receiver by its tag, in any order. NCCL knows no tag
 messages in the same order, and messages that are sent and received at one time belong in one call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Memory of a group that its ranks reach in each other, where the devices can; ordinary memory everywhere else."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Samples to learn from, and windows that cover a text exactly once to judge by."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 A record of JSON lines is an object that has its text under a key; a record of an array may be the text itself.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Nothing is remembered between batches, so a run resumes at any step, and on any 
 it would have seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache

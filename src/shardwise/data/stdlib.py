@@ -1,7 +1,5 @@
 """The machine's own Python standard library as a corpus: real text on every machine, with no download."""
 
-from __future__ import annotations
-
 import io
 import platform
 import sysconfig

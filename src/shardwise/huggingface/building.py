@@ -1,7 +1,5 @@
 """From a description to a model, and back."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext

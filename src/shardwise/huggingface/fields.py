@@ -1,7 +1,5 @@
 """Reading ``config.json`` field by field: defaults, synonyms, types, and the values that are not offered."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """One rank's part of a parameter, read from the stored tensors that it is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A Hugging Face folder open for reading: which stored tensor is which of the architecture's."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Set

@@ -1,7 +1,5 @@
 """``generation_config.json``: how a model wants its tokens to be chosen, and which of them end a text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

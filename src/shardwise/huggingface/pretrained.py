@@ -1,7 +1,5 @@
 """A Hugging Face folder: what its ``config.json`` says, before any tensor is read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ranks that share a model."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from torch.distributed import ProcessGroup

@@ -1,7 +1,5 @@
 """The tensors of a Hugging Face folder: one safetensors file, or several and an index."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath

@@ -2,8 +2,6 @@
 ``rope_parameters`` of transformers 5.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any

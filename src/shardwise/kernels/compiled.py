@@ -5,8 +5,6 @@ files beside this one takes a fraction of a second. Nothing is kept on disk: the
 and loaded from there. Where there is no compiler, callers compute the same with PyTorch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -9,8 +9,6 @@ A fresh 32 MiB tensor costs 8,192 page faults, a tenth of the time of the weight
   (8,000 faults in a step of the demo's model, a sixth of its time, or none, as the blocks happen to lie).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -8,8 +8,6 @@ Rows are taken in blocks that fit the cache, so that no copy of the logits is ma
 are taken at once, since the compiler makes its own loops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Adding a weight's gradient to its ``main_grad``, which may be wider than what is multiplied."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ nothing is read after it was written.
 barriers: all products are in the buffers before it, and all norms after it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from typing import Any

@@ -12,8 +12,6 @@ With ``r = rsqrt(mean(x^2) + eps)`` per row of ``n``, ``y = x r w``, and for an 
 Source: Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """From a model's config to the arguments of its layers: the one place that knows both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.distributed import ProcessGroup

@@ -1,7 +1,5 @@
 """The embedding whose vocabulary is split over the ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

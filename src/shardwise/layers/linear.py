@@ -4,8 +4,6 @@ Fusing the move with the matrix product saves a copy (the product is reduced whe
 the backward's communication run while the weight gradient is computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any

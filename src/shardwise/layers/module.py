@@ -1,7 +1,5 @@
 """What layers with sharded parameters share: their group, parameters made from layouts, and state for checkpoints."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Layers that every rank holds whole: small tables and small linear layers."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ Factors are stored whole, under the names of Hugging Face's linear layers, so th
 number of ranks, by ``peft`` and by us.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

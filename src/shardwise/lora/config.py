@@ -1,7 +1,5 @@
 """What adapters are: their rank, their strength, and which linear layers get one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

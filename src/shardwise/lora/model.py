@@ -1,7 +1,5 @@
 """Adapters on a whole model, by the names that Hugging Face gives its linear layers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

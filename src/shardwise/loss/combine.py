@@ -3,8 +3,6 @@
 ``cross_entropy`` has the formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -31,8 +31,6 @@ fp32 (6e-8; 1e-16 for fp64 logits), of logits taken as they are given:
 ``kernels`` makes each of the two passes over the logits: one reads them, the other reads them and writes the gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

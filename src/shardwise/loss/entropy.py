@@ -6,8 +6,6 @@ largest ``m_r``, ``b_r = m_r - M``, ``S = Σ s_r exp(b_r)`` and ``U = Σ (u_r + 
     H = log S - U / S                ∂H/∂y = -p (y - M - U / S)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

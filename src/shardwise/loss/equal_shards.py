@@ -4,8 +4,6 @@ That is wrong where the vocabulary does not divide by the ranks, or is split in 
 with its statistics, as one more row of them, and ranks whose sizes differ never get as far as a loss.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup

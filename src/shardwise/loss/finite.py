@@ -1,7 +1,5 @@
 """Logits that are NaN: found from what the ranks exchange anyway, told alike on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

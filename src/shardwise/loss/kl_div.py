@@ -7,8 +7,6 @@ two and ``C = Σ (c_r + (b_t - b_x) s_t,r) exp(b_t)``::
     D = C / S_t - log S_t + log S_x        ∂D/∂x = p - q        ∂D/∂t = q (log q - log p - D)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

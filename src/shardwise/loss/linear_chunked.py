@@ -11,8 +11,6 @@ weight gradient each time, in fp32 if nothing is to be lost: a second tensor of 
 Without a weight gradient the backward computes nothing at all, and there are two products.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

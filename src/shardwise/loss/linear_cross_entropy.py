@@ -20,8 +20,6 @@ Error, beside that of ``cross_entropy``: logits, and what stands in their place,
 are both gradients; the hidden gradient three times. With bf16 that is 2^-9 relative each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

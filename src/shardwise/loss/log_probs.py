@@ -1,7 +1,5 @@
 """Log-probabilities of given ids over a split vocabulary."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.distributed import ProcessGroup
 

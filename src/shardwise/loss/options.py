@@ -1,7 +1,5 @@
 """The options that every form of the loss has."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

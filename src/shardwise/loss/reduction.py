@@ -1,7 +1,5 @@
 """From the loss of each token to what is returned."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 A logit travels with its id, both in the same number of bytes: fp32 with int32, fp64 with int64.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

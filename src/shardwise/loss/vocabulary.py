@@ -1,7 +1,5 @@
 """What every function over a split vocabulary starts from: which ids are whose, and this rank's logits as rows."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.distributed import ProcessGroup
 

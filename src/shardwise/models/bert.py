@@ -1,7 +1,5 @@
 """BERT (Devlin et al. 2018, arXiv:1810.04805): every token sees every other; heads for masked tokens and sentences."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any

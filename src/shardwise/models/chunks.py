@@ -1,7 +1,5 @@
 """Several parts of one model on one rank, for interleaved pipeline schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPT: a decoder-only language model, split over the tensor-parallel group and, layer by layer, over stages."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from shardwise.models.transformer_model import TransformerModel

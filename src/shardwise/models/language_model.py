@@ -1,7 +1,5 @@
 """What language models share: their groups, the loss over a split vocabulary, tied weights, and state by name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

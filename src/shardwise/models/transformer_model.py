@@ -1,7 +1,5 @@
 """What GPT and BERT have in common: embedding, transformer block and output layer, or one pipeline stage of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager

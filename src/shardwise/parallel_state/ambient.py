@@ -1,7 +1,5 @@
 """All that is remembered between calls, in one object, and how it is looked up by the names of ``Topology``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup

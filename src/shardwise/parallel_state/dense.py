@@ -1,7 +1,5 @@
 """Getters and overrides for the groups of the dense layers: tensor, pipeline, data and context parallelism."""
 
-from __future__ import annotations
-
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import AssertedConfigError

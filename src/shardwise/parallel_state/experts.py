@@ -1,7 +1,5 @@
 """Getters and overrides for the groups of the expert layers."""
 
-from __future__ import annotations
-
 from torch.distributed import ProcessGroup
 
 from shardwise.parallel_state import ambient

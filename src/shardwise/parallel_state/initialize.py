@@ -1,7 +1,5 @@
 """Building the ambient topology and taking it down."""
 
-from __future__ import annotations
-
 import datetime
 import warnings
 from collections.abc import Sequence

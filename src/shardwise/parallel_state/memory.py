@@ -1,7 +1,5 @@
 """The buffers of the ambient topology."""
 
-from __future__ import annotations
-
 from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.context import context_of
 from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, symmetric_buffer_of

@@ -3,8 +3,6 @@
 Reading only: a program that assigns to one of these names hides what is told here, and changes nothing else.
 """
 
-from __future__ import annotations
-
 from shardwise.communication.backend import backends_of
 from shardwise.parallel_state.ambient import AMBIENT, group_or_none
 from shardwise.parallel_state.dense import get_hierarchical_context_parallel_groups

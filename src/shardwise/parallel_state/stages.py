@@ -5,8 +5,6 @@ ranks' part 0, then through all ranks' part 1, and so on: the model begins with 
 part ``n - 1`` of the last. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.
 """
 
-from __future__ import annotations
-
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import AssertedConfigError, ConfigError

@@ -13,8 +13,6 @@ W      the second half: the gradients of the weights of linear layers
 ====== ===================================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -5,8 +5,6 @@ stage takes part in its own in that order. So even where a send waits until it i
 that waits for it: of all that is not done yet, what comes first in this order can be done.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -12,8 +12,6 @@ zero-bubble  p - 1                             min(m, p)                        
 ============ ================================= ================================= ====================
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, get_args
 

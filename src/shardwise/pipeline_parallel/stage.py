@@ -1,7 +1,5 @@
 """One stage at work: it runs its program of actions and messages on its chunks of the model."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import zlib

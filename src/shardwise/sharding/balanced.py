@@ -3,8 +3,6 @@
 Nothing is padded, and every rank knows every rank's size without asking.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 

@@ -4,8 +4,6 @@ A model of ``num_stages * num_chunks`` parts runs through part 0, part 1 and so 
 ``c``, part ``c * num_stages + p``. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.
 """
 
-from __future__ import annotations
-
 from shardwise.errors import ConfigError
 from shardwise.sharding.balanced import balanced_sizes, intervals_of_sizes
 

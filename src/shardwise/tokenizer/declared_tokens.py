@@ -5,8 +5,6 @@ says of a token. Where it is missing, ``special_tokens_map.json`` and ``added_to
 role (``eos_token``, ``image_token``, ``extra_special_tokens``) that is no added token yet becomes a special one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Long texts in parts, since the tokenizer library holds some 200 bytes per token while it encodes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 MAX_PART_CHARS = 1 << 20

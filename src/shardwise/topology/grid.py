@@ -1,7 +1,5 @@
 """The grid of ranks, and the groups along its axes. Pure arithmetic."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """From sizes of the axes to the ranks of every group. Pure arithmetic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Values come from flags, TOML files and the JSON of checkpoints, so nothing is ta
 that a number is finite. Nothing of PyTorch is imported here, for a wrong setting is to be heard of at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

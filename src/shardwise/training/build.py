@@ -1,7 +1,5 @@
 """From settings to a model."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The demo's run: it proves that splitting the model changes nothing, then trains it and shows what it learned."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

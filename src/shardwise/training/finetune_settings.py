@@ -1,7 +1,5 @@
 """What a fine-tuning run is told, beside what every run is: the model to start from, and whether to train adapters."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated

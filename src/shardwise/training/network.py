@@ -1,7 +1,5 @@
 """How the ranks of several hosts find each other: the network interface, and the first connection."""
 
-from __future__ import annotations
-
 import datetime
 import fcntl
 import ipaddress

@@ -1,7 +1,5 @@
 """The folder of a run: held by one run at a time, and cleared of what a killed one left."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

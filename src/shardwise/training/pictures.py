@@ -1,7 +1,5 @@
 """The loss curve as a picture."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Mapping, Sequence

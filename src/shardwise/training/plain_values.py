@@ -1,7 +1,5 @@
 """Settings from plain values, such as those of a TOML or JSON file, over their defaults."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping

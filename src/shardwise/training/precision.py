@@ -1,7 +1,5 @@
 """In which dtypes a run computes, and in which it keeps its weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """This process as one of the ranks that train together."""
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A whole run on one rank: resume, train, measure, save, sample."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

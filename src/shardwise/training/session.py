@@ -1,7 +1,5 @@
 """Everything that a run needs, set up on every rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ It costs nothing in a step: it looks every few seconds at what the other threads
 Two threads share the work, since one that talks to the store may itself be left waiting when the link is cut.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

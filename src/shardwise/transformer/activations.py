@@ -1,7 +1,5 @@
 """Elementwise functions of the MLP, by the names that configurations use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """ALiBi: attention scores fall linearly with the distance, in place of position embeddings."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup

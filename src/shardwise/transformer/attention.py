@@ -1,7 +1,5 @@
 """Self-attention whose heads are split over the tensor-parallel group."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """``config.attention_backend``, in terms of PyTorch's kernels."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,7 +1,5 @@
 """The stack of transformer layers that one pipeline stage holds, and the norm after the last layer of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors of a module that are computed once and never learned: where they lie, and that they keep their digits."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import torch

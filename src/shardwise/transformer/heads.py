@@ -1,7 +1,5 @@
 """Which attention heads are on which rank: pure arithmetic."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError

@@ -1,7 +1,5 @@
 """Which tokens see which, and how far away they seem."""
 
-from __future__ import annotations
-
 import functools
 from enum import Enum
 

@@ -1,7 +1,5 @@
 """The MLP of a transformer layer: column-parallel up, row-parallel down."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup

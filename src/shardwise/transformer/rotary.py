@@ -4,8 +4,6 @@ Rotated are pairs of elements of a head: ``i`` and ``i + d/2``, the half-split f
 ``2i + 1``, the interleaved form of the paper.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

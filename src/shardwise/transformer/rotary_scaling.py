@@ -1,7 +1,5 @@
 """Rotary frequencies for contexts longer than the one that a model was first trained on."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

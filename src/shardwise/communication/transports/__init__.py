@@ -5,8 +5,6 @@
 - ``torch_distributed``, PyTorch's own collectives, everywhere else.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ settled here. Shards of different sizes are gathered padded to the largest one, 
 uneven sizes; by the balanced rule that is at most one row per rank.
 """
 
-from __future__ import annotations
-
 import datetime
 import math
 import time

@@ -4,8 +4,6 @@
 lies between them overlaps in compiled code as it does in eager code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

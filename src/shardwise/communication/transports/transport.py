@@ -1,7 +1,5 @@
 """What a transport is, and what all of them check alike."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """An architecture of Hugging Face's: which fields and which tensors say what ours do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any

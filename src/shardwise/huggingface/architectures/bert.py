@@ -1,7 +1,5 @@
 """BERT: a norm after each addition, tokens of two types, and heads for masked tokens and for the next sentence."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Set
 from typing import Any

@@ -1,7 +1,5 @@
 """BLOOM: ALiBi, a LayerNorm after the embedding, and query, key and value of a head side by side, as we have them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPT-2: learned positions, LayerNorm before, GELU, biases everywhere, matrices stored as ``[in, out]``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

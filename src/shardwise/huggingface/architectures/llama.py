@@ -1,7 +1,5 @@
 """Llama 3 and Mistral, and what Qwen shares with them: rotary positions, RMSNorm, SwiGLU, grouped queries."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Qwen 2, Llama with biases on query, key and value; and Qwen 3, Llama with norms of each head's query and key."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.huggingface.architectures.architecture import Setting

@@ -4,8 +4,6 @@ Sums are taken in rank order from the same slots by every rank that wants them, 
 more than two bf16 or fp16 values in fp32, rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Who may use shared memory: found out once per group, by all of its ranks together."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """Shared memory as a transport: which calls it takes, and how each begins."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
