@@ -566,3 +566,20 @@ def test_the_rule_is_part_of_the_streams():
     with pytest.raises(ConfigError, match="rng is 'local'; it must be 'per_rank' or 'global'"):
         seed_streams(3, 0, rng="local")
     streams().reset()
+
+
+def test_a_layers_numbers_do_not_depend_on_the_layers_beside_it():
+    def drawn(layers):
+        seed_streams(3, 0, rng="global")
+        numbers = {}
+        for layer in layers:
+            with streams().fork(streams().global_stream(layer)):
+                numbers[layer] = torch.rand(2).tolist()
+        return numbers
+
+    whole = drawn([None, 1, 2, 3])
+    # A later stage has only some of them, and no embedding.
+    assert drawn([2, 3]) == {layer: whole[layer] for layer in (2, 3)}
+    assert len({tuple(numbers) for numbers in whole.values()}) == 4
+    seed_streams(3, 0)
+    assert streams().global_stream(2) == "global-rng"

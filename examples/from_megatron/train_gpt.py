@@ -37,7 +37,7 @@ SEQUENCE_LENGTH, VOCABULARY = 32, 64
 MICRO_BATCHES, MICRO_BATCH_SIZE = 4, 2
 
 
-def make_model(tp: int, pp: int) -> DistributedDataParallel:
+def make_model(tp: int, pp: int, dropout: float) -> DistributedDataParallel:
     """This rank's part of the model, whose gradients are averaged over data-parallel ranks."""
     config = TransformerConfig(
         tensor_model_parallel_size=tp,
@@ -46,8 +46,8 @@ def make_model(tp: int, pp: int) -> DistributedDataParallel:
         num_layers=2,
         hidden_size=24,
         num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
         sequence_parallel=tp > 1,
     )
     model = GPTModel(
@@ -95,13 +95,15 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: DistributedDataPar
     return output, partial(loss_of, batch["loss_mask"])
 
 
-def train(tp: int, pp: int, steps: int = 5, load: str | None = None, save: str | None = None) -> list[float]:
+def train(
+    tp: int, pp: int, steps: int = 5, load: str | None = None, save: str | None = None, dropout: float = 0.0
+) -> list[float]:
     """The mean loss of each step, on every rank."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp)
     model_parallel_cuda_manual_seed(123)
     torch.manual_seed(123)
-    model = make_model(tp, pp)
+    model = make_model(tp, pp, dropout)
     state = {"model": model.module.sharded_state_dict(), "steps": steps}
     if load is not None:
         loaded = dist_checkpointing.load(state, load)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.random import DATA_PARALLEL_STREAM, GLOBAL_STREAM, TENSOR_PARALLEL_STREAM, streams
+from shardwise.random import DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
 from shardwise.sharding import checked_dim
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -28,6 +28,7 @@ def sharded_dropout(
     group: ProcessGroup,
     sizes: Sequence[int] | None = None,
     training: bool = True,
+    layer_number: int | None = None,
 ) -> Tensor:
     """Zero each element with probability ``p`` and scale the others by ``1 / (1 - p)``; no communication.
 
@@ -38,6 +39,7 @@ def sharded_dropout(
         group: the ranks that share the tensor.
         sizes: every rank's size along ``dim``; all the same as this rank's if None.
         training: return the input itself if False.
+        layer_number: the layer that draws, by the "global" rule from a stream of its own; None for one that all share.
 
     Returns:
         Of the shape and dtype of ``input_``. A whole tensor is treated alike on every rank.
@@ -54,7 +56,9 @@ def sharded_dropout(
     if streams().rule == "per_rank":
         with streams().fork(DATA_PARALLEL_STREAM if dim is None else TENSOR_PARALLEL_STREAM):
             return F.dropout(input_, p)
-    keep = global_keep_mask(input_.shape, p, dim=dim, group=group, sizes=sizes, device=input_.device)
+    keep = global_keep_mask(
+        input_.shape, p, dim=dim, group=group, sizes=sizes, device=input_.device, layer_number=layer_number
+    )
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return torch.where(keep, input_ * scale, 0.0)
 
@@ -67,6 +71,7 @@ def global_keep_mask(
     group: ProcessGroup,
     sizes: Sequence[int] | None = None,
     device: torch.device | None = None,
+    layer_number: int | None = None,
 ) -> Tensor:
     """This rank's slice of the whole tensor's mask, from the stream that all ranks share.
 
@@ -77,6 +82,7 @@ def global_keep_mask(
         group: the ranks that share the tensor.
         sizes: every rank's size along ``dim``; all the same as this rank's if None.
         device: where to draw; another device draws other numbers.
+        layer_number: the layer that draws, from a stream of its own; None for one that all share.
 
     Returns:
         Bools of the given shape, True where the element is kept. Together the ranks' slices are the mask that one rank
@@ -102,7 +108,7 @@ def global_keep_mask(
     # The whole is [outer, total * inner] in memory's order, and this rank's part the same columns of each row.
     row, start, width = total * inner, first * inner, size * inner
     keep = torch.empty(outer, width, dtype=torch.bool, device=device)
-    with streams().fork(GLOBAL_STREAM), torch.no_grad():
+    with streams().fork(streams().global_stream(layer_number)), torch.no_grad():
         for low in range(0, outer * row, _BLOCK_ELEMENTS):
             block = torch.empty(min(_BLOCK_ELEMENTS, outer * row - low), dtype=torch.bool, device=device)
             block.bernoulli_(1 - p)

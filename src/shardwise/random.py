@@ -262,6 +262,20 @@ class RandomStreams:
         self._is_initialized = True
         _set_live_state(before, graphable)
 
+    def global_stream(self, layer_number: int | None) -> str:
+        """The name of the "global" rule's stream of one layer, or of what is in none; the first call makes a layer's.
+
+        Each layer draws from one of its own, so that its numbers do not depend on which layers are on its stage.
+        """
+        if layer_number is None or GLOBAL_STREAM not in self._states or self.is_inference_rng_tracker:
+            return GLOBAL_STREAM
+        name = f"{GLOBAL_STREAM}-{layer_number}"
+        if name not in self._states:
+            with self.fork(GLOBAL_STREAM):
+                seed = torch.default_generator.initial_seed()
+            self.add(name, _mixed_seed(name, seed))
+        return name
+
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL_STREAM) -> Iterator[None]:
         """Draw from stream ``name`` inside the block.

@@ -1,4 +1,4 @@
-"""A program written for Megatron gives the losses of one rank at every layout, and its checkpoint opens at another."""
+"""A program written for Megatron gives one rank's losses at every layout; a checkpoint of one opens at another."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import pytest
 from shardwise import megatron
 
 FOLDER = Path(__file__).parents[2] / "examples" / "from_megatron"
-# Of which layout a checkpoint is, and at which it is loaded.
-LAYOUTS = {2: [((2, 1), (1, 2)), ((1, 1), (2, 1)), ((1, 2), (1, 1))], 4: [((2, 2), (2, 1)), ((2, 1), (1, 2))]}
+# Of which layout a checkpoint is, and at which it is loaded; the first has no data-parallel ranks.
+LAYOUTS = {
+    1: [((1, 1), (1, 1))],
+    2: [((2, 1), (1, 2)), ((1, 2), (1, 1)), ((1, 1), (2, 1))],
+    4: [((2, 2), (2, 1)), ((2, 1), (1, 2))],
+}
 # The losses of three steps on one rank, and that of the first batch with the weights after them.
 ONE_RANK = [4.1528683, 3.9960125, 3.7954011]
 AFTER_THREE_STEPS = 3.5971997
+# Data-parallel ranks drop other elements.
+WITH_DROPOUT = [4.1521740, 3.9948602, 3.8053014]
 
 
 @contextmanager
@@ -33,10 +39,12 @@ def program():
 
 @pytest.mark.ranks(1, 2, 4, slow=(4,))
 def test_losses_are_those_of_one_rank_and_a_checkpoint_opens_at_another_layout(group, tmp_path):
+    layouts = LAYOUTS[group.size()]
     with program() as train_gpt:
-        for number, ((tp, pp), (other_tp, other_pp)) in enumerate(LAYOUTS.get(group.size(), [((1, 1), (1, 1))])):
+        assert train_gpt.train(*layouts[0][0], steps=3, dropout=0.1) == pytest.approx(WITH_DROPOUT, rel=2e-6)
+        for number, (saved, other) in enumerate(layouts):
             folder = str(tmp_path / str(number))
-            losses = train_gpt.train(tp, pp, steps=3, save=folder)
-            assert losses == pytest.approx(ONE_RANK, rel=2e-6), (tp, pp)
-            again = train_gpt.train(other_tp, other_pp, steps=1, load=folder)
-            assert again == pytest.approx([AFTER_THREE_STEPS], rel=2e-6), (other_tp, other_pp)
+            losses = train_gpt.train(*saved, steps=3, save=folder)
+            assert losses == pytest.approx(ONE_RANK, rel=2e-6), saved
+            again = train_gpt.train(*other, steps=1, load=folder)
+            assert again == pytest.approx([AFTER_THREE_STEPS], rel=2e-6), other

@@ -80,11 +80,17 @@ _PACKAGES = sorted(
 _MARK = "__shardwise__"
 
 
-def install() -> None:
-    """Let ``megatron.core`` and its modules name Shardwise's; a second call changes nothing.
+def install(*, rng: str = "global") -> None:
+    """Let ``megatron.core`` and its modules name Shardwise's; a second call changes nothing else.
+
+    Args:
+        rng: what ``model_parallel_cuda_manual_seed`` takes where the program says nothing: "global", by which dropout's
+            masks, and so the losses, are the same at every number of tensor-parallel ranks and stages; or "per_rank",
+            as in Megatron, by which each rank draws its own, in less time.
 
     Raises:
-        ConfigError: Megatron itself, or another package of its name, is imported already; nothing has changed.
+        ConfigError: ``rng`` is neither; or Megatron itself, or another package of its name, is imported already.
+            Nothing has changed.
     """
     foreign = sorted(
         name for name in sys.modules if name.partition(".")[0] == "megatron" and not _is_ours(sys.modules[name])
@@ -94,6 +100,8 @@ def install() -> None:
             f"{', '.join(foreign[:3])}{' and others are' if len(foreign) > 3 else ' is'} already imported; call "
             "shardwise.megatron.install() before anything imports megatron"
         )
+    set_default_rng = importlib.import_module("shardwise.tensor_parallel.random").set_default_rng
+    set_default_rng(rng)
     modules: dict[str, ModuleType] = {}
     for name in _PACKAGES:
         package = ModuleType(name, "An alias of Shardwise; see shardwise.megatron.")
@@ -114,7 +122,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take the aliases back; modules that imported them keep what they have."""
+    """Take the aliases and the default of ``rng`` back; modules that imported them keep what they have."""
+    importlib.import_module("shardwise.tensor_parallel.random").set_default_rng("per_rank")
     for name in (*_PACKAGES, *_ALIASES):
         if name in sys.modules and _is_ours(sys.modules[name]):
             del sys.modules[name]

@@ -53,6 +53,7 @@ __all__ = [
     "is_checkpointing",
     "is_graph_safe_cuda_rng_tracker",
     "model_parallel_cuda_manual_seed",
+    "set_default_rng",
 ]
 
 CudaRNGStatesTracker = RandomStreams
@@ -198,6 +199,23 @@ def get_data_parallel_rng_tracker_name() -> str:
     return DATA_PARALLEL_STREAM
 
 
+_default_rng: Rule = "per_rank"
+
+
+def set_default_rng(rng: Rule) -> None:
+    """From now on ``model_parallel_cuda_manual_seed`` takes ``rng`` where it is given none.
+
+    For a program whose lines are not to be changed; ``shardwise.megatron.install`` calls it.
+
+    Raises:
+        ConfigError: ``rng`` is neither "global" nor "per_rank".
+    """
+    global _default_rng
+    if rng not in ("per_rank", "global"):
+        raise ConfigError(f"rng is {rng!r}; it must be 'per_rank' or 'global'")
+    _default_rng = rng
+
+
 def model_parallel_cuda_manual_seed(
     seed: int,
     te_rng_tracker: bool = False,
@@ -208,7 +226,7 @@ def model_parallel_cuda_manual_seed(
     etp_rank: int | None = None,
     force_reset_rng: bool = False,
     *,
-    rng: Rule = "per_rank",
+    rng: Rule | None = None,
 ) -> None:
     """Make the random streams anew from ``seed``; the default CPU generator is left alone.
 
@@ -227,7 +245,8 @@ def model_parallel_cuda_manual_seed(
         etp_rank: this rank in its expert-tensor group; from the ambient topology if None, ``tp_rank`` if there is none.
         force_reset_rng: choose the kind of streams anew.
         rng: "global" draws the dropout of sharded tensors as slices of one mask that is the same at every
-            tensor-parallel size (``shardwise.dropout``); "per_rank" draws each shard's from the rank's own stream.
+            tensor-parallel size (``shardwise.dropout``); "per_rank" draws each shard's from the rank's own stream; None
+            is "per_rank", or what ``set_default_rng`` was given.
 
     Raises:
         TopologyError: no ``tp_rank`` given and no topology initialised.
@@ -239,5 +258,5 @@ def model_parallel_cuda_manual_seed(
         ep_rank = parallel_state.get_expert_model_parallel_rank() if ep_rank is None else ep_rank
         etp_rank = parallel_state.get_expert_tensor_parallel_rank() if etp_rank is None else etp_rank
     initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
-    seed_streams(seed, tp_rank, ep_rank=ep_rank or 0, etp_rank=etp_rank, rng=rng)
+    seed_streams(seed, tp_rank, ep_rank=ep_rank or 0, etp_rank=etp_rank, rng=_default_rng if rng is None else rng)
     torch.cuda.manual_seed(seed)

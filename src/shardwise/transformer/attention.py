@@ -224,5 +224,7 @@ class SelfAttention(GroupModule):
         weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
         if blind is not None:
             weights = weights.masked_fill(blind, 0.0)
-        weights = sharded_dropout(weights, dropout, dim=1, group=self.group, sizes=self._head_sizes)
+        weights = sharded_dropout(
+            weights, dropout, dim=1, group=self.group, sizes=self._head_sizes, layer_number=self.layer_number
+        )
         return weights @ value

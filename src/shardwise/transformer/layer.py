@@ -27,10 +27,12 @@ class ResidualDropout(GroupModule):
         p: dropout probability.
         sequence_parallel: whether each rank holds its shard of the sequence.
         group: the ranks that share the sequence.
+        layer_number: of the layer that it is in; None if in none.
     """
 
-    def __init__(self, p: float, sequence_parallel: bool, group: ProcessGroup) -> None:
+    def __init__(self, p: float, sequence_parallel: bool, group: ProcessGroup, layer_number: int | None = None) -> None:
         super().__init__()
+        self.layer_number = layer_number
         self.p = p
         self.sequence_parallel = sequence_parallel
         self.group = group
@@ -40,7 +42,8 @@ class ResidualDropout(GroupModule):
         if self.p == 0.0 or not self.training:
             return input_
         sizes = None if sequence_length is None else balanced_sizes(sequence_length, self.group.size())
-        return sharded_dropout(input_, self.p, dim=0 if self.sequence_parallel else None, group=self.group, sizes=sizes)
+        dim = 0 if self.sequence_parallel else None
+        return sharded_dropout(input_, self.p, dim=dim, group=self.group, sizes=sizes, layer_number=self.layer_number)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class TransformerLayer(GroupModule):
             self.pre_mlp_layernorm = spec.norm(config) if is_pre else None
             self.mlp = spec.mlp(config, tp_group)
             self.post_mlp_layernorm = None if is_pre else spec.norm(config)
-        self.dropout = ResidualDropout(config.hidden_dropout, config.sequence_parallel, tp_group)
+        self.dropout = ResidualDropout(config.hidden_dropout, config.sequence_parallel, tp_group, layer_number)
 
     def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
