@@ -87,7 +87,7 @@ class _Training:
     first_step: int
     checkpoint: Path | None
     signals: Postponed
-    _saved_at: float = field(default_factory=time.monotonic)
+    _saved_at: float = 0.0
     _counter: CollectiveCounter = field(default_factory=CollectiveCounter)
     _counting: ExitStack = field(default_factory=ExitStack)
     _losses: list[float] = field(default_factory=list)
@@ -99,6 +99,7 @@ class _Training:
         """All steps that are left."""
         session, settings = self.session, self.session.settings.training
         session.trainer.before_update = self._before_update
+        self._saved_at = time.monotonic()
         try:
             with ExitStack() as stack:
                 metrics = None
