@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.nn import init
 
 from shardwise.philox import fill_normal_
@@ -248,7 +249,9 @@ def _fill_columns(shard: Tensor, layout: ParamLayout, rank: int, blocks: Iterato
 
 def draw_seed() -> int:
     """A seed from the CPU's default generator, whatever PyTorch's default device is: one number, of 63 bits."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    seed = torch.empty((), dtype=torch.int64, device="cpu").random_()
+    # Fake tensors have no values, and nothing that is made of them has.
+    return 0 if isinstance(seed, FakeTensor) else int(seed)
 
 
 @contextmanager
