@@ -25,11 +25,14 @@ __all__ = [
     "pytest_unconfigure",
 ]
 
-# A shell that starts the tests in the background lets them ignore Ctrl-C, and so all programs that they start; tests
-# send it to some of these.
+# A shell that starts the tests in the background lets them ignore Ctrl-C, nohup SIGHUP, and so all programs that they
+# start; tests send both to some of these.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("no limits", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no limits")
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # The tests themselves go on; a program that is started has the default again.
+    signal.signal(signal.SIGHUP, lambda *_: None)

@@ -7,9 +7,8 @@ from training.stopped import LIMIT, check_stopped_rank_is_named
 
 @pytest.mark.usefixtures("preparing")
 def test_a_stopped_rank_is_named_and_every_rank_ends(tmp_path):
-    check_stopped_rank_is_named(
-        tmp_path, "--parallel.tp", "2", place="all_reduce (of (layer [a-z_.0-9]+|the backward pass) )?"
-    )
+    place = "(all_reduce|all_gather) (of ([A-Za-z]+|layer [a-z_.0-9]+|the backward pass) )?"
+    check_stopped_rank_is_named(tmp_path, "--parallel.tp", "2", place=place)
 
 
 PREPARING = """
