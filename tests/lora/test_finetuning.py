@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from harness.parity import gather_shards
 from lora.tiny_models import save_model, with_adapters
 from safetensors.torch import load_file
+from training.test_run import interrupted_at
 
 from shardwise.data import DataLoader, TokenDataset
 from shardwise.errors import CheckpointError, ConfigError, DataError
@@ -200,16 +201,7 @@ def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch
     base.after(session)
     session.topology.destroy()
     session, _ = open_run(settings_of(root, "gpt2", tmp_path / "run", tp=2, lora=lora, steps=8, save_every=6), root, monkeypatch)  # fmt: skip # noqa: E501
-    original = session.trainer.train_step
-
-    def stop_at_7(step, loader):
-        if step == 7:
-            raise KeyboardInterrupt
-        return original(step, loader)
-
-    session.trainer.train_step = stop_at_7
-    with pytest.raises(KeyboardInterrupt):
-        train(session)
+    interrupted_at(7, session)
     dist.barrier(group=group)
     session.topology.destroy()
     names = set()

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.optimizer.schedules import learning_rate_at
-from shardwise.training.settings import OptimizerSettings
+from shardwise.training.optimizer_settings import OptimizerSettings
 
 
 def rate(step, *, steps=100, warmup_steps=10, highest=2.0, final_ratio=0.1, **options):

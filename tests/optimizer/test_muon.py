@@ -19,7 +19,7 @@ from shardwise.optimizer.muon import Muon, orthogonalized
 from shardwise.optimizer.optimizer import optimizer_state, set_learning_rate_
 from shardwise.topology import Groups
 from shardwise.training.finetune_settings import FinetuneOptimizerSettings, FinetuneSettings, LoraSettings
-from shardwise.training.settings import OptimizerSettings
+from shardwise.training.optimizer_settings import OptimizerSettings
 
 SHARED = {"learning_rate": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8}
 OPTIONS = SHARED | {"momentum": 0.9, "matrix_learning_rate_ratio": 1.5}

@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from training.test_run import losses, open_tiny
+from training.test_run import interrupted_at, losses, open_tiny
 from training.tiny import tiny_settings
 
 from shardwise.errors import CheckpointError
+from shardwise.training.optimizer_settings import OptimizerSettings
 from shardwise.training.run import train
 from shardwise.training.saving import run_state, start_or_resume
-from shardwise.training.settings import OptimizerSettings, ParallelSettings
+from shardwise.training.settings import ParallelSettings
 from shardwise.training.wording import banner
 
 
@@ -46,16 +47,7 @@ def test_another_optimizer_trains_saves_and_resumes(group, tmp_path, monkeypatch
 
     parts = dataclasses.replace(whole, out=str(tmp_path / "parts"))
     broken = open_tiny(parts, monkeypatch, tmp_path)
-    original = broken.trainer.train_step
-
-    def stop_at_5(step, loader):
-        if step == 5:
-            raise KeyboardInterrupt
-        return original(step, loader)
-
-    broken.trainer.train_step = stop_at_5
-    with pytest.raises(KeyboardInterrupt):
-        train(broken)
+    interrupted_at(5, broken)
     dist.barrier(group=group)
     resumed = open_tiny(dataclasses.replace(parts, resume="auto"), monkeypatch, tmp_path)
     train(resumed)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal
-from training.test_run import losses, open_tiny
+from training.test_run import interrupted_at, losses, open_tiny
 from training.test_trainer import batches, curve, make_trainer
 from training.tiny import tiny_settings
 
@@ -119,16 +119,7 @@ def test_a_resumed_run_has_the_same_bits(group, tmp_path, monkeypatch):
 
     train(started("whole"))
     broken = started("broken")
-    original = broken.trainer.train_step
-
-    def stop_at_5(step, loader):
-        if step == 5:
-            raise KeyboardInterrupt
-        return original(step, loader)
-
-    broken.trainer.train_step = stop_at_5
-    with pytest.raises(KeyboardInterrupt):
-        train(broken)
+    interrupted_at(5, broken)
     dist.barrier(group=group)
     train(started("broken", resume="auto"))
     dist.barrier(group=group)

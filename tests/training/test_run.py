@@ -19,13 +19,27 @@ from shardwise.training.metrics import MetricsWriter, read_metrics
 from shardwise.training.parity import check_parity
 from shardwise.training.ranks import Ranks
 from shardwise.training.run import train
-from shardwise.training.session import open_session
+from shardwise.training.session import Session, open_session
 
 
 def open_tiny(settings, monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     return open_session(settings, ranks)
+
+
+def interrupted_at(last: int, session: Session) -> None:
+    """Train until ``last`` is about to begin, and end as by Ctrl-C."""
+    original = session.trainer.train_step
+
+    def train_step(step, loader):
+        if step == last:
+            raise KeyboardInterrupt
+        return original(step, loader)
+
+    session.trainer.train_step = train_step
+    with pytest.raises(KeyboardInterrupt):
+        train(session)
 
 
 def losses(folder: Path) -> list[float]:
@@ -42,16 +56,7 @@ def test_resumed_run_is_bit_equal(group, tmp_path, monkeypatch, sequence_paralle
     uninterrupted = train(session)
 
     broken = open_tiny(dataclasses.replace(whole, out=str(tmp_path / "broken")), monkeypatch, tmp_path)
-    original = broken.trainer.train_step
-
-    def stop_at_5(step, loader):
-        if step == 5:
-            raise KeyboardInterrupt
-        return original(step, loader)
-
-    broken.trainer.train_step = stop_at_5
-    with pytest.raises(KeyboardInterrupt):
-        train(broken)
+    interrupted_at(5, broken)
     dist.barrier(group=group)
 
     again = dataclasses.replace(whole, out=str(tmp_path / "broken"), resume="auto")
@@ -76,17 +81,8 @@ def test_resume_at_another_layout(group, tmp_path, monkeypatch):
     reference = tiny_settings(tmp_path, tp=2, **options)
     train(open_tiny(dataclasses.replace(reference, out=str(tmp_path / "whole")), monkeypatch, tmp_path))
     first = open_tiny(tiny_settings(tmp_path, tp=2, **options, save_every=6), monkeypatch, tmp_path)
-    original = first.trainer.train_step
-
-    def stop_at_7(step, loader):
-        if step == 7:
-            raise KeyboardInterrupt
-        return original(step, loader)
-
     # What was reached after six steps is saved when the seventh has found it good.
-    first.trainer.train_step = stop_at_7
-    with pytest.raises(KeyboardInterrupt):
-        train(first)
+    interrupted_at(7, first)
     dist.barrier(group=group)
     train(open_tiny(tiny_settings(tmp_path, tp=1, resume="auto", **options), monkeypatch, tmp_path))
     dist.barrier(group=group)

@@ -8,10 +8,10 @@ import re
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.training.optimizer_settings import OptimizerSettings
 from shardwise.training.settings import (
     CorpusSettings,
     ModelSettings,
-    OptimizerSettings,
     ParallelSettings,
     RecomputeSettings,
     Settings,

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.files import write_atomically
+from shardwise.training.optimizer_settings import OptimizerSettings
 from shardwise.training.settings import (
     CorpusSettings,
     ModelSettings,
-    OptimizerSettings,
     ParallelSettings,
     Settings,
     TrainingSettings,

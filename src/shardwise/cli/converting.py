@@ -103,7 +103,9 @@ def import_(arguments: ImportArguments) -> None:
             use = f"; continue a text with: shardwise generate {arguments.out}" if is_gpt and not lack else ""
             print(f"wrote {path}{use}")
             if lack:
-                means = "shardwise generate cannot use it, and exports have no tokenizer" if is_gpt else "exports have none"  # fmt: skip # noqa: E501
+                means = "exports have none"
+                if is_gpt:
+                    means = "shardwise generate cannot use it, and exports have no tokenizer"
                 print_line(
                     f"shardwise import-hf: the checkpoint has no tokenizer, so that {means} ({lack}); "
                     f"{checkpoint_model.TO_BRING_A_TOKENIZER}, and import it again"

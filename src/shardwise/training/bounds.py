@@ -137,6 +137,12 @@ def range_of(marks: Iterable[object]) -> Range | None:
     return next((mark for mark in marks if isinstance(mark, Range)), None)
 
 
+def require(holds: bool, message: str) -> None:
+    """Raise ConfigError with ``message`` unless ``holds``."""
+    if not holds:
+        raise ConfigError(message)
+
+
 def check_value(name: str, value: Any, annotation: Any, limits: Range | None = None) -> None:
     """Check a value against the type of its setting, and against a range if one is given.
 

@@ -8,14 +8,8 @@ import tyro
 
 from shardwise.errors import ConfigError
 from shardwise.training.bounds import PROBABILITY, STEPS, Checked, Folder, Range
-from shardwise.training.settings import (
-    DECAY,
-    RATE,
-    SEQUENCE,
-    OptimizerSettings,
-    RunSettings,
-    TrainingSettings,
-)
+from shardwise.training.optimizer_settings import DECAY, RATE, OptimizerSettings
+from shardwise.training.settings import SEQUENCE, RunSettings, TrainingSettings
 
 _BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4

@@ -9,47 +9,27 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tyro
 
 from shardwise.errors import ConfigError
 from shardwise.json_files import shown
-from shardwise.optimizer.schedules import Schedule, learning_rate_at
 from shardwise.training import bounds
-from shardwise.training.bounds import Checked, Folder, Range
+from shardwise.training.bounds import Checked, Folder, Range, require
+from shardwise.training.optimizer_settings import OptimizerSettings
 from shardwise.training.plain_values import checked, with_values
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from shardwise.optimizer.optimizer import ShardedOptimizer
 
 _WIDTH = Range(1, 1 << 20)
 _SAMPLES = Range(1, 10**6)
 SEQUENCE = Range(2, 1 << 24)
 """Of tokens in a sample."""
 
-# What fp32 holds with room for a few products.
-_LARGE = 1e30
-RATE = Range(0, _LARGE, low_included=False)
-"""Of a learning rate."""
-
-DECAY = Range(0, 10_000)
-"""Of a weight decay."""
-
-_DECAY_SHARE, _MOMENTUM = 0.2, 0.95
-
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "pure-bfloat16": 2}
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)
-
-
 def _require_multiple(name: str, value: int, of: str, divisor: int) -> None:
-    _require(value % divisor == 0, f"{name} {value} is not a multiple of {of} {divisor}")
+    require(value % divisor == 0, f"{name} {value} is not a multiple of {of} {divisor}")
 
 
 @dataclass(frozen=True)
@@ -88,7 +68,7 @@ class ModelSettings(Checked, prefix="model."):
         _require_multiple("model.hidden-size", self.hidden_size, "model.num-heads", self.num_heads)
         groups = self.num_query_groups or self.num_heads
         _require_multiple("model.num-heads", self.num_heads, "model.num-query-groups", groups)
-        _require(
+        require(
             self.architecture != "llama" or self.hidden_size // self.num_heads % 2 == 0,
             f"rotary positions need heads of even width; {self.hidden_size} / {self.num_heads} is odd",
         )
@@ -117,12 +97,12 @@ class ParallelSettings(Checked, prefix="parallel."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(
+        require(
             self.virtual_stages == 1 or (self.pp > 1 and self.pipeline_schedule == "interleaved"),
             f"parallel.virtual-stages {self.virtual_stages} needs --parallel.pipeline-schedule interleaved (it is "
             f"{self.pipeline_schedule!r}) and --parallel.pp of at least 2 (it is {self.pp})",
         )
-        _require(
+        require(
             self.pp == 1 or self.pipeline_schedule != "interleaved" or self.virtual_stages > 1,
             "parallel.pipeline-schedule 'interleaved' needs --parallel.virtual-stages of at least 2",
         )
@@ -151,13 +131,13 @@ class RecomputeSettings(Checked, prefix="recompute."):
         super().__post_init__()
         for name, granularity in (("method", "full"), ("num_layers", "full"), ("modules", "selective")):
             value = getattr(self, name)
-            _require(
+            require(
                 self.granularity == granularity or value == getattr(type(self), name),
                 f"recompute.{name.replace('_', '-')} {value} needs --recompute.granularity {granularity} (it is "
                 f"{self.granularity!r})",
             )
-        _require(bool(self.modules), "recompute.modules names nothing; name at least one module, such as core_attn")
-        _require(
+        require(bool(self.modules), "recompute.modules names nothing; name at least one module, such as core_attn")
+        require(
             not {"mlp", "mlp_act"} <= set(self.modules),
             "recompute.modules has mlp and mlp_act, which is a part of it; choose one of them",
         )
@@ -171,93 +151,6 @@ class RecomputeSettings(Checked, prefix="recompute."):
             "recompute_num_layers": self.num_layers if full else None,
             "recompute_modules": self.modules if selective else None,
         }
-
-
-@dataclass(frozen=True)
-class OptimizerSettings(Checked, prefix="optimizer."):
-    """AdamW or Muon, and the learning rate of each step.
-
-    Attributes:
-        name: "adamw", or "muon" for the weight matrices of transformer layers, with AdamW for all else.
-        learning_rate: highest learning rate.
-        schedule: how the learning rate moves after the warm-up: "constant" stays, "linear" and "cosine" fall until the
-            last step, and "wsd" (warm-up, stable, decay) stays and then falls linearly over the last decay_share of the
-            steps.
-        final_learning_rate_ratio: last learning rate as a share of the highest, from 0 to 1; "constant" has none.
-        warmup_steps: steps over which the learning rate rises from 0.
-        decay_share: share of all steps over which "wsd" falls; 0.2 if not given.
-        weight_decay: decoupled decay of weight matrices and embeddings, per unit of learning rate.
-        beta1: decay of the gradient's mean.
-        beta2: decay of the gradient's mean square.
-        epsilon: added to the root mean square.
-        clip_grad_norm: largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
-        momentum: decay of the gradient's mean in "muon"; 0.95 if not given.
-        matrix_learning_rate_ratio: learning rate of the matrices of "muon", as a multiple of learning_rate; 1 if not
-            given.
-    """
-
-    name: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Annotated[float, RATE] = 3e-3
-    schedule: Schedule = "cosine"
-    final_learning_rate_ratio: Annotated[float, bounds.SHARE] = 0.1
-    warmup_steps: Annotated[int, bounds.STEPS] = 20
-    decay_share: Annotated[float | None, bounds.SHARE] = None
-    weight_decay: Annotated[float, DECAY] = 0.1
-    beta1: Annotated[float, bounds.PROBABILITY] = 0.9
-    beta2: Annotated[float, bounds.PROBABILITY] = 0.95
-    # Without it the update of a weight that never had a gradient is 0 / 0; less than this vanishes in fp32.
-    epsilon: Annotated[float, Range(1e-30, 10_000)] = 1e-8
-    clip_grad_norm: Annotated[float, Range(0, _LARGE)] = 1.0
-    momentum: Annotated[float | None, bounds.PROBABILITY] = None
-    matrix_learning_rate_ratio: Annotated[float | None, Range(0, _LARGE)] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("momentum", "matrix_learning_rate_ratio"):
-            value = getattr(self, name)
-            _require(
-                value is None or self.name == "muon",
-                f"optimizer.{name.replace('_', '-')} {value} is for --optimizer.name muon, and it is {self.name!r}; "
-                "leave one out",
-            )
-        _require(
-            self.decay_share is None or self.schedule == "wsd",
-            f"optimizer.decay-share {self.decay_share} is for --optimizer.schedule wsd, and it is {self.schedule!r}; "
-            "leave one out",
-        )
-
-    def learning_rate_at(self, step: int, steps: int) -> float:
-        """Of step ``step``, from 0, of a run of ``steps``."""
-        return learning_rate_at(
-            step,
-            schedule=self.schedule,
-            steps=steps,
-            warmup_steps=self.warmup_steps,
-            highest=self.learning_rate,
-            final_ratio=self.final_learning_rate_ratio,
-            decay_share=_DECAY_SHARE if self.decay_share is None else self.decay_share,
-        )
-
-    def make(self, model: nn.Module) -> ShardedOptimizer:
-        """The optimizer of ``model``: the one place that says which."""
-        from shardwise.optimizer.adamw import AdamW
-        from shardwise.optimizer.muon import Muon
-
-        options: dict[str, Any] = {
-            "learning_rate": self.learning_rate,
-            "weight_decay": self.weight_decay,
-            "betas": (self.beta1, self.beta2),
-            "epsilon": self.epsilon,
-        }
-        if self.name == "adamw":
-            return AdamW(model, **options)
-        ratio = self.matrix_learning_rate_ratio
-        return Muon(
-            model,
-            momentum=_MOMENTUM if self.momentum is None else self.momentum,
-            matrix_learning_rate_ratio=1.0 if ratio is None else ratio,
-            **options,
-        )
 
 
 @dataclass(frozen=True)
@@ -351,7 +244,7 @@ class RunSettings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
+        require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
 
     @property
     def sequence_length(self) -> int:
@@ -377,22 +270,22 @@ class RunSettings(Checked):
         """
         tp, pp = self.parallel.tp, self.parallel.pp
         split = f"parallel.tp {tp}" if pp == 1 else f"parallel.tp {tp} x parallel.pp {pp}"
-        _require(
+        require(
             world_size % (tp * pp) == 0,
             f"{split} does not divide the {world_size} ranks; start a multiple of {tp * pp} with --nproc",
         )
         dp = world_size // (tp * pp)
         batch, micro = self.training.global_batch_size, self.micro_batch_size(dp)
-        _require(
+        require(
             batch % dp == 0,
             f"training.global-batch-size {batch} is not a multiple of the {dp} data-parallel ranks "
             f"({world_size} ranks / {'tp' if pp == 1 else 'tp x pp'} {tp * pp})",
         )
-        _require(
+        require(
             batch // dp % micro == 0,
             f"{batch // dp} samples per rank and step are not a multiple of training.micro-batch-size {micro}",
         )
-        _require(
+        require(
             self.parallel.virtual_stages == 1 or batch // dp // micro % pp == 0,
             f"{batch // dp // micro} micro-batches per rank and step are not a multiple of parallel.pp {pp}, as "
             "parallel.pipeline-schedule 'interleaved' needs; change training.global-batch-size or "
@@ -428,14 +321,14 @@ class Settings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(
+        require(
             self.model.num_heads >= self.parallel.tp,
             f"parallel.tp {self.parallel.tp} is more than the {self.model.num_heads} attention heads; lower it or "
             "raise model.num-heads",
         )
         parallel = self.parallel
         stages = parallel.pp * parallel.virtual_stages
-        _require(
+        require(
             self.model.num_layers >= stages,
             f"model.num-layers {self.model.num_layers} is less than the {stages} parts of parallel.pp {parallel.pp} x "
             f"parallel.virtual-stages {parallel.virtual_stages}; each needs a layer",
@@ -456,7 +349,7 @@ class Settings(RunSettings):
         num_parameters = model.num_layers * per_layer + model.vocab_size * model.hidden_size
         share = num_parameters * _BYTES[self.training.dtype] // ranks
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        _require(
+        require(
             share <= memory,
             f"a model of model.num-layers {model.num_layers}, model.hidden-size {model.hidden_size} and "
             f"model.vocab-size {model.vocab_size} has {num_parameters:.1e} parameters, {share / 1e9:,.0f} GB of "

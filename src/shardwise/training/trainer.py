@@ -66,8 +66,9 @@ class Trainer:
             fp32; None if there is one rank, and parameters in the dtype in which the optimizer updates them.
         loss_scale: None where the loss is not scaled.
         num_skipped: steps whose gradients overflowed, in all.
-        before_update: if not None, called with each step's number once its loss and gradient, which are finite, are
-            known and nothing has changed yet; what it raises leaves the weights as they were.
+        before_update: if not None, called with each step's number once its loss and gradient are known, which are
+            finite or, with a loss scale, skipped if not, and nothing has changed yet; what it raises leaves the weights
+            as they were.
     """
 
     def __init__(self, settings: RunSettings, model: GPT | ModelChunks, groups: Groups) -> None:
