@@ -53,6 +53,18 @@ def full_state(tp: int, rank: int, seed: int = 0) -> dict[str, ParamShard]:
     }
 
 
+def shared_out(state: Mapping[str, ParamShard], dp: int, dp_rank: int) -> dict[str, ParamShard]:
+    """What one of ``dp`` ranks that share out a part holds of it; each tensor-parallel rank cuts at other places."""
+    result = {}
+    for name, shard in state.items():
+        flat = shard.data.reshape(-1)
+        inner = sorted((7 * (shard.rank + 1) * (k + 1) + flat.numel() // 2) % (flat.numel() + 1) for k in range(dp - 1))
+        cuts = [0, *inner, flat.numel()]
+        interval = (cuts[dp_rank], cuts[dp_rank + 1])
+        result[name] = shard.with_interval(interval, flat[slice(*interval)].clone())
+    return result
+
+
 def empty_state(tp: int, rank: int) -> dict[str, ParamShard]:
     """The same state with other values, to be loaded into."""
     state = full_state(tp, rank)

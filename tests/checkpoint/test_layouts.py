@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_states import assert_states_equal, empty_state, full_state, layouts, stored_tensors, whole_tensors
+from checkpoint_states import (
+    assert_states_equal,
+    empty_state,
+    full_state,
+    layouts,
+    shared_out,
+    stored_tensors,
+    whole_tensors,
+)
 from torch.distributed import ProcessGroup
 
 from shardwise.checkpoint import ParamShard, latest, load, read_meta, save, verify
@@ -53,6 +61,33 @@ def test_data_parallel_copies_share_the_writing(group: ProcessGroup, tmp_path: P
     loaded = empty_state(4, rank)
     load(path, loaded, group=group)
     assert_states_equal(loaded, full_state(4, rank))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parts_that_data_parallel_ranks_share_out(group: ProcessGroup, tmp_path: Path, tp: int) -> None:
+    """Saved as intervals of elements and loaded as whole parts at any layout; and the other way round."""
+    rank = dist.get_rank(group)
+
+    def mine(tp: int, state: dict[str, ParamShard]) -> dict[str, ParamShard]:
+        return shared_out(state, 4 // tp, rank // tp)
+
+    path = save(tmp_path, 1, mine(tp, full_state(tp, rank % tp)), META, group=group)
+    stored = stored_tensors(path)
+    assert sum(t.numel() for t in stored.values()) == sum(t.numel() for t in whole_tensors().values())
+    assert len(list(path.glob("*.safetensors"))) == 4
+    three = dist.new_group(range(3))
+    if rank < 3:
+        loaded = empty_state(3, rank)
+        load(path, loaded, group=three)
+        assert_states_equal(loaded, full_state(3, rank))
+        save(tmp_path, 2, full_state(3, rank), META, group=three)
+    dist.barrier(group)
+    for step in (1, 2):
+        for other in {tp, 3 - tp}:
+            loaded = mine(other, empty_state(other, rank % other))
+            assert load(tmp_path / f"step-{step:08}", loaded, group=group) == META
+            assert_states_equal(loaded, mine(other, full_state(other, rank % other)))
 
 
 @pytest.mark.ranks(3)

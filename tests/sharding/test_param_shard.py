@@ -75,6 +75,40 @@ def test_pieces_are_views_with_their_offsets_in_the_stack():
     assert_bit_equal(weight.detach()[2:], torch.full((3, 2), 7.0))
 
 
+def test_an_interval_of_a_part_consists_of_pieces_that_the_first_holder_writes():
+    # Rank 1 holds rows 2 to 5, of which it shares 2 and 3 with rank 0; of its 12 elements it holds 2 to 11.
+    layout = ParamLayout((6, 3), 0, (((0, 4),), ((2, 6),)), 2)
+    whole = torch.arange(18.0).view(6, 3)
+    shard = ParamShard("w", layout.take(whole, 1), layout, 1, ((0, 1, 2),))
+    part = shard.with_interval((2, 11), layout.take(whole, 1).flatten()[2:11].clone())
+    assert part.global_shape == (2, 6, 3)
+    pieces = dict(part.pieces())
+    assert {offset: tuple(view.shape) for offset, view in pieces.items()} == {
+        (1, 2, 2): (1, 1, 1),
+        (1, 3, 0): (1, 1, 3),
+        (1, 4, 0): (1, 1, 3),
+        (1, 5, 0): (1, 1, 2),
+    }
+    for (_, row, column), view in pieces.items():
+        assert_bit_equal(view[0], whole[row : row + 1, column : column + view.size(2)])
+    assert [offset for offset, _ in part.written_pieces()] == [(1, 4, 0), (1, 5, 0)]
+    assert part.with_interval((2, 11), part.data, is_copy=True).written_pieces() == []
+    # What every rank has whole the first one writes.
+    norm = ParamLayout.replicated((5,), 2)
+    for rank in range(2):
+        held = ParamShard("n", torch.zeros(2), norm, rank, interval=(3, 5))
+        assert [offset for offset, _ in held.pieces()] == [(3,)]
+        assert len(held.written_pieces()) == 1 - rank
+    # Nothing of a part, and a tensor that has no elements.
+    assert ParamShard("n", torch.zeros(0), norm, 0, interval=(3, 3)).pieces() == []
+    empty = ParamShard("e", torch.zeros(0), ParamLayout.split((0, 4), 0, 2), 1, interval=(0, 0))
+    assert [(offset, tuple(view.shape)) for offset, view in empty.pieces()] == [((0, 0), (0, 4))]
+    with pytest.raises(ShardingError, match=r"n: the interval \[3, 6\] does not lie in the 5 elements of rank 0"):
+        ParamShard("n", torch.zeros(3), norm, 0, interval=(3, 6))
+    with pytest.raises(ShardingError, match=r"n: rank 0 should hold shape \[2\] of \[5\], got \[5\]"):
+        ParamShard("n", torch.zeros(5), norm, 0, interval=(3, 5))
+
+
 def test_what_a_whole_parameter_may_be_loaded_from():
     layout = ParamLayout.split((12, 4), 0, 2)
     part = torch.zeros(6, 4)

@@ -24,9 +24,11 @@ def tensors_of(
         ShardingError: the rank holds an index of a tensor twice.
     """
     pieces: dict[str, dict[tuple[int, ...], Tensor]] = {}
+    written: dict[str, dict[tuple[int, ...], Tensor]] = {}
     first: dict[str, ParamShard] = {}
     for name, shard in state.items():
         first.setdefault(shard.key, shard)
+        written.setdefault(shard.key, {}).update(shard.written_pieces())
         of_key = pieces.setdefault(shard.key, {})
         for offset, view in shard.pieces():
             held = of_key.setdefault(offset, view)
@@ -42,7 +44,7 @@ def tensors_of(
             list(of_key.items()),
             dtype=first[key].dtype,
             device=first[key].device,
-            is_copy=first[key].is_copy,
+            written=list(written[key].items()),
         )
         for key, of_key in pieces.items()
     }

@@ -7,7 +7,7 @@ sum of its slices', and each slice is counted by one of the ranks that read it.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,26 +142,51 @@ def share_out_slices(wanted: list[list[Slice]], chunks: Mapping[MetadataIndex, C
     """Which slices each rank counts towards the checksums of their chunks.
 
     Args:
-        wanted: the slices that each rank reads; any two are the same or have nothing in common.
+        wanted: the slices that each rank reads.
         chunks: the stored chunks.
 
     Returns:
         For each rank a set: each wanted slice is in one. Of a chunk that is not wanted whole (rows of a vocabulary that
-        was padded otherwise), the first rank that reads of it gets all of it, to read only for this.
+        was padded otherwise), or of which two slices have something in common and are not the same (copies that ranks
+        share out at different places), the first rank that reads of it gets all of it, to read only for this.
     """
     first: dict[Slice, int] = {}
     for rank, slices in enumerate(wanted):
         for box in slices:
             first.setdefault(box, rank)
-    volumes: Counter[MetadataIndex] = Counter()
+    of_chunk: dict[MetadataIndex, list[Slice]] = {}
     for box in first:
-        volumes[box.chunk] += math.prod(box.sizes)
-    counted: dict[Slice, int] = {}
-    for box, rank in first.items():
-        sizes = torch.Size(chunks[box.chunk].sizes)
-        is_whole = volumes[box.chunk] == math.prod(sizes)
-        counted.setdefault(box if is_whole else Slice(box.chunk, torch.Size([0] * len(sizes)), sizes), rank)
-    return [{box for box, owner in counted.items() if owner == rank} for rank in range(len(wanted))]
+        of_chunk.setdefault(box.chunk, []).append(box)
+    shared: list[set[Slice]] = [set() for _ in wanted]
+    for chunk, boxes in of_chunk.items():
+        sizes = torch.Size(chunks[chunk].sizes)
+        if sum(math.prod(box.sizes) for box in boxes) == math.prod(sizes) and not _overlap(boxes):
+            for box in boxes:
+                shared[first[box]].add(box)
+        else:
+            shared[first[boxes[0]]].add(Slice(chunk, torch.Size([0] * len(sizes)), sizes))
+    return shared
+
+
+def _overlap(boxes: Sequence[Slice]) -> bool:
+    """Whether two boxes of one chunk have something in common."""
+    if not boxes[0].sizes:
+        return len(boxes) > 1
+    active: list[Slice] = []
+    for box in sorted(boxes, key=lambda each: each.offsets[0]):
+        # Those that end before this one begins are behind all that follow too.
+        active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        if any(_meet(box, other) for other in active):
+            return True
+        active.append(box)
+    return False
+
+
+def _meet(a: Slice, b: Slice) -> bool:
+    return all(
+        max(start, other) < min(start + size, other + length)
+        for start, size, other, length in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
 
 
 def _slice_of(item: ReadItem) -> Slice:

@@ -9,6 +9,8 @@ from shardwise.sharding.balanced import divide as divide
 from shardwise.sharding.balanced import ensure_divisibility as ensure_divisibility
 from shardwise.sharding.balanced import intervals_of_sizes as intervals_of_sizes
 from shardwise.sharding.balanced import uneven_sizes as uneven_sizes
+from shardwise.sharding.boxes import Box as Box
+from shardwise.sharding.boxes import boxes_of_interval as boxes_of_interval
 from shardwise.sharding.layout import ParamLayout as ParamLayout
 from shardwise.sharding.layout import Segment as Segment
 from shardwise.sharding.layout import has_copies as has_copies

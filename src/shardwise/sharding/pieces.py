@@ -25,13 +25,13 @@ class TensorPieces(Tensor):
 
     Args:
         shape: shape of the whole tensor.
-        pieces: this rank's; any two, of whichever ranks, are the same box or have nothing in common.
+        pieces: this rank's. Of what is written any two, of whichever ranks, are the same box or have nothing in common.
         dtype, device: the pieces'.
-        is_copy: another rank writes what this one holds.
+        written: those of the pieces that this rank may write; other ranks write the rest. All of them if None.
     """
 
     _pieces: list[Piece]
-    is_copy: bool = False
+    _written: list[Piece] | None
 
     def __new__(
         cls,
@@ -40,20 +40,22 @@ class TensorPieces(Tensor):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        is_copy: bool = False,
+        written: Sequence[Piece] | None = None,
     ) -> TensorPieces:
         self: TensorPieces = shape_only(cls, shape, dtype, device)
-        self._pieces, self.is_copy = list(pieces), is_copy
+        self._pieces, self._written = list(pieces), None if written is None else list(written)
         return self
 
     def pieces(self) -> list[Piece]:
         """Each box that this rank holds: its offset in the whole, and the view that holds it."""
         return self._pieces
 
+    def written_pieces(self) -> list[Piece]:
+        """Those of ``pieces()`` that this rank may write."""
+        return self.pieces() if self._written is None else self._written
+
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         """What this rank could write; the planner then chooses one writer for what several ranks hold."""
-        if self.is_copy:
-            return []
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -67,7 +69,7 @@ class TensorPieces(Tensor):
                     size=self.shape,
                 ),
             )
-            for offset, view in self.pieces()
+            for offset, view in self.written_pieces()
         ]
 
     def __create_chunk_list__(self) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardingError
-from shardwise.sharding.layout import ParamLayout, segments
+from shardwise.sharding.balanced import Interval
+from shardwise.sharding.boxes import boxes_of_interval
+from shardwise.sharding.layout import ParamLayout, holders, segments
 from shardwise.sharding.pieces import Piece, TensorPieces, shape_only
 
 _aten = torch.ops.aten
@@ -27,7 +30,8 @@ class ParamShard(TensorPieces):
 
     Attributes:
         key: name of the parameter in the checkpoint; parameters that ``sharded_offsets`` stack share it.
-        data: this rank's part, shape ``layout.local_shape(rank)``; the parameter itself, not a copy.
+        data: this rank's part, shape ``layout.local_shape(rank)``; the parameter itself, not a copy. With an
+            ``interval`` one-dimensional: these elements.
         layout: where each rank's part lies in the whole.
         rank: this rank among those that ``layout`` is about.
         sharded_offsets: leading axes that stack parameters of one name, such as the layers of a model; axis numbers
@@ -37,16 +41,21 @@ class ParamShard(TensorPieces):
             ``torch.distributed.checkpoint`` by itself wants the same shape always.
         is_copy: a data-parallel rank before this one writes it; see ``is_copy_by``. If False the planner of a
             checkpoint chooses among all that hold it.
+        interval: where data-parallel ranks share out a part: which of its elements, in row-major order, this one
+            holds, first and one after the last. None for all of them. All ranks' intervals together are the part; they
+            may be cut at other places on each rank of ``layout``, and what several of these hold the first one writes.
 
     Raises:
-        ShardingError: the rank is not one of the layout's, ``data`` is not of the shape that the layout gives it, or
-            the offsets' axes are not 0, 1...
+        ShardingError: the rank is not one of the layout's, ``data`` is not of the shape that the layout gives it, the
+            interval does not lie in the part, or the offsets' axes are not 0, 1...
     """
 
     key: str
     rank: int
     sharded_offsets: tuple[ShardedOffset, ...]
     allow_shape_mismatch: bool
+    is_copy: bool
+    interval: Interval | None
     _data: Tensor
     _layout: ParamLayout
 
@@ -59,10 +68,18 @@ class ParamShard(TensorPieces):
         sharded_offsets: tuple[ShardedOffset, ...] = (),
         allow_shape_mismatch: bool = False,
         is_copy: bool = False,
+        interval: Interval | None = None,
     ) -> ParamShard:
         if not 0 <= rank < layout.world_size:
             raise ShardingError(f"{key}: rank {rank} is not one of the layout's {layout.world_size}")
         expected = layout.local_shape(rank)
+        if interval is not None:
+            if not 0 <= interval[0] <= interval[1] <= math.prod(expected):
+                raise ShardingError(
+                    f"{key}: the interval {list(interval)} does not lie in the {math.prod(expected)} elements of "
+                    f"rank {rank}, shape {list(expected)}"
+                )
+            expected = (interval[1] - interval[0],)
         if tuple(data.shape) != expected:
             raise ShardingError(
                 f"{key}: rank {rank} should hold shape {list(expected)} of {list(layout.global_shape)}, "
@@ -79,7 +96,7 @@ class ParamShard(TensorPieces):
         self.key, self.rank = key, rank
         self._data, self._layout = data, layout
         self.sharded_offsets, self.allow_shape_mismatch = sharded_offsets, allow_shape_mismatch
-        self.is_copy = is_copy
+        self.is_copy, self.interval = is_copy, interval
         return self
 
     @property
@@ -116,12 +133,14 @@ class ParamShard(TensorPieces):
     def pieces(self) -> list[Piece]:
         """Each interval of indices that this rank holds: its offset in the whole, and the view of ``data`` for it.
 
-        Pieces of any two ranks are the same part of the whole or have nothing in common. Views have the leading axes
-        too, of size 1.
+        Pieces of any two ranks are the same part of the whole or have nothing in common, but for ranks of the layout
+        that hold different intervals of what they both have. Views have the leading axes too, of size 1.
 
         Raises:
             ShardingError: the rank holds an index twice.
         """
+        if self.interval is not None:
+            return [piece for piece, _ in self._pieces_of_interval(self.interval)]
         lead = tuple(index for _, index, _ in self.sharded_offsets)
         data = self.data.detach()[(None,) * len(lead)] if lead else self.data.detach()
         dim = self.layout.dim
@@ -135,15 +154,77 @@ class ParamShard(TensorPieces):
             for start, length, local_start in segments(self.layout, self.rank)
         ]
 
+    def written_pieces(self) -> list[Piece]:
+        """Those of ``pieces()`` that this rank may write: nothing of a copy.
+
+        Of an interval, what no rank of the layout before this one holds: theirs may be cut at other places.
+        """
+        if self.is_copy:
+            return []
+        if self.interval is None:
+            return self.pieces()
+        return [piece for piece, is_first in self._pieces_of_interval(self.interval) if is_first]
+
+    def _pieces_of_interval(self, interval: Interval) -> list[tuple[Piece, bool]]:
+        """The pieces that the interval consists of, and of each whether this is the layout's first rank that has it."""
+        layout, rank = self.layout, self.rank
+        shape, dim = layout.local_shape(rank), layout.dim
+        lead = tuple(index for _, index, _ in self.sharded_offsets)
+        ones = (1,) * len(lead)
+        if math.prod(layout.global_shape) == 0:
+            # A tensor without elements is stored too.
+            return [(((*lead, *(0 for _ in shape)), self.data.detach().view(*ones, *shape)), rank == 0)]
+        pieces: list[tuple[Piece, bool]] = []
+        taken = 0
+        for box in boxes_of_interval(shape, interval):
+            count = math.prod(box.sizes)
+            view = self.data.detach()[taken : taken + count].view(*ones, *box.sizes)
+            taken += count
+            if dim is None:
+                pieces.append((((*lead, *box.offsets), view), rank == 0))
+                continue
+            for start, length, local_start in segments(layout, rank):
+                part = box.narrowed(dim, local_start, local_start + length)
+                if part is None:
+                    continue
+                offsets = list(part.offsets)
+                offsets[dim] += start - local_start
+                inside = view.narrow(len(lead) + dim, part.offsets[dim] - box.offsets[dim], part.sizes[dim])
+                is_first = holders(layout)[start, start + length][0] == rank
+                pieces.append((((*lead, *offsets), inside), is_first))
+        return pieces
+
     def with_data(self, data: Tensor) -> ParamShard:
         """The same part of the same parameter, held in ``data``, of the same shape."""
-        flags = self.allow_shape_mismatch, self.is_copy
-        return ParamShard(self.key, data, self.layout, self.rank, self.sharded_offsets, *flags)
+        return self._but(data=data)
+
+    def with_interval(self, interval: Interval, data: Tensor, *, is_copy: bool | None = None) -> ParamShard:
+        """Some of the part's elements, held in ``data``.
+
+        Args:
+            interval: first element in row-major order, and the one after the last.
+            data: one-dimensional, these elements.
+            is_copy: another rank writes them; as it was if None.
+        """
+        return self._but(data=data, interval=interval, is_copy=self.is_copy if is_copy is None else is_copy)
 
     def with_key(self, key: str, *, allow_shape_mismatch: bool | None = None) -> ParamShard:
         """The same part under another name, which may allow another size on load."""
         allow = self.allow_shape_mismatch if allow_shape_mismatch is None else allow_shape_mismatch
-        return ParamShard(key, self.data, self.layout, self.rank, self.sharded_offsets, allow, self.is_copy)
+        return self._but(key=key, allow_shape_mismatch=allow)
+
+    def _but(self, **changes: Any) -> ParamShard:
+        fields: dict[str, Any] = {
+            "key": self.key,
+            "data": self.data,
+            "layout": self.layout,
+            "rank": self.rank,
+            "sharded_offsets": self.sharded_offsets,
+            "allow_shape_mismatch": self.allow_shape_mismatch,
+            "is_copy": self.is_copy,
+            "interval": self.interval,
+        }
+        return ParamShard(**(fields | changes))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         # torch.distributed.checkpoint stores by the dict's names, so that layers under names of their own would each be
