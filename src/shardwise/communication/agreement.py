@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.communication import accounting
 from shardwise.communication.context import context_of
 from shardwise.communication.waiting import Wait
 from shardwise.errors import DesyncError, ShardwiseError
+from shardwise.validation import check_ids
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -91,6 +94,18 @@ def agree(
         lambda: results.append(agree(function, group=inner) if inner else function()), lambda _: None, group=outermost
     )
     return results[0]
+
+
+def check_ids_alike(
+    ids: Tensor, vocab_size: int, *, what: str, group: ProcessGroup, ignore_index: int | None = None
+) -> None:
+    """``check_ids`` of what all ranks of ``group`` have, alike on all of them where the group's calls are validated.
+
+    There it waits for a GPU too, unless it is inside ``DeferredChecks``.
+    """
+    may_wait = context_of(group).validates
+    check = partial(check_ids, ids, vocab_size, what=what, ignore_index=ignore_index, may_wait=may_wait)
+    agree(check, group=group, only_validated=True)
 
 
 def gather_objects(value: Any, what: str, *, group: ProcessGroup) -> list[Any]:

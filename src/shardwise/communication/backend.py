@@ -65,6 +65,19 @@ def device_of(group: ProcessGroup) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def device_of_host_facts(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Where to put what the host knows, tells the other ranks and reads at once: the CPU, if it carries tensors there.
+
+    On a GPU the host would wait for all that it has launched.
+
+    Args:
+        group: the ranks.
+        device: where they compute.
+    """
+    cpu = torch.device("cpu")
+    return device if backend_of(group, cpu) is None else cpu
+
+
 def default_device(group: ProcessGroup | None) -> torch.device:
     """Where to make what the ranks of ``group`` work with: PyTorch's default device, or if nobody chose one, theirs."""
     default = torch.get_default_device()

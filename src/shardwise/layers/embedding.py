@@ -1,6 +1,5 @@
 """The embedding whose vocabulary is split over the ranks."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +8,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.communication import moves
-from shardwise.communication.agreement import agree
+from shardwise.communication.agreement import check_ids_alike
 from shardwise.initialization import InitMethod
 from shardwise.layers.module import ShardedModule
 from shardwise.sharding import ParamLayout
-from shardwise.validation import check_ids
+from shardwise.validation import safe_to_look_up
 
 
 class VocabEmbedding(ShardedModule):
@@ -74,9 +73,9 @@ class VocabEmbedding(ShardedModule):
         Raises:
             VocabularyError: an id outside the vocabulary.
         """
-        agree(partial(check_ids, input_, self.num_embeddings, what="token id"), group=self.group, only_validated=True)
+        check_ids_alike(input_, self.num_embeddings, what="token id", group=self.group)
         if self.group.size() == 1:
-            output = self._look_up(input_)
+            output = self._look_up(safe_to_look_up(input_, self.num_embeddings))
             return output.transpose(0, 1).contiguous() if self.sequence_parallel else output
         if self.sequence_parallel:
             input_ = input_.transpose(0, 1)

@@ -1,6 +1,5 @@
 """Layers that every rank holds whole: small tables and small linear layers."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -8,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.agreement import agree
+from shardwise.communication.agreement import check_ids_alike
 from shardwise.initialization import InitMethod
 from shardwise.layers.module import ShardedModule
 from shardwise.sharding import ParamLayout
-from shardwise.validation import check_ids
+from shardwise.validation import safe_to_look_up
 
 
 class ReplicatedEmbedding(ShardedModule):
@@ -52,8 +51,9 @@ class ReplicatedEmbedding(ShardedModule):
         Raises:
             VocabularyError: a number that is no row.
         """
-        agree(partial(check_ids, input_, self.weight.size(0), what=self.what), group=self.group, only_validated=True)
-        return F.embedding(input_, self.weight)
+        num_embeddings = self.weight.size(0)
+        check_ids_alike(input_, num_embeddings, what=self.what, group=self.group)
+        return F.embedding(safe_to_look_up(input_, num_embeddings), self.weight)
 
     def first(self, count: int) -> Tensor:
         """The first ``count`` rows, ``[count, h]``: a view, without a look at any number."""

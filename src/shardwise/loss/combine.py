@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.communication.collectives import all_gather
+from shardwise.communication.host_numbers import host_numbers
 from shardwise.loss.options import LossOptions
 from shardwise.sharding import Interval
 
@@ -61,7 +62,7 @@ def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options:
     at_target = torch.expm1(-nll) + smoothing
     rest = None
     if smoothing > 0:
-        counts = every.new_tensor([stop - start for start, stop in ranges])
+        counts = host_numbers([float(stop - start) for start, stop in ranges], every)
         # Empty shards have no maximum: nothing of theirs enters the sum.
         differences = (every[..., 3] + counts[:, None] * below.nan_to_num(neginf=0.0)).sum(dim=0)
         of_others = smoothing / (vocab_size - 1)

@@ -152,7 +152,8 @@ def vocab_parallel_cross_entropy(
             the whole batch, and their gradients, summed, are the mean's. One all-reduce of 8 bytes.
         inplace_: the caller gives up ``logits``: their memory becomes the gradient's (not under torch.compile, which
             plans memory itself).
-        validate: check that targets are in the vocabulary, and warn where a mean has no token.
+        validate: check that targets are in the vocabulary, on CUDA without waiting for it (``validation.check_ids``);
+            on a CPU, warn where a mean has no token.
         check_finite: look for NaN and inf in the logits, and for tokens with every logit -inf.
 
     Returns:

@@ -87,7 +87,8 @@ def vocab_parallel_linear_cross_entropy(
             logits fit ``memory_budget``.
         memory_budget: bytes that this rank's logits may take. ``"chunked"`` makes its slices of it, but none wider
             than are efficient (8 MiB on a CPU, 64 MiB elsewhere), nor narrower than 256 columns.
-        validate: check that targets are in the vocabulary, and warn where a mean has no token.
+        validate: check that targets are in the vocabulary, on CUDA without waiting for it (``validation.check_ids``);
+            on a CPU, warn where a mean has no token.
         check_finite: look for NaN and inf in the logits, and for tokens with every logit -inf.
 
     Returns:

@@ -2,16 +2,15 @@
 
 import warnings
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.agreement import agree
+from shardwise.communication.agreement import check_ids_alike
 from shardwise.communication.collectives import all_reduce
 from shardwise.errors import ConfigError
-from shardwise.validation import check_ids, validation_applies
+from shardwise.validation import validation_applies
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -25,8 +24,8 @@ class Reduction:
         ignore_index: a target that costs nothing and is not counted.
         data_parallel_group: count the tokens of all its ranks, which costs one all-reduce of 8 bytes for a mean. The
             results of its ranks then add up to the mean over the whole batch, and so do their gradients.
-        validate: check that targets are in the vocabulary, and warn where there is no token to average over; the mean
-            is 0 then.
+        validate: check that targets are in the vocabulary (as ``check_ids`` does) and, on a CPU, warn where there is no
+            token to average over; the mean is 0 then.
 
     Raises:
         ConfigError: ``kind`` is none of these.
@@ -44,8 +43,7 @@ class Reduction:
     def check_targets(self, target: Tensor, vocab_size: int, *, group: ProcessGroup) -> None:
         """Raise VocabularyError for a target outside the vocabulary that is not ignored, if ``validate``."""
         if self.validate:
-            check = partial(check_ids, target, vocab_size, what="target", ignore_index=self.ignore_index)
-            agree(check, group=group, only_validated=True)
+            check_ids_alike(target, vocab_size, what="target", group=group, ignore_index=self.ignore_index)
 
     def apply(self, loss: Tensor, target: Tensor, *, stacklevel: int) -> Tensor:
         """The loss of each token, 0 where it is ignored, reduced.
@@ -62,7 +60,8 @@ class Reduction:
         count = (target != self.ignore_index).sum().to(torch.float64)
         if self.data_parallel_group is not None:
             count = all_reduce(count, group=self.data_parallel_group)
-        if self.validate and validation_applies() and count.item() == 0:
+        # On a GPU the host would wait for the answer.
+        if self.validate and count.is_cpu and validation_applies() and count.item() == 0:
             warnings.warn(
                 f"all {target.numel()} targets are {self.ignore_index}, which is ignored: the mean loss is 0 and so is "
                 "its gradient",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from shardwise.communication.backend import device_of_host_facts
 from shardwise.communication.collectives import all_reduce
 from shardwise.errors import ConfigError
 from shardwise.layers import named_param_layouts
@@ -74,7 +75,8 @@ def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup)
         return
     gradients = _gradients(tied)
     # Who has none would leave the others waiting, and its copy would go another way than theirs.
-    holders = int(all_reduce(tied[0].new_tensor(float(bool(gradients))), group=embd_group))
+    has_one = torch.tensor(float(bool(gradients)), device=device_of_host_facts(embd_group, tied[0].device))
+    holders = int(all_reduce(has_one, group=embd_group))
     if holders not in (0, embd_group.size()):
         raise ConfigError(
             f"the tied embedding and output weight has a gradient on {holders} of the {embd_group.size()} pipeline "
@@ -128,15 +130,34 @@ def clip_grad_norm_(
         loss_scale: by which the loss was multiplied, and so the gradients are; they are divided by it in any case.
 
     Returns:
-        The norm before, but divided by ``loss_scale``; an fp64 scalar, the same on every rank.
+        The norm before, but divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host has not waited
+        for it on a GPU.
     """
     norm = global_grad_norm(model, tp_group=tp_group, pp_group=pp_group) / loss_scale
-    factor = 1.0
-    if max_norm > 0 and not math.isinf(max_norm):
-        factor = min(1.0, float(max_norm / (norm + 1e-6)))
-    if factor / loss_scale != 1.0:
-        torch._foreach_mul_(_gradients(model.parameters()), factor / loss_scale)
+    clips = max_norm > 0 and not math.isinf(max_norm)
+    if clips and not norm.is_cpu:
+        # A norm that is NaN leaves the gradients as they are; that it is, is for who reads it.
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0) / loss_scale
+        _multiply_on_device_(_gradients(model.parameters()), factor)
+        return norm
+    on_host = min(1.0, float(max_norm / (norm + 1e-6))) if clips else 1.0
+    if on_host / loss_scale != 1.0:
+        torch._foreach_mul_(_gradients(model.parameters()), on_host / loss_scale)
     return norm
+
+
+def _multiply_on_device_(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply by a scalar that the host does not know, and does not wait for."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, same in by_dtype.items():
+        if dtype.itemsize >= 4:
+            torch._foreach_mul_(same, factor.to(dtype))
+            continue
+        # In 16 bits the factor itself would be rounded, to two digits in bf16.
+        for gradient in same:
+            gradient.copy_(gradient.float().mul_(factor.float()))
 
 
 def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 
 from shardwise.communication.agreement import agree, check_same
+from shardwise.communication.backend import device_of_host_facts
 from shardwise.communication.collectives import all_reduce
 from shardwise.communication.pending import Pending
 from shardwise.communication.point_to_point import Transfer, exchange
@@ -124,9 +125,9 @@ class Pipeline(Generic[T]):
             return delays
         # The stages agree if the largest number is also the smallest: one small collective instead of gathering the
         # facts.
-        number = float(zlib.crc32(repr(facts).encode()))
+        number, host = float(zlib.crc32(repr(facts).encode())), device_of_host_facts(self.group, device)
         largest = all_reduce(
-            torch.tensor([number, -number, float(delays)], dtype=torch.float64, device=device),
+            torch.tensor([number, -number, float(delays)], dtype=torch.float64, device=host),
             group=self.group,
             op=dist.ReduceOp.MAX,
         ).tolist()
@@ -189,7 +190,8 @@ class _Step(Generic[T]):
 
     def _end_alike(self) -> None:
         group = self.pipeline.group
-        failed = torch.tensor(float(self._failure is not None), device=self.device)
+        host = device_of_host_facts(group, self.device)
+        failed = torch.tensor(float(self._failure is not None), device=host)
         if not all_reduce(failed, group=group, op=dist.ReduceOp.MAX):
             return
         # Deferred gradients are of no use to the next step, whichever stage failed.

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +98,7 @@ class _Training:
     def run(self) -> Outcome:
         """All steps that are left."""
         session, settings = self.session, self.session.settings.training
-        session.trainer.before_update = self._before_update
+        session.trainer.wishes, session.trainer.before_update = self._wishes, self._before_update
         self._saved_at = time.monotonic()
         try:
             with ExitStack() as stack:
@@ -116,7 +116,7 @@ class _Training:
         except DivergenceError as error:
             raise DivergenceError(f"{error}; {self._after_divergence()}") from error
         finally:
-            session.trainer.before_update = None
+            session.trainer.wishes = session.trainer.before_update = None
         assert self.checkpoint is not None
         return Outcome(
             self._losses[0] if self._losses else None,
@@ -158,7 +158,7 @@ class _Training:
             values |= {"loss_scale": result.loss_scale, "skipped": float(result.is_skipped)}
         done = step + 1
         last = done == settings.steps
-        signum = self._agreed()[0] if last else 0
+        signum = self._agreed() if last else 0
         if (last or _is_due(done, settings.eval_every)) and not signum:
             self._held_out = values["held_out_bits_per_byte"] = self._evaluate(done)
         if metrics is not None:
@@ -168,13 +168,13 @@ class _Training:
         if last:
             self._save(done, signum)
 
-    def _before_update(self, step: int) -> None:
+    def _before_update(self, step: int, wishes: Sequence[float]) -> None:
         """Save and end where it is time, now that loss and gradient have shown that the weights are good.
 
         What is saved is the state after ``step`` steps, from which the loss and the gradient of one more have come.
         """
         self._counting.close()
-        signum, due = self._agreed()
+        signum, due = int(wishes[0]), bool(wishes[1])
         if step > self.first_step and (due or signum or _is_due(step, self.session.settings.training.save_every)):
             self._save(step, signum)
         elif signum:
@@ -188,20 +188,24 @@ class _Training:
         # It is not part of the step that it happens in.
         self._started += time.perf_counter() - begun
         self._saved_at = time.monotonic()
-        if signum := signum or self._agreed()[0]:
+        if signum := signum or self._agreed():
             self._end(signum)
 
     def _end(self, signum: int) -> NoReturn:
         self.signals.agreed = True
         raise Interrupted(signum, agreed=True)
 
-    def _agreed(self) -> tuple[int, bool]:
-        """The signal that came to any of the ranks (0 if none did), and whether the first one's clock says to save."""
+    def _wishes(self) -> tuple[float, float]:
+        """The signal that came to this rank (0 if none did), and on the first one whether its clock says to save."""
         ranks, minutes = self.session.ranks, self.session.settings.training.save_minutes
         due = ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
-        wishes = torch.tensor([float(self.signals.signum), float(due)], dtype=torch.float32, device=ranks.device)
-        signum, save = all_reduce(wishes, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True).tolist()
-        return int(signum), bool(save)
+        return float(self.signals.signum), float(due)
+
+    def _agreed(self) -> int:
+        """The signal that came to any of the ranks, asked for by itself; 0 if none did."""
+        ranks = self.session.ranks
+        signum = torch.tensor(self._wishes()[:1], dtype=torch.float32, device=ranks.device)
+        return int(all_reduce(signum, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True))
 
     def _evaluate(self, done: int) -> float:
         with self.signals.unhurried(), self.session.ranks.phase("measuring", limited=True):

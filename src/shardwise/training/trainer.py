@@ -12,9 +12,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.communication.agreement import agree
 from shardwise.communication.collectives import all_reduce
+from shardwise.communication.host_numbers import host_numbers
 from shardwise.data import Batch, DataLoader, EvaluationWindows, evaluation_batches
 from shardwise.data_parallel import GradientBuffers
 from shardwise.errors import DivergenceError
@@ -30,6 +33,7 @@ from shardwise.random import seed_streams
 from shardwise.topology import Groups
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
+from shardwise.validation import DeferredChecks
 
 _BATCHES_PER_STAGE = 8
 
@@ -66,13 +70,17 @@ class Trainer:
             fp32; None if there is one rank, and parameters in the dtype in which the optimizer updates them.
         loss_scale: None where the loss is not scaled.
         num_skipped: steps whose gradients overflowed, in all.
-        before_update: if not None, called with each step's number once its loss and gradient are known, which are
-            finite or, with a loss scale, skipped if not, and nothing has changed yet; what it raises leaves the weights
-            as they were.
+        wishes: if not None, called in every step for numbers that each rank has to say.
+        before_update: if not None, called with each step's number and the largest of each wish over all ranks, once the
+            step's loss and gradient are known, which are finite or, with a loss scale, skipped if not, and nothing has
+            changed yet; what it raises leaves the weights as they were.
+        defers_checks: ids out of range are found with the loss and the norm, which are all that a step reads of the
+            device; otherwise where they are used. True but on a CPU, where a look costs nothing.
     """
 
     def __init__(self, settings: RunSettings, model: GPT | ModelChunks, groups: Groups) -> None:
-        self.before_update: Callable[[int], None] | None = None
+        self.wishes: Callable[[], Sequence[float]] | None = None
+        self.before_update: Callable[[int, Sequence[float]], None] | None = None
         self.settings = settings
         self.model = model
         self.tp_group, self.embd_group = groups.tp, groups.embd
@@ -84,6 +92,7 @@ class Trainer:
         if self.pp_group is not None:
             self._pipeline = Pipeline(self._chunks, group=self.pp_group)
         self.device = next(model.parameters()).device
+        self.defers_checks = self.device.type != "cpu"
         precision = PRECISIONS[settings.training.dtype]
         self.optimizer: ShardedOptimizer = settings.optimizer.make(model)
         if precision.has_masters:
@@ -107,6 +116,7 @@ class Trainer:
 
         Raises:
             DivergenceError: the loss or the gradient is not finite; on every rank, which has its weights as they were.
+            VocabularyError: an id out of range; likewise, where ``defers_checks``.
         """
         settings = self.settings
         # Dropout's numbers are a function of the step, so that a resumed run draws what it would have drawn. Ranks of
@@ -124,42 +134,43 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = list(micro_batches)
         no_sync = contextlib.nullcontext if self.gradients is None else self.gradients.no_sync
-        if self._pipeline is None:
-            for number, (tokens, labels) in enumerate(self._on_device(batches), 1):
-                with no_sync() if number < len(batches) else contextlib.nullcontext():
-                    loss = self.model(tokens, labels=labels).sum() / num_tokens
-                    (loss if self.loss_scale is None else loss * scale).backward()
-                total += loss.detach()
-        else:
-            name = settings.parallel.pipeline_schedule
-            schedule = make_schedule(name, self._pipeline.group.size(), len(batches), len(self._chunks))
-            for loss in self._run_pipeline(self._pipeline, schedule, batches, num_tokens, scale, no_sync):
-                total += loss
+        with self._deferred_checks() as checks:
+            if self._pipeline is None:
+                for number, (tokens, labels) in enumerate(self._on_device(batches), 1):
+                    with no_sync() if number < len(batches) else contextlib.nullcontext():
+                        loss = self.model(tokens, labels=labels).sum() / num_tokens
+                        (loss if self.loss_scale is None else loss * scale).backward()
+                    total += loss.detach()
+            else:
+                name = settings.parallel.pipeline_schedule
+                schedule = make_schedule(name, self._pipeline.group.size(), len(batches), len(self._chunks))
+                for loss in self._run_pipeline(self._pipeline, schedule, batches, num_tokens, scale, no_sync):
+                    total += loss
         if self.gradients is not None:
             self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
         largest, pp_group = settings.optimizer.clip_grad_norm, self.pp_group
-        norm = float(clip_grad_norm_(self.model, largest, tp_group=self.tp_group, pp_group=pp_group, loss_scale=scale))
-        mean_loss = self._over_all(total)
+        norm = clip_grad_norm_(self.model, largest, tp_group=self.tp_group, pp_group=pp_group, loss_scale=scale)
+        mean_loss, grad_norm, *wishes = self._read(total, norm, checks, [] if self.wishes is None else self.wishes())
         # Both are sums over all ranks, so that all ranks find this alike, before any weight is touched.
-        wrong = {"loss": mean_loss, "norm of the gradient": norm}
+        wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
         wrong = {what: value for what, value in wrong.items() if not math.isfinite(value)}
         if wrong and self.loss_scale is None:
             what, value = next(iter(wrong.items()))
             raise DivergenceError(f"the {what} is {value} at step {step}")
         if self.before_update is not None:
-            self.before_update(step)
+            self.before_update(step, wishes)
         learning_rate = settings.optimizer.learning_rate_at(step, settings.training.steps)
         used = None if self.loss_scale is None else scale
         if self.loss_scale is not None and wrong:
             self.loss_scale.skip_(step)
             self.num_skipped += 1
-            return StepResult(mean_loss, norm, learning_rate, used, is_skipped=True)
+            return StepResult(mean_loss, grad_norm, learning_rate, used, is_skipped=True)
         set_learning_rate_(self.optimizer, learning_rate)
         self.optimizer.step()
         if self.loss_scale is not None:
             self.loss_scale.keep_()
-        return StepResult(mean_loss, norm, learning_rate, used)
+        return StepResult(mean_loss, grad_norm, learning_rate, used)
 
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         return ((tokens.to(self.device), labels.to(self.device)) for tokens, labels in batches)
@@ -192,10 +203,39 @@ class Trainer:
             no_sync=no_sync,
         )
 
-    def _over_all(self, total: Tensor) -> float:
-        """The sum over data-parallel ranks of what the last stage has; the same on every rank."""
-        total = all_reduce(total, group=self.dp_group)
-        return float(total if self.pp_group is None else all_reduce(total, group=self.pp_group))
+    def _deferred_checks(self) -> AbstractContextManager[DeferredChecks | None]:
+        return DeferredChecks() if self.defers_checks else contextlib.nullcontext()
+
+    def _read(
+        self, total: Tensor, norm: Tensor | None, checks: DeferredChecks | None, wishes: Sequence[float] = ()
+    ) -> list[float]:
+        """The one place where the host waits for the device, once a step.
+
+        Args:
+            total: on the last stage, of which the sum over data-parallel ranks is wanted; 0 on the others.
+            norm: the same on every rank.
+            checks: whose outcome is still on the device.
+            wishes: of which the largest over all ranks are wanted.
+
+        Returns:
+            The sum, the norm and the wishes, the same on every rank.
+
+        Raises:
+            VocabularyError: a check has failed on any rank; on every rank.
+        """
+        groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
+        largest = host_numbers(wishes, total)
+        if checks is not None:
+            largest = torch.cat([largest, checks.failed(self.device).to(largest.dtype).unsqueeze(0)])
+        for group in groups if largest.numel() else ():
+            largest = all_reduce(largest, group=group, op=dist.ReduceOp.MAX, may_overwrite=True)
+        for group in groups[1:]:
+            total = all_reduce(total, group=group)
+        scalars = torch.stack([total] if norm is None else [total, norm])
+        numbers: list[float] = torch.cat([scalars, largest]).tolist()
+        if checks is not None and numbers.pop():
+            agree(checks.run, group=groups)
+        return numbers
 
     def train_step(self, step: int, loader: DataLoader) -> StepResult:
         """``step`` on this rank's samples of ``loader``."""
@@ -209,17 +249,19 @@ class Trainer:
         micro = self.settings.micro_batch_size(self.dp_group.size())
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = evaluation_batches(windows, micro, self.dp_group.rank(), self.dp_group.size())
-        if self._pipeline is None:
-            for tokens, labels in self._on_device(batches):
-                total += self.model(tokens, labels=labels).sum(dtype=torch.float64)
-        else:
-            num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
-            # Enough at a time to keep the stages busy, and a bounded number of batches in memory.
-            while several := list(itertools.islice(batches, _BATCHES_PER_STAGE * num_stages)):
-                schedule = forward_only(num_stages, len(several), num_chunks)
-                for loss in self._run_pipeline(self._pipeline, schedule, several):
-                    total += loss
-        return windows.bits_per_byte(self._over_all(total))
+        with self._deferred_checks() as checks:
+            if self._pipeline is None:
+                for tokens, labels in self._on_device(batches):
+                    total += self.model(tokens, labels=labels).sum(dtype=torch.float64)
+            else:
+                num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
+                # Enough at a time to keep the stages busy, and a bounded number of batches in memory.
+                while several := list(itertools.islice(batches, _BATCHES_PER_STAGE * num_stages)):
+                    schedule = forward_only(num_stages, len(several), num_chunks)
+                    for loss in self._run_pipeline(self._pipeline, schedule, several):
+                        total += loss
+        (nats,) = self._read(total, None, checks)
+        return windows.bits_per_byte(nats)
 
 
 def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:
