@@ -228,7 +228,11 @@ class TensorFile:
         with write_errors(path):
             # The file is unbuffered, so that a failed write is known at once.
             self._file = path.open("xb", buffering=0)
-            self._write_all(memoryview(len(text).to_bytes(8, "little") + text))
+            try:
+                self._write_all(memoryview(len(text).to_bytes(8, "little") + text))
+            except OSError:
+                self.close()
+                raise
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one of the tensors, on any device.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from checkpoint_states import assert_states_equal, empty_state, full_state
 from torch.distributed import ProcessGroup
 
-from shardwise.checkpoint import ParamShard, folder, latest, load, read_meta, save, storage, verify
+from shardwise.checkpoint import ParamShard, folder, latest, load, read_meta, save, saving, verify
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.sharding import ParamLayout
@@ -378,19 +378,14 @@ def test_a_file_is_in_the_way(group: ProcessGroup, tmp_path: Path) -> None:
 @pytest.mark.ranks(2)
 def test_a_folder_that_ranks_do_not_share(group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if dist.get_rank(group) == 1:
-        monkeypatch.setattr(storage.SafetensorsWriter, "_write", _write_elsewhere)
+        write_parts = saving.write_parts
+        monkeypatch.setattr(
+            saving, "write_parts", lambda folder, *args, **kwargs: write_parts(Path("/nowhere"), *args, **kwargs)
+        )
     message = raised_everywhere(group, lambda: saved(tmp_path, group))
     assert "rank-00001.safetensors" in message
     assert "No such file or directory" in message
     assert list(tmp_path.iterdir()) == []
-
-
-def _write_elsewhere(writer: storage.SafetensorsWriter, *args: object) -> object:
-    writer.folder = Path("/nowhere")
-    return _WRITE(writer, *args)
-
-
-_WRITE = storage.SafetensorsWriter._write
 
 
 def test_read_meta_of_a_damaged_checkpoint(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from checkpoint_states import assert_states_equal, empty_state, full_state
 from harness import pool
 from torch.distributed import ProcessGroup
 
-from shardwise.checkpoint import latest, load, read_meta, save, verify
+from shardwise.checkpoint import PendingSave, Snapshot, latest, load, read_meta, save, verify
 
 STEPS = [100, 200, 200, 300, 150, 200]
 """The steps that are saved one after the other: new ones, the same again, and back."""
@@ -26,10 +26,14 @@ STEPS = [100, 200, 200, 300, 150, 200]
 KEEP = 2
 
 
-def save_nth(root: Path, number: int, group: ProcessGroup) -> None:
-    """Save ``STEPS[number]``, with a state that tells the number."""
+def save_nth(root: Path, step: int, number: int, group: ProcessGroup, snapshot: Snapshot | None) -> None:
+    """Save as ``step`` a state that tells the number, which is changed while a thread writes it, if one does."""
     rank, tp = dist.get_rank(group), dist.get_world_size(group)
-    save(root, STEPS[number], full_state(tp, rank, seed=number), {"number": number}, group=group, keep=KEEP)
+    state = full_state(tp, rank, seed=number)
+    pending = PendingSave(root, step, state, {"number": number}, group=group, keep=KEEP, snapshot=snapshot)
+    for shard in state.values():
+        shard.data.zero_()
+    pending.complete()
 
 
 def assert_holds(path: Path, number: int, group: ProcessGroup) -> None:
@@ -80,20 +84,22 @@ class Photographer:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_killed_between_any_two_changes_of_the_disk(
-    group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     rank = dist.get_rank(group)
     alone = [dist.new_group([member]) for member in range(2)][rank]
     root = tmp_path / "run"
     root.mkdir(exist_ok=True)
+    snapshot = Snapshot() if asynchronous else None
     photographer = Photographer(root, tmp_path / f"album{rank}")
     with monkeypatch.context() as patch:
         if rank == 0:
             photographer.watch(patch)
         for number in range(len(STEPS)):
             photographer.current = number
-            save_nth(root, number, group)
+            save_nth(root, STEPS[number], number, group, snapshot)
             if rank == 0:
                 photographer.take(returned=True)
     if rank != 0:
@@ -128,7 +134,10 @@ def step_of(number: int) -> int:
 
 
 def save_until_killed(rank: int, root: Path, store: Path, connection: Connection) -> None:
-    """One of two ranks: load the newest checkpoint, compare it, say its number, and save without end."""
+    """One of two ranks: load the newest checkpoint, compare it, say its number, and save without end.
+
+    Every other save is written by a thread.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     group = dist.group.WORLD
@@ -138,10 +147,10 @@ def save_until_killed(rank: int, root: Path, store: Path, connection: Connection
         number = read_meta(path)["number"]
         assert_holds(path, number, group)
     connection.send(number)
+    snapshot = Snapshot()
     while True:
         number += 1
-        state = full_state(2, rank, seed=number)
-        save(root, step_of(number), state, {"number": number}, group=group, keep=KEEP)
+        save_nth(root, step_of(number), number, group, snapshot if number % 2 else None)
         connection.send(number)
 
 

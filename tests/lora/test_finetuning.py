@@ -200,7 +200,9 @@ def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch
     train(session)
     base.after(session)
     session.topology.destroy()
-    session, _ = open_run(settings_of(root, "gpt2", tmp_path / "run", tp=2, lora=lora, steps=8, save_every=6), root, monkeypatch)  # fmt: skip # noqa: E501
+    saves = {"save_every": 6, "asynchronous_saves": False}
+    broken = settings_of(root, "gpt2", tmp_path / "run", tp=2, lora=lora, steps=8, **saves)
+    session, _ = open_run(broken, root, monkeypatch)
     interrupted_at(7, session)
     dist.barrier(group=group)
     session.topology.destroy()

@@ -40,7 +40,7 @@ def test_another_optimizer_trains_saves_and_resumes(group, tmp_path, monkeypatch
         return Momentum([param for param in model.parameters() if param.requires_grad], lr=0.1, momentum=0.9)
 
     monkeypatch.setattr(OptimizerSettings, "make", make)
-    whole = tiny_settings(tmp_path, tp=2, save_every=3)
+    whole = tiny_settings(tmp_path, tp=2, save_every=3, asynchronous_saves=False)
     session = open_tiny(dataclasses.replace(whole, out=str(tmp_path / "whole")), monkeypatch, tmp_path)
     assert "\n       no fused optimizer step: it is a test's" in banner(session)
     train(session)

@@ -109,7 +109,7 @@ def test_overflows_without_end_stop_the_run(group, tmp_path):
 @pytest.mark.ranks(2)
 def test_a_resumed_run_has_the_same_bits(group, tmp_path, monkeypatch):
     """With two skipped steps before the checkpoint, which count neither for the optimizer nor against the scale."""
-    options = {"tp": 2, "dtype": "float16", "steps": 7, "save_every": 4}
+    options = {"tp": 2, "dtype": "float16", "steps": 7, "save_every": 4, "asynchronous_saves": False}
 
     def started(folder, **changes):
         settings = dataclasses.replace(tiny_settings(tmp_path, **options), out=str(tmp_path / folder), **changes)

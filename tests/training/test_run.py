@@ -51,6 +51,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_resumed_run_is_bit_equal(group, tmp_path, monkeypatch, sequence_parallel):
     options = {"tp": 2, "sequence_parallel": sequence_parallel, "save_every": 3, "model": {"dropout": 0.1}}
+    options["asynchronous_saves"] = False
     whole = tiny_settings(tmp_path, **options)
     session = open_tiny(dataclasses.replace(whole, out=str(tmp_path / "whole")), monkeypatch, tmp_path)
     uninterrupted = train(session)
@@ -80,7 +81,8 @@ def test_resume_at_another_layout(group, tmp_path, monkeypatch):
     options = {"dtype": "float64", "steps": 8}
     reference = tiny_settings(tmp_path, tp=2, **options)
     train(open_tiny(dataclasses.replace(reference, out=str(tmp_path / "whole")), monkeypatch, tmp_path))
-    first = open_tiny(tiny_settings(tmp_path, tp=2, **options, save_every=6), monkeypatch, tmp_path)
+    saves = {"save_every": 6, "asynchronous_saves": False}
+    first = open_tiny(tiny_settings(tmp_path, tp=2, **options, **saves), monkeypatch, tmp_path)
     # What was reached after six steps is saved when the seventh has found it good.
     interrupted_at(7, first)
     dist.barrier(group=group)

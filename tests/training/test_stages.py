@@ -140,7 +140,8 @@ def test_a_run_goes_on_at_other_stages(group, tmp_path, monkeypatch):
     reference = train(open_tiny(whole, monkeypatch, tmp_path))
     for done, parallel in zip((2, 4, 6, 8), layouts, strict=True):
         # Saved at 2, 4 and 6 by a run that was to take 8.
-        session = open_tiny(staged_settings(tmp_path, parallel, steps=8, save_every=2), monkeypatch, tmp_path)
+        saves = {"save_every": 2, "asynchronous_saves": False}
+        session = open_tiny(staged_settings(tmp_path, parallel, steps=8, **saves), monkeypatch, tmp_path)
         original = session.trainer.train_step
 
         def stop(step, loader, done=done, original=original):

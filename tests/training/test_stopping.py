@@ -21,7 +21,7 @@ from training.tiny import tiny_settings
 from shardwise import checkpoint
 from shardwise.checkpoint import latest, read_meta
 from shardwise.errors import CheckpointError, DivergenceError
-from shardwise.training import finishing, run, stopping
+from shardwise.training import finishing, run, saves, stopping
 from shardwise.training.finishing import finish
 from shardwise.training.progress import Progress
 from shardwise.training.run import train
@@ -78,18 +78,21 @@ def test_a_signal_in_the_first_step_or_during_a_save(group, tmp_path, monkeypatc
     session = open_tiny(tiny_settings(tmp_path, save_every=2), monkeypatch, tmp_path)
     saved = []
 
-    def save_run(session, step):
+    def begin_save(session, step, snapshot):
         saved.append(step)
-        path = original(session, step)
+        pending = original(session, step, snapshot)
         signal.raise_signal(signal.SIGTERM)
-        return path
+        return pending
 
-    original = run.save_run
-    monkeypatch.setattr(run, "save_run", save_run)
+    original = saves.begin_save
+    monkeypatch.setattr(saves, "begin_save", begin_save)
     with pytest.raises(Interrupted):
         train(session)
-    # Not another one after a further step.
+    # Not another one after a further step, and what was being written is there.
     assert saved == [2]
+    newest = latest(session.checkpoints)
+    assert newest is not None
+    assert newest.name == "step-00000002"
 
 
 @pytest.mark.ranks(2)

@@ -1,133 +1,31 @@
-"""Save and load a sharded state, from any layout to any layout.
+"""Load a sharded state into any layout, and look at what was saved.
 
-Bytes go through torch.distributed.checkpoint, which plans who writes and who reads what; this module adds that a
-checkpoint is complete or absent, that its contents are checked, and that every rank hears of an error alike.
+Bytes go through torch.distributed.checkpoint, which plans who reads what; this module adds that contents are checked,
+and that every rank hears of an error alike.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from shardwise.checkpoint.failures import checkpoint_errors
-from shardwise.checkpoint.folder import fsync, next_serial, prepare, prune, publish, step_path
-from shardwise.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, TensorRecord, json_copy
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.planning import tensors_of
 from shardwise.checkpoint.reading import SafetensorsReader
-from shardwise.checkpoint.storage import SafetensorsWriter
 from shardwise.communication.agreement import decide
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError
 from shardwise.sharding import ParamLayout, ParamShard, TensorPieces
 from shardwise.tensor_files import some_tensors
 
 Description = tuple[torch.dtype, tuple[int, ...], ParamLayout]
 """What is the same of a tensor on every rank: dtype, global shape (leading axes included), and layout."""
-
-
-def save(
-    root: Path,
-    step: int,
-    state: Mapping[str, ParamShard],
-    meta: Mapping[str, Any] | None = None,
-    *,
-    group: ProcessGroup,
-    keep: int | None = 3,
-    extra_files: Callable[[Path], None] | None = None,
-) -> Path:
-    """Save ``state`` as the checkpoint ``root/step-NNNNNNNN``, complete or not at all.
-
-    Collective over ``group``. Each interval of a tensor is written once, however many ranks hold it, and the work is
-    spread over them. The checkpoint appears under its name when every byte is on the disk; one that had the
-    name before is replaced. One run at a time saves into a folder, which all ranks share.
-
-    Args:
-        root: folder of the run's checkpoints; made if it does not exist.
-        step: training step, at least 0.
-        state: this rank's part of each tensor, by any name: a tensor is stored under its entry's ``key``. Ranks may
-            hold different tensors, but all entries of one key agree on dtype, shape and layout.
-        meta: plain JSON values to keep with it; rank 0's are written. Tuples are read back as lists. None is ``{}``.
-        group: all ranks that hold a part: tensor-parallel, and the data-parallel copies if they take part.
-        keep: how many checkpoints of ``root`` to keep, those published last; older ones are deleted once the new one is
-            published. None keeps all.
-        extra_files: called on rank 0 with a folder to add files to (tokenizer, configuration); they are part of the
-            checkpoint and checked by ``verify``.
-
-    Returns:
-        The checkpoint's folder, on every rank.
-
-    Raises:
-        ConfigError: ``step`` or ``keep`` out of range.
-        CheckpointError: it cannot be saved (no permission, disk full, ranks that disagree, ``meta`` that is not JSON);
-            the same message on every rank. Nothing is left of it, and earlier checkpoints are as they were.
-    """
-    if step < 0 or (keep is not None and keep < 1):
-        raise ConfigError(f"step must be at least 0 and keep at least 1 or None, got step={step}, keep={keep}")
-    rank = dist.get_rank(group)
-    target = step_path(root, step)
-    meta = {} if meta is None else meta
-    tensors: dict[str, Description] = {}
-    mine: dict[str, TensorPieces] = {}
-    partial: Path | None = None
-
-    @checkpoint_errors()
-    def describe_mine() -> tuple[int, dict[str, Description]]:
-        described = describe_state(state)
-        mine.update(tensors_of(state))
-        return step, described
-
-    @checkpoint_errors()
-    def begin(ranks: list[tuple[int, dict[str, Description]]]) -> Path:
-        if any(other != step for other, _ in ranks):
-            raise CheckpointError(f"the ranks save different steps: {[other for other, _ in ranks]}")
-        tensors.update(merge_descriptions((f"rank {rank}", part) for rank, (_, part) in enumerate(ranks)))
-        json_copy(meta)
-        return prepare(root, step)
-
-    def finish(chunks: dict[str, list[ChunkRecord]], files: dict[str, FileRecord]) -> None:
-        assert partial is not None
-        files |= add_extra_files(partial, extra_files, known=files)
-        records = {}
-        for key in sorted(chunks):
-            dtype, shape, layout = tensors[key]
-            records[key] = TensorRecord(shape, dtype, dataclasses.asdict(layout), tuple(chunks[key]))
-        manifest = Manifest(step, next_serial(root), json_copy(meta), records, files)
-        (partial / MANIFEST_NAME).write_text(manifest.to_text(), encoding="utf-8")
-        fsync(partial / MANIFEST_NAME)
-        fsync(partial)
-        publish(partial, target)
-        if keep is not None:
-            prune(root, keep)
-
-    @checkpoint_errors()
-    def clear() -> None:
-        if rank == 0 and partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-
-    try:
-        partial = decide(describe_mine, begin, group=group)
-        try:
-            with checkpoint_errors():
-                state_dict_saver.save(
-                    dict(mine),
-                    storage_writer=SafetensorsWriter(partial, rank, finish),
-                    planner=DefaultSavePlanner(flatten_state_dict=False),
-                    process_group=group,
-                )
-        except CheckpointError:
-            decide(clear, lambda _: None, group=group)
-            raise
-    except CheckpointError as error:
-        raise CheckpointError(f"cannot save a checkpoint in {root}: {error}; earlier ones are untouched") from error
-    return target
 
 
 def load(
@@ -273,21 +171,3 @@ def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamSh
 def _text(description: Description) -> str:
     dtype, shape, layout = description
     return f"{dtype} of shape {list(shape)}, {layout}"
-
-
-def add_extra_files(
-    folder: Path, write: Callable[[Path], None] | None, *, known: Mapping[str, FileRecord]
-) -> dict[str, FileRecord]:
-    """Have ``write`` add files to ``folder``; records of what it added, which is on the disk."""
-    if write is None:
-        return {}
-    write(folder)
-    if (folder / MANIFEST_NAME).exists():
-        raise CheckpointError(f"extra_files wrote {MANIFEST_NAME}, which is the checkpoint's own")
-    added = {}
-    for path in sorted(folder.rglob("*")):
-        fsync(path)
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in known:
-            added[name] = FileRecord.of(path)
-    return added

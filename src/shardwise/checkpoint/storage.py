@@ -6,9 +6,9 @@ their metadata as a pickle.
 """
 
 import contextlib
-import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,73 +40,107 @@ class FolderStorage:
         return "://" not in str(checkpoint_id)
 
 
-class SafetensorsWriter(FolderStorage, StorageWriter):
-    """Writes each rank's chunks into ``rank-NNNNN.safetensors`` of one folder, which exists and ranks share.
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor that this rank writes.
 
-    A chunk that is a whole tensor has the tensor's name, any other has the slice behind it: ``weight[0:51, 0:64]``.
-
-    Args:
-        folder: the folder to write to.
-        rank: this rank in the group that saves.
-        finish: called on the coordinator once every rank has written: the chunks of each tensor, and the files.
+    Attributes:
+        key: name under which it is stored: the tensor's if it is the whole; if not, with the slice behind it, as in
+            ``weight[0:51, 0:64]``.
+        name: the tensor's.
+        offsets: first index of the box in each dimension.
+        data: its values.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        finish: Callable[[dict[str, list[ChunkRecord]], dict[str, FileRecord]], None],
-    ) -> None:
-        self.folder = folder
-        self.file = f"rank-{rank:05d}.safetensors"
-        self._finish = finish
+    key: str
+    name: str
+    offsets: tuple[int, ...]
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote.
+
+    Attributes:
+        file: name of its file; None if there was nothing to write.
+        record: of the file.
+        chunks: what the file holds, with the names of their tensors.
+        note: what is to be said about it; empty if nothing is.
+    """
+
+    file: str | None = None
+    record: FileRecord | None = None
+    chunks: tuple[tuple[str, ChunkRecord], ...] = ()
+    note: str = ""
+
+
+class PartsOfPlan(FolderStorage, StorageWriter):
+    """Takes what torch.distributed.checkpoint plans for this rank to write, and writes nothing itself.
+
+    Args:
+        take: called with this rank's parts.
+    """
+
+    def __init__(self, take: Callable[[list[Part]], None]) -> None:
+        self._take = take
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up: the folder exists."""
+        """Nothing to set up."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans as they are."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, to the disk itself, and read it back for its checksum.
+        """Hand the parts over.
 
         Raises:
-            CheckpointError: the file cannot be written; the message has the reason.
+            CheckpointError: two parts have one name.
         """
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan.items, planner) if plan.items else [])
-        return future
-
-    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        path = self.folder / self.file
-        keys = [chunk_key(item) for item in items]
+        parts = []
+        for item in plan.items:
+            assert item.tensor_data is not None
+            offsets = tuple(item.tensor_data.chunk.offsets)
+            parts.append(Part(chunk_key(item), item.index.fqn, offsets, cast(Tensor, planner.resolve_data(item))))
+        keys = [part.key for part in parts]
         if len(set(keys)) != len(keys):
             raise CheckpointError(f"two tensors would both be stored as {next(k for k in keys if keys.count(k) > 1)!r}")
-        tensors = {key: cast(Tensor, planner.resolve_data(item)) for key, item in zip(keys, items, strict=True)}
-        shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
-        with contextlib.closing(TensorFile(path, shapes)) as file:
-            for key, tensor in tensors.items():
-                file.write(key, tensor)
-        record = FileRecord.of(path)
-        results = []
-        for key, item in zip(keys, items, strict=True):
-            part, data = tensors[key], item.tensor_data
-            assert data is not None
-            checksum = slice_checksum(part, [0] * part.dim(), part.shape)
-            chunk = ChunkRecord(tuple(data.chunk.offsets), tuple(data.chunk.sizes), self.file, key, checksum)
-            results.append(WriteResult(item.index, part.nbytes, (chunk, record)))
-        return results
+        self._take(parts)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([])
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Hand the records of what all ranks wrote to the ``finish`` that was given."""
-        chunks: dict[str, list[ChunkRecord]] = {}
-        files: dict[str, FileRecord] = {}
-        for result in itertools.chain.from_iterable(results):
-            chunk, record = result.storage_data
-            files[chunk.file] = record
-            chunks.setdefault(result.index.fqn, []).append(chunk)
-        self._finish(chunks, files)
+        """Nothing has been written yet."""
+
+
+def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, go_on: Callable[[], None] = lambda: None) -> Written:
+    """Write a rank's parts into ``rank-NNNNN.safetensors``, to the disk itself; read it back for its checksum.
+
+    Args:
+        folder: exists, and is shared by the ranks.
+        rank: this rank in the group that saves.
+        parts: in memory of any device.
+        go_on: called before each part; what it raises ends the writing.
+
+    Raises:
+        CheckpointError: the file cannot be written; the message has the reason.
+    """
+    if not parts:
+        return Written()
+    path = folder / f"rank-{rank:05d}.safetensors"
+    with contextlib.closing(TensorFile(path, {part.key: (part.data.dtype, part.data.shape) for part in parts})) as file:
+        for part in parts:
+            go_on()
+            file.write(part.key, part.data)
+    chunks = []
+    for part in parts:
+        go_on()
+        shape = part.data.shape
+        checksum = slice_checksum(part.data, [0] * part.data.dim(), shape)
+        chunks.append((part.name, ChunkRecord(part.offsets, tuple(shape), path.name, part.key, checksum)))
+    return Written(path.name, FileRecord.of(path), tuple(chunks))
 
 
 def chunk_key(item: WriteItem) -> str:

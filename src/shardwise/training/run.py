@@ -3,8 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.saving import Progress as SaveProgress
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.communication.agreement import agree
 from shardwise.communication.collectives import all_reduce
@@ -26,7 +27,8 @@ from shardwise.training.out_folder import hold_folder
 from shardwise.training.progress import Progress
 from shardwise.training.ranks import open_ranks
 from shardwise.training.recipe import Recipe
-from shardwise.training.saving import find_newest, save_run, start_or_resume
+from shardwise.training.saves import Saves
+from shardwise.training.saving import find_newest, start_or_resume
 from shardwise.training.session import Session, open_session
 from shardwise.training.settings import RunSettings
 from shardwise.training.stopping import Interrupted, Postponed, signals_postponed
@@ -69,7 +71,7 @@ def train(session: Session) -> Outcome:
     if checkpoint is not None and session.ranks.is_first:
         print(f"resumed at step {first_step}", flush=True)
     with signals_postponed() as signals:
-        return _Training(session, first_step, checkpoint, signals).run()
+        return _Training(session, first_step, Saves(session, checkpoint), signals).run()
 
 
 @dataclass
@@ -79,13 +81,13 @@ class _Training:
     Attributes:
         session: the run.
         first_step: that is not done yet.
-        checkpoint: the newest; None if there is none.
+        saves: its checkpoints.
         signals: what came while a step was at work.
     """
 
     session: Session
     first_step: int
-    checkpoint: Path | None
+    saves: Saves
     signals: Postponed
     _saved_at: float = 0.0
     _counter: CollectiveCounter = field(default_factory=CollectiveCounter)
@@ -114,10 +116,13 @@ class _Training:
             if self._held_out is None:  # All steps were done before.
                 self._held_out = self._evaluate(settings.steps)
         except DivergenceError as error:
+            # Every rank has found it, so that they can still publish what they have begun to write.
+            self.saves.complete_if_possible()
             raise DivergenceError(f"{error}; {self._after_divergence()}") from error
         finally:
+            self.saves.abandon()
             session.trainer.wishes = session.trainer.before_update = None
-        assert self.checkpoint is not None
+        assert self.saves.newest is not None
         return Outcome(
             self._losses[0] if self._losses else None,
             self._losses[-1] if self._losses else None,
@@ -125,7 +130,7 @@ class _Training:
             self._spent,
             len(self._counter.launches),
             self._counter.num_bytes,
-            self.checkpoint,
+            self.saves.newest,
         )
 
     def _step(self, step: int, metrics: MetricsWriter | None, progress: Progress) -> None:
@@ -174,7 +179,9 @@ class _Training:
         What is saved is the state after ``step`` steps, from which the loss and the gradient of one more have come.
         """
         self._counting.close()
-        signum, due = int(wishes[0]), bool(wishes[1])
+        signum, due, progress = int(wishes[0]), bool(wishes[1]), SaveProgress(int(wishes[2]))
+        with self._apart():
+            self.saves.heard(progress)
         if step > self.first_step and (due or signum or _is_due(step, self.session.settings.training.save_every)):
             self._save(step, signum)
         elif signum:
@@ -182,24 +189,36 @@ class _Training:
 
     def _save(self, done: int, signum: int) -> None:
         """Save; then end if there was a signal, or one came meanwhile, which is not made to wait for another step."""
-        begun = time.perf_counter()
-        with self.signals.unhurried(), self.session.ranks.phase(f"saving step {done}"):
-            self.checkpoint = save_run(self.session, done)
-        # It is not part of the step that it happens in.
-        self._started += time.perf_counter() - begun
+        settings = self.session.settings.training
+        # What would be done while a thread writes is little, or nothing.
+        at_once = not settings.asynchronous_saves or bool(signum) or done == settings.steps
+        with self._apart(), self.session.ranks.phase(f"saving step {done}"):
+            self.saves.save(done, at_once=at_once)
         self._saved_at = time.monotonic()
         if signum := signum or self._agreed():
             self._end(signum)
 
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What happens within takes the time that it needs, and is not part of the step that it happens in."""
+        begun = time.perf_counter()
+        with self.signals.unhurried():
+            yield
+        self._started += time.perf_counter() - begun
+
     def _end(self, signum: int) -> NoReturn:
+        with self._apart():
+            self.saves.complete()
         self.signals.agreed = True
         raise Interrupted(signum, agreed=True)
 
-    def _wishes(self) -> tuple[float, float]:
-        """The signal that came to this rank (0 if none did), and on the first one whether its clock says to save."""
+    def _wishes(self) -> tuple[float, float, float]:
+        """The signal that came to this rank (0 if none did), on the first one whether its clock says to save, and how
+        far this rank's writing is.
+        """
         ranks, minutes = self.session.ranks, self.session.settings.training.save_minutes
         due = ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
-        return float(self.signals.signum), float(due)
+        return float(self.signals.signum), float(due), float(self.saves.progress)
 
     def _agreed(self) -> int:
         """The signal that came to any of the ranks, asked for by itself; 0 if none did."""
@@ -216,9 +235,9 @@ class _Training:
 
     def _after_divergence(self) -> str:
         rate = f"a lower optimizer.learning-rate than {self.session.settings.optimizer.learning_rate:g}"
-        if self.checkpoint is None:
+        if self.saves.newest is None:
             return f"no checkpoint was saved before; start anew with {rate}"
-        return f"the last good checkpoint is {self.checkpoint}; go on from it with --resume auto and {rate}"
+        return f"the last good checkpoint is {self.saves.newest}; go on from it with --resume auto and {rate}"
 
 
 def _is_due(done: int, every: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -48,16 +49,31 @@ def run_state(session: Session) -> dict[str, ParamShard]:
     return {prefix + key: shard.with_key(prefix + key) for prefix, part in parts.items() for key, shard in part.items()}
 
 
-def save_run(session: Session, step: int) -> Path:
-    """Save the run after ``step`` steps; every rank calls.
+def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None = None) -> checkpoint.PendingSave:
+    """Begin to save the run after ``step`` steps; every rank calls.
+
+    Args:
+        session: the run.
+        step: steps done.
+        snapshot: memory to copy to, from which a thread then writes. If None all is written before this returns.
 
     Raises:
         DivergenceError: a weight, or what the optimizer keeps of it, is not finite; on every rank. Nothing is saved.
-        CheckpointError: see ``checkpoint.save``.
+            With a snapshot that is found in the thread, and raised by ``complete``.
+        CheckpointError: see ``checkpoint.PendingSave``.
     """
     state, control = run_state(session), session.ranks.control
-    _check_finite(state, lambda broken: DivergenceError(f"{broken} after {step} steps"), control)
-    return checkpoint.save(
+
+    def error(broken: str) -> DivergenceError:
+        return DivergenceError(f"{broken} after {step} steps")
+
+    def check(name: str, data: Tensor) -> None:
+        if _not_finite({name: data}) is not None:
+            raise error(_broken(name))
+
+    if snapshot is None:
+        _check_finite(state, error, control)
+    return checkpoint.PendingSave(
         session.checkpoints,
         step,
         state,
@@ -65,6 +81,8 @@ def save_run(session: Session, step: int) -> Path:
         group=control,
         keep=session.settings.training.keep_checkpoints,
         extra_files=session.texts.tokenizer.save,
+        snapshot=snapshot,
+        check=None if snapshot is None else check,
     )
 
 
@@ -73,9 +91,13 @@ def _check_finite(state: Mapping[str, ParamShard], error: Callable[[str], Except
 
     def check() -> None:
         if (broken := first_not_finite(state)) is not None:
-            raise error(f"{broken} has values that are not finite")
+            raise error(_broken(broken))
 
     agree(check, group=group)
+
+
+def _broken(name: str) -> str:
+    return f"{name} has values that are not finite"
 
 
 def first_not_finite(state: Mapping[str, ParamShard]) -> str | None:
@@ -83,7 +105,11 @@ def first_not_finite(state: Mapping[str, ParamShard]) -> str | None:
 
     Each tensor is read once, with no copy: less than what its checksums cost.
     """
-    entries = {name: shard.data.detach() for name, shard in state.items() if shard.data.numel()}
+    return _not_finite({name: shard.data for name, shard in state.items()})
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    entries = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
     # NaN is both the least and the largest where there is one. The host waits for the device once.
     extremes = [torch.stack(tuple(torch.aminmax(tensor))).double() for tensor in entries.values()]
     if not extremes:

@@ -168,6 +168,8 @@ class TrainingSettings(Checked, prefix="training."):
         save_minutes: minutes between checkpoints, at the end of a step; 0 saves by save_every and at the end alone.
             SIGTERM, SIGINT (Ctrl-C) and SIGHUP save too, and end the run.
         keep_checkpoints: newest checkpoints to keep.
+        asynchronous_saves: copy what is to be saved, and write it while the run trains on; off, training waits for the
+            disk, and the host needs no memory for the copy: on each rank as many bytes as it writes.
         dtype: of parameters and computation. With "bfloat16" and "float16" gradients are summed in fp32, and the
             optimizer updates fp32 copies of the weights; "float16" scales the loss, and skips steps whose gradient
             overflows. "pure-bfloat16" keeps no copies: less memory, and steps too small for bf16 are lost.
@@ -187,6 +189,7 @@ class TrainingSettings(Checked, prefix="training."):
     # At most ten years.
     save_minutes: Annotated[float, Range(0, 5_000_000)] = 10.0
     keep_checkpoints: Annotated[int, Range(1, 10**6)] = 2
+    asynchronous_saves: bool = True
     dtype: Literal["float32", "float64", "bfloat16", "float16", "pure-bfloat16"] = "float32"
     tensorboard: bool = False
     loss: Literal["plain", "linear_fused"] = "linear_fused"
