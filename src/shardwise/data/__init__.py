@@ -4,16 +4,29 @@
 
     read_corpus / stdlib_corpus -> Corpus.split -> TokenStream -> TokenDataset      -> DataLoader
                                                               \\-> EvaluationWindows -> evaluation_batches
+    read_records -> example_of -> ExampleEncoder -> TokenSamples -> SampleDataset -> SampleLoader
+                                                                          \\-> EvaluationSamples -> evaluation_batches
 """
 
 from shardwise.data.corpus import Corpus as Corpus
 from shardwise.data.dataset import IGNORE_INDEX as IGNORE_INDEX
 from shardwise.data.dataset import EvaluationWindows as EvaluationWindows
 from shardwise.data.dataset import TokenDataset as TokenDataset
+from shardwise.data.encoding import Encoded as Encoded
+from shardwise.data.encoding import ExampleEncoder as ExampleEncoder
+from shardwise.data.encoding import UnusableExampleError as UnusableExampleError
+from shardwise.data.examples import Example as Example
+from shardwise.data.examples import example_of as example_of
 from shardwise.data.loader import Batch as Batch
 from shardwise.data.loader import BatchSchedule as BatchSchedule
 from shardwise.data.loader import DataLoader as DataLoader
+from shardwise.data.loader import Windows as Windows
 from shardwise.data.loader import evaluation_batches as evaluation_batches
 from shardwise.data.reading import read_corpus as read_corpus
+from shardwise.data.reading import read_records as read_records
+from shardwise.data.samples import EvaluationSamples as EvaluationSamples
+from shardwise.data.samples import SampleDataset as SampleDataset
+from shardwise.data.samples import SampleLoader as SampleLoader
+from shardwise.data.samples import TokenSamples as TokenSamples
 from shardwise.data.stdlib import stdlib_corpus as stdlib_corpus
 from shardwise.data.tokens import TokenStream as TokenStream

@@ -1,4 +1,4 @@
-"""Texts in JSON: records as the lines of a file (JSON lines), or as one array.
+"""Records in JSON, as the lines of a file (JSON lines) or as one array, and the text of a record.
 
 A record of JSON lines is an object that has its text under a key; a record of an array may be the text itself.
 """
@@ -6,7 +6,9 @@ A record of JSON lines is an object that has its text under a key; a record of a
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import DataError
 
@@ -14,39 +16,54 @@ _BLANK = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
 
-def texts_of_lines(content: str, file: Path, text_key: str) -> list[str]:
-    """The texts of JSON lines; blank lines are left out.
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record of a file, or a file that is one.
+
+    Attributes:
+        where: the file, and the place in it, for messages.
+        value: what it holds: mostly an object with a text under a key, or the text itself.
+        may_be_text: whether it may be the text itself.
+    """
+
+    where: str
+    value: Any
+    may_be_text: bool = False
+
+
+def records_of_lines(content: str, file: Path) -> Iterator[Record]:
+    """The records of JSON lines; blank lines are left out.
 
     Args:
         content: the file's content.
         file: its name, for messages.
-        text_key: name of the text in each object.
 
     Raises:
-        DataError: a line that is not a JSON object with a text. The message names file and line.
+        DataError: a line that is not JSON. The message names file and line.
     """
     # Only \n ends a line of JSON lines; str.splitlines would also split at U+2028, which JSON strings may contain.
-    lines = enumerate(content.split("\n"), start=1)
-    return [_text_of_line(line, f"{str(file)!r}, line {number}", text_key) for number, line in lines if line.strip()]
+    for number, line in enumerate(content.split("\n"), start=1):
+        if line.strip():
+            where = f"{str(file)!r}, line {number}"
+            yield Record(where, _value_of_line(line, where))
 
 
-def texts_of_json(content: str, file: Path, text_key: str) -> list[str]:
-    """The texts of a ``.json`` file: an array of records, or JSON lines; nothing if it is blank.
+def records_of_json(content: str, file: Path) -> list[Record]:
+    """The records of a ``.json`` file: an array of them, or JSON lines; nothing if it is blank.
 
     Args:
         content: the file's content.
         file: its name, for messages.
-        text_key: name of the text in each object. A string in an array is a text without one.
 
     Raises:
-        DataError: it is neither, or a record has no text. The message names file, record and line.
+        DataError: it is neither. The message names file, record and line.
     """
     start = _skip_blank(content, 0)
     if content[start : start + 1] == "[":
-        return list(_texts_of_array(content, start, file, text_key))
+        return list(_records_of_array(content, start, file))
     if content[start : start + 1] in ("{", ""):
         try:
-            return texts_of_lines(content, file, text_key)
+            return list(records_of_lines(content, file))
         except DataError:
             if not _begins_object_of_lines(content, start):
                 raise
@@ -60,8 +77,23 @@ def texts_of_json(content: str, file: Path, text_key: str) -> list[str]:
     )
 
 
-def _texts_of_array(content: str, start: int, file: Path, text_key: str) -> Iterator[str]:
-    """The text of each record of the array that begins at ``start``, decoded one by one."""
+def text_of(record: Record, text_key: str) -> str:
+    """The text of a record.
+
+    Args:
+        record: an object, or the text itself where it may be.
+        text_key: name of the text in an object.
+
+    Raises:
+        DataError: it has no text, or one that is no string or holds a lone surrogate. The message says where.
+    """
+    if record.may_be_text and isinstance(record.value, str):
+        return check_text(record.value, record.where, "the text")
+    return _text_of_object(record, text_key)
+
+
+def _records_of_array(content: str, start: int, file: Path) -> Iterator[Record]:
+    """Each record of the array that begins at ``start``, decoded one by one."""
     at = _skip_blank(content, start + 1)
     line, counted = 1, 0
     number = 0
@@ -79,7 +111,7 @@ def _texts_of_array(content: str, start: int, file: Path, text_key: str) -> Iter
             ) from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: JSON that cannot be read: {error}; repair or remove the record") from error
-        yield _text_of_record(value, where, text_key)
+        yield Record(where, value, may_be_text=True)
         at = _skip_blank(content, at)
         sign = content[at : at + 1]
         if sign == "]":
@@ -119,28 +151,23 @@ def _position(content: str, offset: int) -> str:
     return f"line {line}, column {offset - content.rfind(chr(10), 0, offset)}"
 
 
-def _text_of_line(line: str, where: str, text_key: str) -> str:
+def _value_of_line(line: str, where: str) -> Any:
     try:
-        value = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: broken JSON: {error.msg} at column {error.colno}; repair or remove the line"
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: JSON that cannot be read: {error}; repair or remove the line") from error
-    return _text_of_object(value, where, text_key, problem="not a JSON object")
 
 
-def _text_of_record(value: object, where: str, text_key: str) -> str:
-    if isinstance(value, str):
-        return _checked(value, where, "the text")
-    return _text_of_object(value, where, text_key, problem="neither a JSON object nor a string")
-
-
-def _text_of_object(value: object, where: str, text_key: str, *, problem: str) -> str:
+def _text_of_object(record: Record, text_key: str) -> str:
+    where, value = record.where, record.value
     if not isinstance(value, dict):
         example = f'{{{json.dumps(text_key)}: "..."}}'
-        raise DataError(f"{where}: {problem} but {_kind(value)}; each record must be like {example}")
+        problem = "neither a JSON object nor a string" if record.may_be_text else "not a JSON object"
+        raise DataError(f"{where}: {problem} but {kind_of(value)}; each record must be like {example}")
     if text_key not in value:
         keys = ", ".join(map(repr, list(value)[:5])) or "none"
         raise DataError(
@@ -150,12 +177,17 @@ def _text_of_object(value: object, where: str, text_key: str, *, problem: str) -
     text = value[text_key]
     if not isinstance(text, str):
         raise DataError(
-            f"{where}: {text_key!r} is not a string but {_kind(text)}; make it a string or remove the record"
+            f"{where}: {text_key!r} is not a string but {kind_of(text)}; make it a string or remove the record"
         )
-    return _checked(text, where, repr(text_key))
+    return check_text(text, where, repr(text_key))
 
 
-def _checked(text: str, where: str, what: str) -> str:
+def check_text(text: str, where: str, what: str) -> str:
+    """The text itself, if every character of it is one.
+
+    Raises:
+        DataError: it holds a lone surrogate.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -165,6 +197,7 @@ def _checked(text: str, where: str, what: str) -> str:
     return text
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """What JSON calls a value, with its article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

@@ -4,20 +4,39 @@ Nothing is remembered between batches, so a run resumes at any step, and on any 
 it would have seen.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.data.dataset import EvaluationWindows, Sample, TokenDataset
+from shardwise.data.dataset import TokenDataset
 from shardwise.errors import ConfigError
 
-Batch = tuple[Tensor, Tensor]
-"""``(tokens [b, s], labels [b, s])``, int64, on the CPU."""
+Batch = tuple[Tensor, ...]
+"""``(tokens [b, s], labels [b, s])``, of packed samples also ``position_ids`` and ``document_ids`` ``[b, s]``; int64,
+on the CPU."""
+
+
+class Windows(Protocol):
+    """What is measured on: rows of one length, in which every label counts once."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def __getitem__(self, index: int) -> Sequence[NDArray[np.int64]]:
+        """A row: tokens, labels, and what else a ``Batch`` has."""
+
+    def padding(self) -> Sequence[NDArray[np.int64]]:
+        """A row in which no label counts."""
+
+    def bits_per_byte(self, total_nll: float) -> float:
+        """Bits that the model spends on a byte of the text, if it spends ``total_nll`` on all labels, in nats."""
+
 
 # An epoch's numbers are drawn for a purpose each, so that its order and its offset are independent.
 _FOR_ORDER = 0
@@ -138,6 +157,14 @@ class DataLoader:
         self.dataset = dataset
         self.schedule = BatchSchedule(len(dataset), global_batch_size, seed)
 
+    def num_labels(self, step: int) -> int:
+        """Labels that count in a step, over all data-parallel ranks: all of them."""
+        return self.num_tokens(step)
+
+    def num_tokens(self, step: int) -> int:
+        """Tokens in a step, over all data-parallel ranks."""
+        return self.schedule.global_batch_size * self.dataset.sequence_length
+
     def _offset(self, epoch: int) -> int:
         draw = _random_uint64(self.schedule.seed, epoch, _FOR_OFFSET, 1)[0]
         return int(draw) % self.dataset.sequence_length
@@ -168,7 +195,7 @@ class DataLoader:
         epochs = self.schedule.epochs(step)
         offsets = {epoch: self._offset(epoch) for epoch in set(epochs.tolist())}
         return (
-            _stack(
+            stack(
                 self.dataset.sample(index, offsets[epoch])
                 for index, epoch in zip(samples[part].tolist(), epochs[part].tolist(), strict=True)
             )
@@ -176,9 +203,7 @@ class DataLoader:
         )
 
 
-def evaluation_batches(
-    windows: EvaluationWindows, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1
-) -> Iterator[Batch]:
+def evaluation_batches(windows: Windows, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
     """The evaluation windows of one rank, in batches of one size.
 
     Every rank gets the same number of batches, filled up with windows in which no label counts. Over all ranks, every
@@ -200,7 +225,7 @@ def evaluation_batches(
     together = dp_size * micro_batch_size
     firsts = range(dp_rank * micro_batch_size, -(-len(windows) // together) * together, together)
     return (
-        _stack(
+        stack(
             windows[index] if index < len(windows) else windows.padding()
             for index in range(first, first + micro_batch_size)
         )
@@ -208,6 +233,6 @@ def evaluation_batches(
     )
 
 
-def _stack(samples: Iterable[Sample]) -> Batch:
-    tokens, labels = zip(*samples, strict=True)
-    return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels))
+def stack(rows: Iterable[Sequence[NDArray[np.int64]]]) -> Batch:
+    """Rows of one length as a batch."""
+    return tuple(torch.from_numpy(np.stack(arrays)) for arrays in zip(*rows, strict=True))

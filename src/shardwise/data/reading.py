@@ -1,20 +1,22 @@
-"""Documents from files and folders of text or JSON.
+"""Documents and records from files and folders of text, JSON, Parquet or Arrow.
 
-A file is one document, except that each line of a JSON-lines file (``.jsonl``, ``.ndjson``) is one, and each record of
-a ``.json`` file: an array of objects or strings, or JSON lines. In a folder, the files with a suffix of
-``TEXT_SUFFIXES`` or ``JSONL_SUFFIXES`` are read, in all folders below it, in the order of their paths; what begins with
-a dot is not. A file that is named itself is read whatever its suffix.
+A file is one document, except that each line of a JSON-lines file (``.jsonl``, ``.ndjson``) is one, each record of
+a ``.json`` file (an array of objects or strings, or JSON lines), and each row of a Parquet or Arrow file. In a folder,
+the files with a suffix of ``TEXT_SUFFIXES``, ``JSONL_SUFFIXES`` or ``.parquet`` are read, in all folders below it, in
+the order of their paths; what begins with a dot is not. A folder that the library ``datasets`` saved is read as it
+says. A file that is named itself is read whatever its suffix.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from shardwise.data.corpus import Corpus, text_size
-from shardwise.data.json_records import texts_of_json, texts_of_lines
+from shardwise.data.json_records import Record, records_of_json, records_of_lines, text_of
+from shardwise.data.tables import TABLE_SUFFIXES, files_of_dataset, records_of_table
 from shardwise.errors import ConfigError, DataError
 
 AnyPath = str | os.PathLike[str]
@@ -58,29 +60,50 @@ def read_corpus(paths: AnyPath | Iterable[AnyPath], *, text_key: str = "text") -
             that has no text. The message names the file, and the line or byte.
         ConfigError: no paths given.
     """
+    name, records = read_records(paths, has_text=lambda record: bool(text_of(record, text_key)))
+    documents = tuple(text_of(record, text_key) for record in records)
+    return Corpus(f"{name}, {text_size(documents)}", documents)
+
+
+def read_records(
+    paths: AnyPath | Iterable[AnyPath], *, has_text: Callable[[Record], bool] = lambda record: bool(record.value)
+) -> tuple[str, list[Record]]:
+    """The records of files and folders, as ``read_corpus`` finds them; a file of plain text is one.
+
+    Args:
+        paths: files and folders, or one.
+        has_text: whether a record holds anything; one of each path must.
+
+    Returns:
+        What people call them, which does not depend on where they lie, and the records in order.
+
+    Raises:
+        DataError: a path that is missing or unreadable or has no records, or a file of another format.
+        ConfigError: no paths given, or a file that needs a library that is not installed.
+    """
     if isinstance(paths, str | os.PathLike):
         paths = [paths]
     names: list[str] = []
-    texts: dict[str, list[str]] = {}
+    records: dict[str, list[Record]] = {}
     for given in paths:
         if not os.fspath(given):
             raise DataError("a data path is empty; name a file or folder of text")
         root = Path(given).expanduser()
         names.append(os.path.basename(os.path.abspath(root)) or "/")
-        has_text = False
+        is_empty = True
         for file in _files_of(root):
             place = os.path.realpath(file)
-            if place not in texts:
-                texts[place] = _documents_of(file, text_key)
-            has_text = has_text or any(texts[place])
-        if not has_text:
+            if place not in records:
+                records[place] = _records_of(file)
+            is_empty = is_empty and not any(map(has_text, records[place]))
+        if is_empty:
             raise DataError(f"data path {str(root)!r} has no text: all that it holds is empty; give a path with text")
     if not names:
         raise ConfigError("no data given; name at least one file or folder of text")
-    documents = [document for of_file in texts.values() for document in of_file]
-    size = text_size(documents)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return Corpus(f"{shown}, {len(texts)} file{'s' if len(texts) > 1 else ''}, {size}", tuple(documents))
+    return f"{shown}, {len(records)} file{'s' if len(records) > 1 else ''}", [
+        record for of_file in records.values() for record in of_file
+    ]
 
 
 def _status(path: Path) -> os.stat_result:
@@ -105,11 +128,13 @@ def _files_of(root: Path) -> list[Path]:
         return [root]
     if not stat.S_ISDIR(mode):
         raise DataError(f"data path {str(root)!r} is neither a file nor a folder; give a file or folder of text")
+    if (tables := files_of_dataset(root)) is not None:
+        return tables
     num_files = 0
     picked = []
     for file in _walk(root):
         num_files += 1
-        if file.suffix.lower() in TEXT_SUFFIXES | JSONL_SUFFIXES:
+        if file.suffix.lower() in TEXT_SUFFIXES | JSONL_SUFFIXES | {".parquet"}:
             if not stat.S_ISREG(_status(file).st_mode):
                 raise DataError(f"{str(file)!r} is no regular file; move it out of the data folder")
             picked.append(file)
@@ -138,7 +163,10 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
-def _documents_of(file: Path, text_key: str) -> list[str]:
+def _records_of(file: Path) -> list[Record]:
+    suffix = file.suffix.lower()
+    if suffix in TABLE_SUFFIXES:
+        return list(records_of_table(file))
     try:
         with file.open("rb") as opened:
             content = opened.read(_FIRST_LOOK_BYTES)
@@ -147,10 +175,9 @@ def _documents_of(file: Path, text_key: str) -> list[str]:
     except OSError as error:
         raise _unreadable(file, error) from error
     text = _decode(content, file)
-    suffix = file.suffix.lower()
     if suffix in JSONL_SUFFIXES:
-        return texts_of_lines(text, file, text_key)
-    return texts_of_json(text, file, text_key) if suffix == JSON_SUFFIX else [text]
+        return list(records_of_lines(text, file))
+    return records_of_json(text, file) if suffix == JSON_SUFFIX else [Record(str(file), text, may_be_text=True)]
 
 
 def _decode(content: bytes, file: Path) -> str:

@@ -56,6 +56,11 @@ class DeclaredTokens:
         token = self._named.get("eos_token")
         return None if token is None else str(token.content)
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The name of each token with a role, such as ``bos_token``."""
+        return {role: str(token.content) for role, token in self._named.items()}
+
     def declare_(self, backend: tokenizers.Tokenizer) -> None:
         """Tell the library's tokenizer of them, in place; names that its vocabulary lacks get new ids behind it."""
         known: dict[int, AddedToken] = backend.get_added_tokens_decoder()

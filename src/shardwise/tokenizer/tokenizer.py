@@ -326,6 +326,31 @@ class Tokenizer:
             for start, stop in zip(starts, counts, strict=False)
         ]
 
+    def encode_with_spans(self, text: str, *, parse_special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """``encode``, and where in the text each token begins and ends, in characters.
+
+        Raises:
+            DataError: the text holds a lone surrogate.
+        """
+        backend = self._parsing_backend if parse_special else self._backend
+        try:
+            encoding = backend.encode(text, add_special_tokens=False)
+        except TypeError as error:
+            raise DataError("the text has a lone surrogate, which is no character; remove it") from error
+        return encoding.ids, encoding.offsets
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def special_names(self) -> tuple[str, ...]:
+        """The names of special tokens."""
+        added = self._backend.get_added_tokens_decoder()
+        return tuple(str(added[token_id].content) for token_id in sorted(self.special_ids))
+
     @cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:
         """A fresh copy, which reads special tokens, so that no call changes what another one sees."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.communication.agreement import agree
 from shardwise.communication.collectives import all_reduce
 from shardwise.communication.host_numbers import host_numbers
-from shardwise.data import Batch, DataLoader, EvaluationWindows, evaluation_batches
+from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_batches
 from shardwise.data_parallel import GradientBuffers
 from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
@@ -104,12 +104,13 @@ class Trainer:
             dtype = torch.float32 if precision.has_masters else None
             self.gradients = GradientBuffers(self._chunks, group=self.dp_group, dtype=dtype)
 
-    def step(self, step: int, micro_batches: Iterable[Batch]) -> StepResult:
+    def step(self, step: int, micro_batches: Iterable[Batch], num_labels: int | None = None) -> StepResult:
         """One optimizer step.
 
         Args:
             step: from 0.
             micro_batches: this data-parallel rank's samples.
+            num_labels: labels of the global batch that count, over which the loss is the mean; all of them if None.
 
         Returns:
             The same on every rank.
@@ -129,22 +130,23 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
         else:
             self.gradients.zero_()
-        num_tokens = settings.training.global_batch_size * settings.sequence_length
+        if num_labels is None:
+            num_labels = settings.training.global_batch_size * settings.sequence_length
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = list(micro_batches)
         no_sync = contextlib.nullcontext if self.gradients is None else self.gradients.no_sync
         with self._deferred_checks() as checks:
             if self._pipeline is None:
-                for number, (tokens, labels) in enumerate(self._on_device(batches), 1):
+                for number, batch in enumerate(self._on_device(batches), 1):
                     with no_sync() if number < len(batches) else contextlib.nullcontext():
-                        loss = self.model(tokens, labels=labels).sum() / num_tokens
+                        loss = _losses(self.model, batch).sum() / num_labels
                         (loss if self.loss_scale is None else loss * scale).backward()
                     total += loss.detach()
             else:
                 name = settings.parallel.pipeline_schedule
                 schedule = make_schedule(name, self._pipeline.group.size(), len(batches), len(self._chunks))
-                for loss in self._run_pipeline(self._pipeline, schedule, batches, num_tokens, scale, no_sync):
+                for loss in self._run_pipeline(self._pipeline, schedule, batches, num_labels, scale, no_sync):
                     total += loss
         if self.gradients is not None:
             self.gradients.finish()
@@ -172,29 +174,29 @@ class Trainer:
             self.loss_scale.keep_()
         return StepResult(mean_loss, grad_norm, learning_rate, used)
 
-    def _on_device(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((tokens.to(self.device), labels.to(self.device)) for tokens, labels in batches)
+    def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        return (tuple(tensor.to(self.device) for tensor in batch) for batch in batches)
 
     def _run_pipeline(
         self,
         pipeline: Pipeline[Tensor],
         schedule: Schedule,
         batches: Sequence[Batch],
-        num_tokens: int = 1,
+        num_labels: int = 1,
         scale: float = 1.0,
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> list[Tensor]:
-        """On the last stage each micro-batch's loss, its sum over ``num_tokens``; nothing on the others."""
+        """On the last stage each micro-batch's loss, its sum over ``num_labels``; nothing on the others."""
 
         def loss(_: int, losses: Tensor) -> tuple[Tensor, Tensor]:
-            total = losses.sum(dtype=None if torch.is_grad_enabled() else torch.float64) / num_tokens
+            total = losses.sum(dtype=None if torch.is_grad_enabled() else torch.float64) / num_labels
             return (total if self.loss_scale is None else total * scale), total.detach()
 
         moved = list(self._on_device(batches))
         config, (b, s) = self._chunks[0].config, batches[0][0].shape
         return pipeline.run(
             schedule,
-            lambda micro_batch, chunk: self._chunks[chunk](moved[micro_batch][0], labels=moved[micro_batch][1]),
+            lambda micro_batch, chunk: _losses(self._chunks[chunk], moved[micro_batch]),
             loss,
             shape=hidden_shape(config, s, b, tp_group=self.tp_group),
             dtype=config.params_dtype,
@@ -237,13 +239,14 @@ class Trainer:
             agree(checks.run, group=groups)
         return numbers
 
-    def train_step(self, step: int, loader: DataLoader) -> StepResult:
+    def train_step(self, step: int, loader: DataLoader | SampleLoader) -> StepResult:
         """``step`` on this rank's samples of ``loader``."""
         rank, num_ranks = self.dp_group.rank(), self.dp_group.size()
-        return self.step(step, loader.batch(step, rank, num_ranks, self.settings.micro_batch_size(num_ranks)))
+        batches = loader.batch(step, rank, num_ranks, self.settings.micro_batch_size(num_ranks))
+        return self.step(step, batches, loader.num_labels(step))
 
     @torch.no_grad()
-    def evaluate(self, windows: EvaluationWindows) -> float:
+    def evaluate(self, windows: Windows) -> float:
         """Bits per byte of the held-out text, the same on every rank."""
         self.model.eval()
         micro = self.settings.micro_batch_size(self.dp_group.size())
@@ -251,8 +254,8 @@ class Trainer:
         batches = evaluation_batches(windows, micro, self.dp_group.rank(), self.dp_group.size())
         with self._deferred_checks() as checks:
             if self._pipeline is None:
-                for tokens, labels in self._on_device(batches):
-                    total += self.model(tokens, labels=labels).sum(dtype=torch.float64)
+                for batch in self._on_device(batches):
+                    total += _losses(self.model, batch).sum(dtype=torch.float64)
             else:
                 num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
                 # Enough at a time to keep the stages busy, and a bounded number of batches in memory.
@@ -262,6 +265,14 @@ class Trainer:
                         total += loss
         (nats,) = self._read(total, None, checks)
         return windows.bits_per_byte(nats)
+
+
+def _losses(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """The loss of each token; what a stage that is not the last gives on."""
+    tokens, labels, *places = batch
+    positions, documents = places or (None, None)
+    losses: Tensor = model(tokens, positions, labels=labels, document_ids=documents)
+    return losses
 
 
 def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:

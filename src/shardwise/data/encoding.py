@@ -1,0 +1,258 @@
+"""From an example to token ids, and which of them are learned.
+
+A token is learned if any character of it is. In a chat these are what the template marks with ``{% generation %}``, or
+else each turn of the assistant from the end of the prompt for it to the end of the turn; of a prompt with a completion,
+the tokens from the first that differs from those of the prompt alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.examples import Example, Messages
+from shardwise.errors import DataError
+from shardwise.tokenizer import ChatTemplate, Tokenizer
+from shardwise.tokenizer.chat_template import Rendered, Span, TemplateError
+
+
+class UnusableExampleError(DataError):
+    """An example that nothing can be learned from: it is left out, and counted.
+
+    Args:
+        reason: why, in the words that equal cases share.
+        detail: what is special about this one.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An example as tokens.
+
+    Attributes:
+        ids: ``[n]``, int64.
+        learned: ``[n]``, bools: whether the token is learned.
+        num_bytes: ``[n]``, int64: bytes in UTF-8 that each token adds to the text; none for a special token.
+    """
+
+    ids: NDArray[np.int64]
+    learned: NDArray[np.bool_]
+    num_bytes: NDArray[np.int64]
+
+
+class ExampleEncoder:
+    """Turns examples into tokens.
+
+    Args:
+        tokenizer: of the model.
+        template: of the model, for chats; None if it has none.
+        mask_prompts: learn what the assistant says, and completions, only; everything otherwise.
+        parse_special: read the names of special tokens in texts as these tokens. Otherwise a text's are letters, and a
+            chat that has one is unusable.
+
+    Attributes:
+        tokenizer, template, mask_prompts, parse_special: likewise.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        mask_prompts: bool = True,
+        parse_special: bool = True,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.mask_prompts = mask_prompts
+        self.parse_special = parse_special
+
+    def encode(self, example: Example) -> Encoded:
+        """The tokens of an example.
+
+        Raises:
+            UnusableExampleError: the template refuses it, a turn of the assistant is empty, nothing in it is learned.
+            DataError: a chat, and there is no template.
+        """
+        encoded = self._chat(example) if example.is_chat else self._text(example)
+        # The first token of a sequence is predicted from nothing.
+        if not encoded.learned[1:].any():
+            raise UnusableExampleError("nothing in it is learned")
+        return encoded
+
+    def prompt_ids(self, messages: Messages, **options: object) -> list[int]:
+        """The tokens of messages, and what the assistant's next turn begins with.
+
+        Raises:
+            UnusableExampleError: the template refuses them.
+            DataError: there is no template.
+        """
+        text = self._render(messages, Example("", None, messages), prompt=True).text
+        return self.tokenizer.encode(text, parse_special=True)
+
+    def _text(self, example: Example) -> Encoded:
+        tokenizer, beginning = self.tokenizer, len(self.tokenizer.beginning)
+        assert isinstance(example.completion, str)
+        prompt = example.prompt or ""
+        assert isinstance(prompt, str)
+        if not example.completion.strip():
+            raise UnusableExampleError("an empty completion" if prompt else "an empty text")
+        text = prompt + example.completion
+        ids, spans = tokenizer.encode_with_spans(text, parse_special=self.parse_special)
+        first = 0
+        if example.prompt is not None and self.mask_prompts:
+            alone = [*tokenizer.beginning, *tokenizer.encode(prompt, parse_special=self.parse_special)]
+            first = _common_length(alone, [*tokenizer.beginning, *ids])
+        ids = [*tokenizer.beginning, *ids]
+        spans = [(0, 0)] * beginning + spans
+        if not (self.parse_special and example.completion.endswith(tokenizer.eos_token)):
+            ids.append(tokenizer.eos_id)
+            spans.append((len(text), len(text)))
+        return self._encoded(ids, spans, text, np.arange(len(ids)) >= first)
+
+    def _chat(self, example: Example) -> Encoded:
+        assert not isinstance(example.completion, str)
+        assert not isinstance(example.prompt, str)
+        messages = (*(example.prompt or ()), *example.completion)
+        self._check_turns(messages)
+        rendered = self._render(messages, example)
+        ids, spans = self.tokenizer.encode_with_spans(rendered.text, parse_special=True)
+        learned = np.ones(len(ids), dtype=np.bool_)
+        if self.mask_prompts and example.prompt is not None:
+            before = self._render(example.prompt, example, prompt=True).text
+            alone = self.tokenizer.encode(before, parse_special=True)
+            learned = np.arange(len(ids)) >= _common_length(alone, ids)
+        elif self.mask_prompts:
+            written = rendered.spans or self._turns(messages, example, rendered.text)
+            learned = _touched(spans, written, len(rendered.text))
+        return self._encoded(ids, spans, rendered.text, learned)
+
+    def _check_turns(self, messages: Messages) -> None:
+        turns = [message for message in messages if message["role"] == "assistant"]
+        if not turns and self.mask_prompts:
+            raise UnusableExampleError("no turn of the assistant")
+        for message in turns:
+            if not (message.get("content", "").strip() or message.get("tool_calls")):
+                raise UnusableExampleError("an empty turn of the assistant")
+        if not self.parse_special:
+            texts = [message.get("content", "") for message in messages]
+            for name in self.tokenizer.special_names:
+                if any(name in text for text in texts):
+                    raise UnusableExampleError("it spells a special token (--no-special-tokens)", name)
+
+    def _render(self, messages: Messages, example: Example, *, prompt: bool = False) -> Rendered:
+        if self.template is None:
+            raise DataError(
+                "the model's folder has no chat template, which chats need; put its chat_template.jinja there, or a "
+                "chat_template into tokenizer_config.json"
+            )
+        try:
+            return self.template.render(
+                messages, tools=example.tools, add_generation_prompt=prompt, **example.variables
+            )
+        except TemplateError as error:
+            raise UnusableExampleError(str(error)) from error
+
+    def _turns(self, messages: Messages, example: Example, text: str) -> list[Span]:
+        """Where the assistant's turns are in the text of all messages, found by rendering what comes before each.
+
+        A turn begins where the text of the messages before it ends, with the prompt for an answer, and ends where the
+        text of the messages up to it does. Some templates leave out what a turn begins with (its reasoning) once others
+        follow, so only the end of either text, back to the turn before, must be found in the whole one.
+        """
+        spans: list[Span] = []
+        done = 0
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            begin = done + self._before(messages, number, example, text[done:])
+            until = self._render(messages[: number + 1], example).text
+            end = len(until) if text.startswith(until) else begin + len(_what_is_left(until, text[begin:]))
+            if _gist(message) not in text[begin:end]:
+                raise UnusableExampleError(_UNMARKED)
+            spans.append((begin, end))
+            done = end
+        return spans
+
+    def _before(self, messages: Messages, number: int, example: Example, text: str) -> int:
+        """How many of the characters that follow the turn before are before a turn: messages, and its header."""
+        if number == 0:
+            with_prompt = self._render(messages[:1], example, prompt=True).text
+            header = with_prompt[_common_length(self._render(messages[:1], example).text, with_prompt) :]
+            return text.index(header) + len(header) if header in text else 0
+        prompt, plain = (self._render(messages[:number], example, prompt=asked).text for asked in (True, False))
+        gist = "" if messages[number - 1]["role"] == "assistant" else _gist(messages[number - 1])
+        left = _what_is_left(prompt, text)
+        if left and gist in left:
+            return len(left)
+        # The prompt for an answer goes on in a way that the answer itself does not.
+        left = _what_is_left(plain, text)
+        if gist not in left:
+            raise UnusableExampleError(_UNMARKED)
+        return len(left) + _common_length(prompt[_common_length(plain, prompt) :], text[len(left) :])
+
+    def _encoded(self, ids: Sequence[int], spans: Sequence[Span], text: str, learned: NDArray[np.bool_]) -> Encoded:
+        special = self.tokenizer.special_ids
+        num_bytes = np.zeros(len(ids), dtype=np.int64)
+        done = 0
+        for number, (token, (begin, end)) in enumerate(zip(ids, spans, strict=True)):
+            # Tokens of one character all have its place.
+            if end > done and token not in special:
+                num_bytes[number] = len(text[max(begin, done) : end].encode())
+            done = max(done, end)
+        return Encoded(np.asarray(ids, dtype=np.int64), learned, num_bytes)
+
+
+_UNMARKED = (
+    "the chat template renders earlier turns otherwise once others follow, so that those of the assistant cannot be "
+    "found (mark them with {% generation %} in the template)"
+)
+
+
+def _what_is_left(before: str, text: str) -> str:
+    """The longest end of ``before`` that ``text`` begins with."""
+    start = before.find(text[:_PROBE]) if len(text) >= _PROBE else -1
+    while start >= 0:
+        if text.startswith(before[start:]):
+            return before[start:]
+        start = before.find(text[:_PROBE], start + 1)
+    ends = (before[start:] for start in range(max(0, len(before) - _PROBE), len(before) + 1))
+    return next(end for end in ends if text.startswith(end))
+
+
+# Characters that are looked for before a longer comparison.
+_PROBE = 16
+
+
+def _gist(message: Mapping[str, Any]) -> str:
+    """What cannot be missing where a turn is rendered: its content, or the function that it calls."""
+    content: str = message.get("content", "").strip()
+    calls = message.get("tool_calls")
+    if content or not isinstance(calls, list) or not calls or not isinstance(calls[0], dict):
+        return content
+    return str(calls[0].get("function", {}).get("name", ""))
+
+
+def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def _touched(spans: Sequence[Span], written: Sequence[Span], length: int) -> NDArray[np.bool_]:
+    """Whether each token has a character of what was written."""
+    changes = np.zeros(length + 1, dtype=np.int64)
+    for begin, end in written:
+        changes[begin] += 1
+        changes[end] -= 1
+    # How many of the characters before each place are written.
+    count = np.concatenate([[0], np.cumsum(changes[:-1].cumsum() > 0)])
+    places = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
+    return np.asarray(count[places[:, 1]] > count[places[:, 0]])
