@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from shardwise.kernels import compiled, dispatch, elementwise_cpu
 from shardwise.kernels.rms_norm import rms_norm
+from shardwise.kernels.swiglu import swiglu
 from shardwise.transformer.rotary import RotaryEmbedding, apply_rotary
 
 
@@ -43,7 +44,7 @@ def _swiglu(inner: torch.Tensor) -> torch.Tensor:
 def test_swiglu(shape: tuple[int, ...], scale: float) -> None:
     inner = _randn(*shape, scale=scale)
     copy = inner.detach().clone()
-    output = elementwise_cpu.swiglu(inner)
+    output = swiglu(inner)
     assert type(output.grad_fn).__name__ == "_SwiGLUBackward"
     wide = _wide(inner)
     exact = _swiglu(wide)
@@ -59,7 +60,7 @@ def test_swiglu(shape: tuple[int, ...], scale: float) -> None:
 def test_swiglu_of_extreme_gates() -> None:
     gates = torch.tensor([0.0, -0.0, 88.0, -88.0, 1e4, -1e4, torch.inf, torch.nan])
     inner = torch.cat((gates, torch.full_like(gates, 2.0))).requires_grad_()
-    output = elementwise_cpu.swiglu(inner)
+    output = swiglu(inner)
     # Not even -inf times 0 is in it: exp(-88) times 88 is under the smallest normal number.
     torch.testing.assert_close(output.detach(), _swiglu(inner).detach(), rtol=1e-6, atol=1e-35, equal_nan=True)
     output[:6].sum().backward()
@@ -134,7 +135,7 @@ def test_threads_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def results() -> list[torch.Tensor]:
         rotary = RotaryEmbedding(10)(torch.arange(7), torch.float32)
         outputs = [
-            elementwise_cpu.swiglu(inner),
+            swiglu(inner),
             rms_norm(inner, weight, 1e-5),
             apply_rotary(inner.unsqueeze(2), rotary),
         ]
@@ -152,10 +153,10 @@ def test_what_they_are_not_for_stays_with_pytorch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(elementwise_cpu, "_kernel", None)
     inner = _randn(5, 6)
     for other in (inner.double(), inner.bfloat16(), inner[:0], inner.t()[:4].t()):
-        assert torch.equal(elementwise_cpu.swiglu(other), _swiglu(other))
+        assert torch.equal(swiglu(other), _swiglu(other))
     with torch.autocast("cpu", torch.bfloat16):
-        elementwise_cpu.swiglu(inner)
+        swiglu(inner)
     monkeypatch.setattr(compiled, "compile_c", lambda *file: "no compiler")
-    assert torch.equal(elementwise_cpu.swiglu(inner), _swiglu(inner))
+    assert torch.equal(swiglu(inner), _swiglu(inner))
     monkeypatch.setattr(dispatch.ELEMENTWISE, "min_size", 100)
-    assert torch.equal(elementwise_cpu.swiglu(inner), _swiglu(inner))
+    assert torch.equal(swiglu(inner), _swiglu(inner))

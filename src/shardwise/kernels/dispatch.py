@@ -20,6 +20,8 @@ from torch.nn import Parameter
 from shardwise.kernels import loss_reference
 
 _WIDEST_OF_FLASH = 256
+# Of a row in the type in which it is computed: with more, a program's registers do not hold it.
+_MAX_NORM_BYTES = 1 << 15
 
 
 class Call(NamedTuple):
@@ -139,6 +141,8 @@ def _no_triton(device_index: int) -> str | None:
     return None
 
 
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 # What is saved at this size, a quarter of a millisecond a step, is worth the compilation in a thousand steps.
 LOSS_CPU = FastPath(
     "compiled loss",
@@ -154,7 +158,7 @@ LOSS_TRITON = FastPath(
     "Triton loss",
     "always",
     "cuda",
-    (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    _TRITON_DTYPES,
     unit="logits",
     in_autocast=True,
     missing=lambda call: _no_triton(call.device_index),
@@ -166,6 +170,21 @@ ELEMENTWISE = FastPath(
     (torch.float32,),
     1 << 16,
     missing=lambda call: _module("elementwise_cpu").why_not_compiled(),
+)
+ELEMENTWISE_TRITON = FastPath(
+    "Triton SwiGLU and rotary embedding",
+    "always",
+    "cuda",
+    _TRITON_DTYPES,
+    in_autocast=True,
+    missing=lambda call: _no_triton(call.device_index),
+)
+ADD_NORM_TRITON = FastPath(
+    "Triton residual addition with RMSNorm",
+    "where a layer adds and then norms",
+    "cuda",
+    _TRITON_DTYPES,
+    missing=lambda call: _no_triton(call.device_index),
 )
 RMS_NORM = FastPath("RMSNorm in few passes", "for fp32 and fp64", "cpu", (torch.float32, torch.float64))
 # Under this many multiplications oneDNN's 10 microseconds to prepare a product are not won back.
@@ -198,12 +217,22 @@ REDUCE_NORM = FastPath(
     "Triton exchange of inference layers",
     "in fused mode with sequence parallelism, where the ranks reach each other's memory",
     "cuda",
-    (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    _TRITON_DTYPES,
     missing=lambda call: _no_triton(call.device_index),
 )
 
 
-PATHS = (LOSS_CPU, LOSS_TRITON, ELEMENTWISE, RMS_NORM, ONEDNN, HUGE_PAGES, PLACED_OUTPUTS)
+PATHS = (
+    LOSS_CPU,
+    LOSS_TRITON,
+    ELEMENTWISE,
+    ELEMENTWISE_TRITON,
+    RMS_NORM,
+    ADD_NORM_TRITON,
+    ONEDNN,
+    HUGE_PAGES,
+    PLACED_OUTPUTS,
+)
 
 
 def report(
@@ -246,6 +275,37 @@ def loss_kernels(logits: Tensor, out: Tensor | None = None, *, softcap: float | 
     if LOSS_TRITON.runs(*matrices, fits=lambda: logits.size(1) == 1 or lie_by_rows()):
         return _module("loss_triton")
     return loss_reference
+
+
+def swiglu_kernels(inner: Tensor) -> Any:
+    """What computes ``swiglu.swiglu`` in one pass over ``inner``, ``[..., 2f]``; None for single operations."""
+    is_even = inner.size(-1) % 2 == 0
+    if ELEMENTWISE.runs(inner, fits=lambda: inner.is_contiguous() and is_even):
+        return _module("elementwise_cpu")
+    return _module("elementwise_triton") if ELEMENTWISE_TRITON.runs(inner, fits=lambda: is_even) else None
+
+
+def rotary_kernels(input_: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """What rotates heads ``[s, b, ...]`` by angles ``[s, 1 or b, 1, r/2]``; None for single operations."""
+
+    def fits() -> bool:
+        s, b = input_.shape[:2]
+        return cos.shape == sin.shape and cos.dim() == 4 and cos.shape[:3] in ((s, 1, 1), (s, b, 1))
+
+    return _module("elementwise_triton") if ELEMENTWISE_TRITON.runs(input_, cos, sin, fits=fits) else None
+
+
+def add_norm_kernels(residual: Tensor, added: Tensor, weight: Tensor) -> Any:
+    """What computes ``rms_norm.add_rms_norm`` in one pass; None for two operations."""
+
+    def fits() -> bool:
+        return (
+            residual.shape == added.shape
+            and weight.shape == residual.shape[-1:]
+            and weight.numel() * max(4, weight.element_size()) <= _MAX_NORM_BYTES
+        )
+
+    return _module("add_rms_norm_triton") if ADD_NORM_TRITON.runs(residual, added, weight, fits=fits) else None
 
 
 def why_not_fused_optimizer(device_type: str, *, has_copies: bool) -> str | None:

@@ -1,19 +1,16 @@
 """SwiGLU, rotary embedding and RMSNorm on a CPU, fp32, in one pass over memory (``elementwise_cpu.c``).
 
-Where ``dispatch.ELEMENTWISE`` does not run, PyTorch's single operations compute the same, up to rounding.
+Where ``dispatch.ELEMENTWISE`` does not run, PyTorch's single operations compute the same, up to rounding. Nothing here
+is recorded by autograd.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import compiled, dispatch
 from shardwise.kernels.compiled import address, over_rows
@@ -25,23 +22,21 @@ def why_not_compiled() -> str | None:
 
 
 def swiglu(inner: Tensor) -> Tensor:
-    """``silu(gate) * up`` (Shazeer 2020, arXiv:2002.05202).
+    """``swiglu.swiglu`` of a contiguous tensor."""
+    output = inner.new_empty(*inner.shape[:-1], inner.size(-1) // 2)
+    _over_flat_rows("swiglu", inner, output)
+    return output
 
-    Args:
-        inner: ``[..., 2f]``, the gates first.
 
-    Returns:
-        ``[..., f]``.
-    """
-    if dispatch.ELEMENTWISE.runs(inner, fits=lambda: inner.is_contiguous() and inner.size(-1) % 2 == 0):
-        output: Tensor = _SwiGLU.apply(inner)
-        return output
-    gate, up = inner.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
+    """The gradient of ``swiglu``'s input."""
+    grad_inner = torch.empty_like(inner)
+    _over_flat_rows("swiglu_gradient", inner, grad_output.contiguous(), grad_inner)
+    return grad_inner
 
 
 def rotate_halves(input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool = False) -> Tensor | None:
-    """Turn the pairs ``(i, i + d/2)`` of every head by its position's angles; not recorded by autograd.
+    """Turn the pairs ``(i, i + d/2)`` of every head by its position's angles.
 
     Args:
         input_: ``[s, b, heads, d]``.
@@ -83,7 +78,7 @@ def rotate_halves(input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool =
 
 
 def rms_norm(input_: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``kernels.rms_norm`` of contiguous tensors; not recorded by autograd.
+    """``kernels.rms_norm`` of contiguous tensors.
 
     Returns:
         The output, and ``rsqrt(mean(x^2) + eps)`` of each row, ``[..., 1]``.
@@ -125,23 +120,6 @@ def rms_norm_gradient(
     # In the order of the rows, whichever thread was done first.
     in_order = [sums[start] for start in sorted(sums)]
     return grad_input, torch.stack(in_order).sum(0).to(weight.dtype) if needs_weight else None
-
-
-class _SwiGLU(Function):
-    @staticmethod
-    def forward(ctx: Any, inner: Tensor) -> Tensor:
-        ctx.save_for_backward(inner)
-        output = inner.new_empty(*inner.shape[:-1], inner.size(-1) // 2)
-        _over_flat_rows("swiglu", inner, output)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        (inner,) = ctx.saved_tensors
-        grad_inner = torch.empty_like(inner)
-        _over_flat_rows("swiglu_gradient", inner, grad_output.contiguous(), grad_inner)
-        return grad_inner
 
 
 def _over_flat_rows(name: str, *tensors: Tensor) -> None:

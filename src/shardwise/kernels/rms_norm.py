@@ -1,4 +1,4 @@
-"""RMSNorm on a CPU in few passes over memory.
+"""RMSNorm on a CPU in few passes over memory, and on CUDA one pass for a residual's addition and the norm after it.
 
 PyTorch has one kernel for it on CUDA. On a CPU it is made of single operations, whose backward autograd makes of single
 operations too: some twenty passes over tensors as large as the input, and as many saved for it. The function here saves
@@ -41,6 +41,54 @@ def rms_norm(input_: Tensor, weight: Tensor, eps: float | None = None) -> Tensor
         output: Tensor = _RMSNorm.apply(input_, weight, torch.finfo(input_.dtype).eps if eps is None else eps)
         return output
     return F.rms_norm(input_, weight.shape, weight, eps)
+
+
+def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
+    """``residual + added``, and ``rms_norm`` of that.
+
+    The definition is what runs where ``dispatch.add_norm_kernels`` finds nothing faster. On CUDA a kernel does both;
+    two operations read the sum once more, in the backward too.
+
+    Args:
+        residual: ``[..., n]``.
+        added: like ``residual``.
+        weight: ``[n]``.
+        eps: added to the mean square; the dtype's machine epsilon if None.
+
+    Returns:
+        Two tensors ``[..., n]``.
+    """
+    kernels = dispatch.add_norm_kernels(residual, added, weight)
+    if kernels is None:
+        total = residual + added
+        return total, rms_norm(total, weight, eps)
+    eps = torch.finfo(residual.dtype).eps if eps is None else eps
+    both: tuple[Tensor, Tensor] = _AddRMSNorm.apply(residual, added, weight, eps, kernels)
+    return both
+
+
+class _AddRMSNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, added: Tensor, weight: Tensor, eps: float, kernels: Any
+    ) -> tuple[Tensor, Tensor]:
+        total, normed, scale = kernels.add_rms_norm(residual, added, weight, eps)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.kernels = kernels
+        # Zeros for a result that nobody uses would be read like any gradient.
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor | None, grad_normed: Tensor | None) -> Any:
+        if grad_normed is None:
+            return grad_total, grad_total, None, None, None
+        total, weight, scale = ctx.saved_tensors
+        grad, grad_weight = ctx.kernels.add_rms_norm_gradient(
+            total, weight, scale, grad_normed, grad_total, needs_weight=ctx.needs_input_grad[2]
+        )
+        return grad, grad, grad_weight, None, None
 
 
 class _RMSNorm(Function):

@@ -1,4 +1,4 @@
-"""The norms of a transformer: PyTorch's own modules, RMSNorm with our function on a CPU."""
+"""The norms of a transformer: PyTorch's own modules, RMSNorm with our functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.config import ModelConfig, Normalization
 from shardwise.errors import ConfigError
-from shardwise.kernels.rms_norm import rms_norm
+from shardwise.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class ZeroCenteredLayerNorm(nn.LayerNorm):
@@ -93,6 +93,26 @@ class NormFunction:
         if self.normalization == "RMSNorm":
             return rms_norm(input_, self.whole_weight, self.eps)
         return F.layer_norm(input_, self.weight.shape, self.whole_weight, self.bias, self.eps)
+
+
+def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """``residual + added``, and its norm: in one pass for an RMSNorm where there is a kernel for both.
+
+    Args:
+        norm: any norm. What ``make_norm`` makes is not called as a module then, unless it has hooks.
+        residual: ``[..., n]``.
+        added: like ``residual``.
+    """
+    if type(norm) in (RMSNorm, ZeroCenteredRMSNorm) and not _has_hooks(norm):
+        function = NormFunction.of(norm)
+        return add_rms_norm(residual, added, function.whole_weight, function.eps)
+    total = residual + added
+    return total, norm(total)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return any(getattr(module, f"_{kind}_hooks") for kind in kinds)
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:

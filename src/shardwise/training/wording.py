@@ -44,6 +44,7 @@ def speed(session: Session) -> str:
     sizes = {dispatch.LOSS_CPU: logits, dispatch.LOSS_TRITON: logits, dispatch.ONEDNN: inner * config.hidden_size}
     if config.normalization == "RMSNorm":
         sizes[dispatch.RMS_NORM] = sizes[dispatch.ELEMENTWISE] = tokens * config.hidden_size
+        sizes[dispatch.ADD_NORM_TRITON] = sizes[dispatch.ELEMENTWISE_TRITON] = tokens * config.hidden_size
     device_type, refusal = session.ranks.device.type, trainer.optimizer.why_not_fused
     choices = [
         dispatch.Choice("fused optimizer step", refusal is None, refusal or "always"),

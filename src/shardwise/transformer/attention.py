@@ -14,6 +14,7 @@ from torch.nn.attention import sdpa_kernel
 from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
 from shardwise.kernels.dispatch import why_repeat_keys
+from shardwise.kernels.rotary import split, split_and_rotate
 from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments, make_norm, parameter_device
 from shardwise.random import streams
 from shardwise.recompute import recomputed
@@ -135,12 +136,7 @@ class SelfAttention(GroupModule):
         """
         mixed: Tensor = self.linear_qkv(hidden, sequence_length=sequence_length)
         s, b, _ = mixed.shape
-        query, key, value = self._split_heads(mixed)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if rotary is not None:
-            query = apply_rotary(query, rotary, interleaved=self.rotary_interleaved)
-            key = apply_rotary(key, rotary, interleaved=self.rotary_interleaved)
+        query, key, value = self._split_heads(mixed, rotary)
         # [s, b, heads, d] -> [b, heads, s, d], as views.
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if cache is not None:
@@ -151,21 +147,25 @@ class SelfAttention(GroupModule):
         output: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return output
 
-    def _split_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[s, b, rows/t]`` to ``[s, b, heads/t, d]`` and twice ``[s, b, groups/t, d]``."""
+    def _split_heads(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """``[s, b, rows/t]`` to ``[s, b, heads/t, d]`` and twice ``[s, b, groups/t, d]``, normed and rotated."""
         s, b, _ = mixed.shape
-        per_group = self.queries_of_groups[0]
-        if self._is_even:
-            mixed = mixed.view(s, b, self.num_local_groups, per_group + 2, self.head_dim)
-            query, key, value = mixed.split((per_group, 1, 1), dim=3)
-            return (
-                query.reshape(s, b, self.num_local_groups * per_group, self.head_dim),
-                key.squeeze(3),
-                value.squeeze(3),
+        per_group, head_dim, interleaved = self.queries_of_groups[0], self.head_dim, self.rotary_interleaved
+        if self._is_even and rotary is not None and self.q_layernorm is None:
+            return split_and_rotate(
+                mixed, *rotary, queries_per_group=per_group, head_dim=head_dim, interleaved=interleaved
             )
-        sections = [n for queries in self.queries_of_groups for n in (queries, 1, 1)]
-        parts = mixed.view(s, b, -1, self.head_dim).split(sections, dim=2)
-        return torch.cat(parts[0::3], dim=2), torch.cat(parts[1::3], dim=2), torch.cat(parts[2::3], dim=2)
+        if self._is_even:
+            query, key, value = split(mixed, queries_per_group=per_group, head_dim=head_dim)
+        else:
+            sections = [n for queries in self.queries_of_groups for n in (queries, 1, 1)]
+            parts = mixed.view(s, b, -1, head_dim).split(sections, dim=2)
+            query, key, value = (torch.cat(parts[i::3], dim=2) for i in range(3))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if rotary is not None:
+            query, key = (apply_rotary(x, rotary, interleaved=interleaved) for x in (query, key))
+        return query, key, value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         bias, is_causal = mask.bias(query, key.size(2), causal=self.attn_mask_type.is_causal, window=self.window_size)

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
-from shardwise.layers import GroupModule, make_norm, parameter_device
+from shardwise.layers import GroupModule, add_and_norm, make_norm, parameter_device
 from shardwise.recompute import OutputRecomputation, recomputed
 from shardwise.sharding import balanced_sizes
 from shardwise.transformer.attention import SelfAttention
@@ -59,6 +59,14 @@ class TransformerLayerSpec:
     norm: Callable[[ModelConfig], nn.Module] = make_norm
     attention: Callable[[ModelConfig, int, ProcessGroup], nn.Module] = SelfAttention
     mlp: Callable[[ModelConfig, ProcessGroup], nn.Module] = MLP
+
+
+class _Input(NamedTuple):
+    """What is added to, what goes into attention or MLP, and whose output is to be freed after it."""
+
+    residual: Tensor
+    input_: Tensor
+    recomputation: OutputRecomputation | None
 
 
 class TransformerLayer(GroupModule):
@@ -111,24 +119,34 @@ class TransformerLayer(GroupModule):
         attended = self.self_attention(input_, sequence_length=sequence_length, **attention)
         if norm is not None:
             norm.discard_(attended)
-        hidden = self._after(residual, attended, self.post_self_attn_layernorm, sequence_length)
-        residual, input_, norm = self._before(hidden, self.pre_mlp_layernorm)
+        added = self.dropout(attended, sequence_length=sequence_length)
+        residual, input_, norm = self._between(residual, added)
         if self.recomputes_mlp:
             mixed = recomputed(self.mlp, input_, sequence_length=sequence_length)
         else:
             mixed = self.mlp(input_, sequence_length=sequence_length)
         if norm is not None:
             norm.discard_(mixed)
-        return self._after(residual, mixed, self.post_mlp_layernorm, sequence_length)
+        added = self.dropout(mixed, sequence_length=sequence_length)
+        # The norm after a pre-norm layer's sum is the next layer's: layers are recomputed, sharded and put on stages
+        # one by one.
+        norm_after = self.post_mlp_layernorm
+        return residual + added if norm_after is None else add_and_norm(norm_after, residual, added)[1]
 
-    def _before(self, hidden: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor, OutputRecomputation | None]:
-        """What is added to, what goes into attention or MLP, and whose output is to be freed after it."""
+    def _before(self, hidden: Tensor, norm: nn.Module | None) -> _Input:
         if norm is None:
-            return hidden, hidden, None
+            return _Input(hidden, hidden, None)
         recomputation = OutputRecomputation() if self.recomputes_norms else None
         normed: Tensor = norm(hidden) if recomputation is None else recomputation.run(norm, hidden)
-        return normed if self.residual_is_normed else hidden, normed, recomputation
+        return _Input(normed if self.residual_is_normed else hidden, normed, recomputation)
 
-    def _after(self, residual: Tensor, output: Tensor, norm: nn.Module | None, sequence_length: int | None) -> Tensor:
-        hidden: Tensor = residual + self.dropout(output, sequence_length=sequence_length)
-        return hidden if norm is None else norm(hidden)
+    def _between(self, residual: Tensor, added: Tensor) -> _Input:
+        """From the sum of the residual stream and attention to the MLP."""
+        if self.recomputes_norms and self.pre_mlp_layernorm is not None:
+            return self._before(residual + added, self.pre_mlp_layernorm)
+        if self.post_self_attn_layernorm is not None:
+            _, normed = add_and_norm(self.post_self_attn_layernorm, residual, added)
+            return _Input(normed, normed, None)
+        assert self.pre_mlp_layernorm is not None
+        total, normed = add_and_norm(self.pre_mlp_layernorm, residual, added)
+        return _Input(normed if self.residual_is_normed else total, normed, None)

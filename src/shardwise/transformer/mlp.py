@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.elementwise_cpu import swiglu
+from shardwise.kernels.swiglu import swiglu
 from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments
 from shardwise.recompute import OutputRecomputation
 

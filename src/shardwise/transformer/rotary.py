@@ -4,63 +4,15 @@ Rotated are pairs of elements of a head: ``i`` and ``i + d/2``, the half-split f
 ``2i + 1``, the interleaved form of the paper.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardwise.errors import ConfigError
-from shardwise.kernels.elementwise_cpu import rotate_halves
+from shardwise.kernels.rotary import rotate
 from shardwise.transformer.fixed import FixedTensors, on_default_device
 from shardwise.transformer.rotary_scaling import RotaryScaling
 
 __all__ = ["RotaryEmbedding", "RotaryScaling", "apply_rotary"]
-
-
-class _Rotate(Function):
-    """Rotate pairs by an angle; the gradient is rotated back."""
-
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _rotate(input_, cos, sin, interleaved, backwards=False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad_output, cos, sin, ctx.interleaved, backwards=True), None, None, None
-
-
-def _rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backwards: bool) -> Tensor:
-    if not interleaved and (turned_halves := rotate_halves(input_, cos, sin, backwards=backwards)) is not None:
-        return turned_halves
-    if backwards:
-        sin = -sin
-    rotated = 2 * cos.size(-1)
-    first, second = _pairs(input_, rotated, interleaved)
-    if torch.compiler.is_compiling():
-        # The compiler does not trace results that are written into parts of a tensor, and needs no such help.
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        together = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-        return torch.cat((together, input_[..., rotated:]), dim=-1) if rotated < input_.size(-1) else together
-    output = torch.empty(input_.shape, dtype=input_.dtype, device=input_.device)
-    to_first, to_second = _pairs(output, rotated, interleaved)
-    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
-    if rotated < input_.size(-1):
-        output[..., rotated:] = input_[..., rotated:]
-    return output
-
-
-def _pairs(tensor: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and of the second element of each pair."""
-    if interleaved:
-        return tensor[..., 0:rotated:2], tensor[..., 1:rotated:2]
-    return tensor[..., : rotated // 2], tensor[..., rotated // 2 : rotated]
 
 
 class RotaryEmbedding(FixedTensors):
@@ -131,5 +83,4 @@ def apply_rotary(input_: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: 
     Returns:
         A new tensor of the same shape.
     """
-    result: Tensor = _Rotate.apply(input_, *rotary, interleaved)
-    return result
+    return rotate(input_, *rotary, interleaved=interleaved)

@@ -1,0 +1,177 @@
+"""A residual's addition and RMSNorm as one Triton kernel each way; ``rms_norm.add_rms_norm`` says what they compute.
+
+Two operations read what was just written once more, in the forward and in the backward; here a program holds a row. In
+the backward a program goes over many rows and keeps its sum for the weight's gradient, so that few partial sums are
+left; how many programs there are depends on the number of rows alone, and so do the bits of the sum.
+
+This module needs Triton: ``dispatch`` imports it where it can be had.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Triton's convention: what is known when a kernel is compiled has a name in capitals.
+# ruff: noqa: N803
+
+# Programs of the backward: two for each multiprocessor of the largest GPUs.
+_PROGRAMS = 264
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    residual,
+    added,
+    weight,
+    total,
+    normed,
+    scale,
+    residual_stride,
+    added_stride,
+    num_columns,
+    EPS: tl.constexpr,
+    IS_DOUBLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row."""
+    wide = tl.float64 if IS_DOUBLE else tl.float32
+    dtype = total.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    x = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(wide)
+    x += tl.load(added + row * added_stride + columns, mask=inside, other=0.0).to(wide)
+    # The norm is that of the sum as it is kept, after rounding.
+    rounded = x.to(dtype)
+    tl.store(total + row * num_columns + columns, rounded, mask=inside)
+    x = rounded.to(wide)
+    row_scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / num_columns + EPS)
+    tl.store(scale + row, row_scale)
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(wide)
+    tl.store(normed + row * num_columns + columns, (x * row_scale * w).to(dtype), mask=inside)
+
+
+@triton.jit
+def add_rms_norm_gradient_kernel(
+    total,
+    weight,
+    scale,
+    grad_normed,
+    grad_total,
+    grad_input,
+    partial_sums,
+    normed_stride,
+    total_stride,
+    num_rows,
+    num_columns,
+    HAS_GRAD_TOTAL: tl.constexpr,
+    WANT_WEIGHT: tl.constexpr,
+    IS_DOUBLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every so many rows, from this program's number on."""
+    wide = tl.float64 if IS_DOUBLE else tl.float32
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(wide)
+    sums = tl.zeros((BLOCK,), wide)
+    row = tl.program_id(0).to(tl.int64)
+    for _ in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        normalized = tl.load(total + row * num_columns + columns, mask=inside, other=0.0).to(wide)
+        grad = tl.load(grad_normed + row * normed_stride + columns, mask=inside, other=0.0).to(wide)
+        row_scale = tl.load(scale + row)
+        normalized *= row_scale
+        if WANT_WEIGHT:
+            sums += grad * normalized
+        grad *= w
+        mean = tl.sum(grad * normalized, 0) / num_columns
+        result = (grad - normalized * mean) * row_scale
+        if HAS_GRAD_TOTAL:
+            result += tl.load(grad_total + row * total_stride + columns, mask=inside, other=0.0).to(wide)
+        tl.store(grad_input + row * num_columns + columns, result.to(grad_input.dtype.element_ty), mask=inside)
+        row += tl.num_programs(0)
+    if WANT_WEIGHT:
+        tl.store(partial_sums + tl.program_id(0).to(tl.int64) * num_columns + columns, sums, mask=inside)
+
+
+def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``rms_norm.add_rms_norm``, and ``rsqrt(mean(x^2) + eps)`` of each row of the sum, ``[n]``."""
+    rows, added_rows = _rows_of(residual), _rows_of(added)
+    num_rows, num_columns = rows.shape
+    total, normed = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
+    scale = torch.empty(num_rows, dtype=_wide(residual), device=residual.device)
+    block = block_size(num_columns)
+    with torch.cuda.device_of(residual):
+        add_rms_norm_kernel[(num_rows,)](
+            rows,
+            added_rows,
+            weight.contiguous(),
+            total,
+            normed,
+            scale,
+            rows.stride(0),
+            added_rows.stride(0),
+            num_columns,
+            EPS=eps,
+            IS_DOUBLE=residual.dtype == torch.float64,
+            BLOCK=block,
+            num_warps=num_warps(block),
+        )
+    return total, normed, scale
+
+
+def add_rms_norm_gradient(
+    total: Tensor, weight: Tensor, scale: Tensor, grad_normed: Tensor, grad_total: Tensor | None, *, needs_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of either term of the sum, and the weight's where needed, from what ``add_rms_norm`` gave."""
+    grad_rows = _rows_of(grad_normed)
+    more_rows = grad_rows if grad_total is None else _rows_of(grad_total)
+    num_rows, num_columns = grad_rows.shape
+    grad_input = torch.empty_like(total)
+    num_programs = min(num_rows, _PROGRAMS)
+    partial_sums = scale.new_empty(num_programs if needs_weight else 0, num_columns)
+    block = block_size(num_columns)
+    with torch.cuda.device_of(total):
+        add_rms_norm_gradient_kernel[(num_programs,)](
+            total,
+            weight.contiguous(),
+            scale,
+            grad_rows,
+            more_rows,
+            grad_input,
+            partial_sums,
+            grad_rows.stride(0),
+            more_rows.stride(0),
+            num_rows,
+            num_columns,
+            HAS_GRAD_TOTAL=grad_total is not None,
+            WANT_WEIGHT=needs_weight,
+            IS_DOUBLE=total.dtype == torch.float64,
+            BLOCK=block,
+            num_warps=num_warps(block),
+        )
+    return grad_input, partial_sums.sum(0).to(weight.dtype) if needs_weight else None
+
+
+def block_size(num_columns: int) -> int:
+    """How many columns a program holds: a row."""
+    size: int = triton.next_power_of_2(num_columns)
+    return size
+
+
+def num_warps(block: int) -> int:
+    """So that a thread holds 8 numbers."""
+    return max(1, min(32, block // 256))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """``[n, width]``: a view where rows lie evenly and columns side by side, else a copy."""
+    rows = tensor.reshape(-1, tensor.size(-1))
+    return rows if rows.stride(1) == 1 or rows.size(1) == 1 else rows.contiguous()

@@ -1,0 +1,139 @@
+"""Rotation of pairs of elements, and of the queries and keys in a query-key-value projection as they leave it.
+
+Rotated are the pairs ``(i, i + r/2)`` of the first ``r`` elements of a head, or with ``interleaved`` the pairs
+``(2i, 2i + 1)``; what follows is left as it is. The gradient is rotated back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardwise.kernels import dispatch, elementwise_cpu
+
+
+def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate every head by the angles of its position.
+
+    Args:
+        input_: ``[s, b, heads, d]``; not modified.
+        cos: ``[s, 1 or b, 1, r/2]``.
+        sin: like ``cos``.
+        interleaved: which pairs.
+
+    Returns:
+        A new tensor of the same shape.
+    """
+    result: Tensor = _Rotate.apply(input_, cos, sin, interleaved)
+    return result
+
+
+def split_and_rotate(
+    mixed: Tensor, cos: Tensor, sin: Tensor, *, queries_per_group: int, head_dim: int, interleaved: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a projection, the first two rotated.
+
+    By a kernel all three are new tensors, made in one pass, and the projection's output can be freed. By single
+    operations the values, and queries of one for each key, stay views of it, and what is rotated lies beside it.
+
+    Args:
+        mixed: ``[s, b, groups * (n + 2) * d]``: for each group its ``n`` queries, its key, its value; not modified.
+        cos: ``[s, 1 or b, 1, r/2]``.
+        sin: like ``cos``.
+        queries_per_group: ``n``.
+        head_dim: ``d``.
+        interleaved: which pairs.
+
+    Returns:
+        ``[s, b, groups * n, d]`` and twice ``[s, b, groups, d]``.
+    """
+    if (kernels := dispatch.rotary_kernels(mixed, cos, sin)) is not None:
+        made: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(
+            mixed, cos, sin, queries_per_group, head_dim, interleaved, kernels
+        )
+        return made
+    query, key, value = split(mixed, queries_per_group=queries_per_group, head_dim=head_dim)
+    return rotate(query, cos, sin, interleaved=interleaved), rotate(key, cos, sin, interleaved=interleaved), value
+
+
+def split(mixed: Tensor, *, queries_per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``split_and_rotate`` without the rotation: views, but for queries of several for each key."""
+    s, b, _ = mixed.shape
+    mixed = mixed.view(s, b, -1, queries_per_group + 2, head_dim)
+    query, key, value = mixed.split((queries_per_group, 1, 1), dim=3)
+    return query.reshape(s, b, -1, head_dim), key.squeeze(3), value.squeeze(3)
+
+
+class _Rotate(Function):
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(input_, cos, sin, interleaved, backwards=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad_output, cos, sin, ctx.interleaved, backwards=True), None, None, None
+
+
+class _SplitAndRotate(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_queries: int,
+        head_dim: int,
+        interleaved: bool,
+        kernels: Any,
+    ) -> Any:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.kernels = interleaved, kernels
+        return kernels.split_and_rotate(mixed, cos, sin, num_queries, head_dim, interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return ctx.kernels.split_and_rotate_gradient(*gradients, cos, sin, ctx.interleaved), *(None,) * 6
+
+
+def _rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backwards: bool) -> Tensor:
+    if (
+        not interleaved
+        and (turned_halves := elementwise_cpu.rotate_halves(input_, cos, sin, backwards=backwards)) is not None
+    ):
+        return turned_halves
+    if (kernels := dispatch.rotary_kernels(input_, cos, sin)) is not None:
+        turned_heads: Tensor = kernels.rotate(input_, cos, sin, interleaved, backwards=backwards)
+        return turned_heads
+    if backwards:
+        sin = -sin
+    rotated = 2 * cos.size(-1)
+    first, second = _pairs(input_, rotated, interleaved)
+    if torch.compiler.is_compiling():
+        # The compiler does not trace results that are written into parts of a tensor, and needs no such help.
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        together = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+        return torch.cat((together, input_[..., rotated:]), dim=-1) if rotated < input_.size(-1) else together
+    output = torch.empty(input_.shape, dtype=input_.dtype, device=input_.device)
+    to_first, to_second = _pairs(output, rotated, interleaved)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+    if rotated < input_.size(-1):
+        output[..., rotated:] = input_[..., rotated:]
+    return output
+
+
+def _pairs(tensor: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second element of each pair."""
+    if interleaved:
+        return tensor[..., 0:rotated:2], tensor[..., 1:rotated:2]
+    return tensor[..., : rotated // 2], tensor[..., rotated // 2 : rotated]

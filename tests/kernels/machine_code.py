@@ -1,0 +1,69 @@
+"""Triton kernels compiled for GPUs that need not be here, and what is found in their code.
+
+Without the interpreter; give each program that uses this a cache folder of its own.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_WIDTHS = {"b8": 1, "b16": 2, "b32": 4, "b64": 8}
+
+
+def compile_for(kernel, capability, kinds, constants, *, num_warps, divisible=None):
+    """A kernel's code.
+
+    Args:
+        kernel: as ``triton.jit`` made it.
+        capability: such as 90.
+        kinds: Triton's type of each argument that is not a constant.
+        constants: the value of each other.
+        num_warps: of a program.
+        divisible: names of those arguments that Triton finds to be multiples of 16 when it is called; all if None.
+    """
+    names = kernel.arg_names
+    assert set(names) == set(kinds) | set(constants), set(names) ^ (set(kinds) | set(constants))
+    divisible = set(kinds) if divisible is None else divisible
+    source = ASTSource(
+        kernel,
+        signature={name: kinds.get(name, "constexpr") for name in names},
+        constexprs={(i,): constants[name] for i, name in enumerate(names) if name in constants},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in divisible},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps}).asm
+
+
+def target_of(asm):
+    """Such as ``.target sm_90a``."""
+    return next(line for line in asm["ptx"].splitlines() if line.startswith(".target"))
+
+
+def spilled_bytes(asm):
+    """Memory of each thread for what its registers do not hold."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        done = subprocess.run(
+            [_TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    usage = dict(re.findall(r"(STACK|LOCAL):(\d+)", done.stdout))
+    return int(usage["STACK"]) + int(usage["LOCAL"])
+
+
+def num_barriers(asm):
+    """Places in the code where threads wait for each other."""
+    return len(re.findall(r"^\s*(?:@!?%p\d+ )?(?:bar|barrier)\.(?:cta\.)?sync", asm["ptx"], re.MULTILINE))
+
+
+def access_widths(asm, operation="ld"):
+    """How many bytes a thread reads (or with ``"st"`` writes) at once in global memory: the widths that occur."""
+    found = set()
+    for vector, kind in re.findall(rf"\b{operation}\.global(?:\.\w+)*?(?:\.v(\d))?\.(b\d+)\b", asm["ptx"]):
+        found.add(int(vector or 1) * _WIDTHS[kind])
+    return sorted(found)
