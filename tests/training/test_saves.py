@@ -47,9 +47,7 @@ class Gate:
 def written(saves: Saves) -> None:
     """Wait until this rank's thread has ended, so that the next step publishes what it wrote."""
     assert saves._pending is not None
-    thread = saves._pending._thread
-    assert thread is not None
-    thread.join()
+    saves._pending.wait()
 
 
 @pytest.mark.slow

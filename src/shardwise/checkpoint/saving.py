@@ -178,14 +178,18 @@ class PendingSave:
             self.note = decide(self._own_part, self._publish, group=self._group)
         return step_path(self._root, self.step)
 
+    def wait(self) -> None:
+        """Return when this rank has written, or failed; for this rank alone."""
+        if self._thread is not None:
+            self._thread.join()
+
     def abandon(self) -> None:
         """Let this rank's thread write no further part, and wait for its end. What it wrote is never published.
 
         Not collective: for a rank that leaves because of an error, or has heard of another's.
         """
         self._abandoned = True
-        if self._thread is not None:
-            self._thread.join()
+        self.wait()
 
     def _take(self, parts: list[Part]) -> None:
         if self._snapshot is not None:
@@ -224,8 +228,7 @@ class PendingSave:
 
     def _own_part(self) -> tuple[Written | None, str]:
         """What this rank has written, once it has; None if it was abandoned."""
-        if self._thread is not None:
-            self._thread.join()
+        self.wait()
         # One that was abandoned was so because of another rank's error, which is the one to tell.
         if self._error is not None and not self._abandoned:
             raise self._error
