@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.collectives import broadcast_
+from shardwise.communication.collectives import all_gather, broadcast_
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
+from shardwise.sharding.rows import group_of_rows, local_rows, rows_of_ranks
 
 
 def sharded_state_dict(
@@ -82,7 +83,8 @@ def gather_parameter(local: Tensor, layout: ParamLayout, *, group: ProcessGroup)
     """The whole parameter, on every rank.
 
     Collective; every rank then holds all of it, so this is not for models that need the ranks' memory together. On the
-    way, it takes the memory of the whole and of one part.
+    way, it takes the memory of the whole and of one part. Of a fully sharded model, whose data-parallel ranks hold some
+    rows of a part each, they call too.
 
     Args:
         local: this rank's part, or something of its shape such as its gradient; not modified.
@@ -92,6 +94,10 @@ def gather_parameter(local: Tensor, layout: ParamLayout, *, group: ProcessGroup)
     Returns:
         A new tensor of shape ``layout.global_shape``.
     """
+    if (sharing := group_of_rows(local)) is not None:
+        local = all_gather(
+            local_rows(local), group=sharing, sizes=[stop - start for start, stop in rows_of_ranks(local)]
+        )
     if layout.dim is None or group.size() == 1:
         return local.detach().clone()
     whole = local.new_empty(layout.global_shape)

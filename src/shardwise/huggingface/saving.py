@@ -30,6 +30,7 @@ from shardwise.huggingface.reading import INDEX_NAME, WEIGHTS_NAME, read_json
 from shardwise.models.chunks import ModelChunks
 from shardwise.sharded_state import gather_parameter
 from shardwise.sharding import ParamShard
+from shardwise.sharding.rows import is_sharded
 from shardwise.tensor_files import TensorFile, write_errors
 from shardwise.topology import Groups
 
@@ -90,16 +91,20 @@ def save_pretrained(
     # The unfinished folder is named after the target, and a path such as "." has no name until it is absolute.
     target = Path(os.path.abspath(folder))
 
-    def export() -> None:
-        if replicas is None or replicas.rank() == 0:
-            plan = agree(lambda: _plan(models, source, architecture, dtype, fields or {}), group=model_groups(groups))
-            _write_folder(target, plan, groups, max_file_size)
+    is_first = replicas is None or replicas.rank() == 0
+
+    def export(ranks: Sequence[ProcessGroup]) -> None:
+        plan = agree(lambda: _plan(models, source, architecture, dtype, fields or {}), group=ranks)
+        _write_folder(target, plan, groups, ranks, max_file_size, writes=is_first)
 
     if replicas is None or replicas.size() == 1:
-        export()
+        export(model_groups(groups))
+    elif is_sharded(next(models[0].parameters())):
+        # Each replica holds a part of every parameter.
+        export([*model_groups(groups), replicas])
     else:
         # The other replicas wait here and receive the error if the export fails.
-        agree(export, group=replicas)
+        agree(lambda: export(model_groups(groups)) if is_first else None, group=replicas)
 
 
 @dataclass(frozen=True)
@@ -159,8 +164,11 @@ def _plan(
     return _Plan(config | dict(fields), folder, parts)
 
 
-def _write_folder(target: Path, plan: _Plan, groups: Groups, max_file_size: int) -> None:
-    is_first = all(group.rank() == 0 for group in model_groups(groups))
+def _write_folder(
+    target: Path, plan: _Plan, groups: Groups, ranks: Sequence[ProcessGroup], max_file_size: int, *, writes: bool
+) -> None:
+    """All of the folder; ``ranks`` are the groups that call, of which those who ``writes`` leave something."""
+    is_first = all(group.rank() == 0 for group in ranks)
     keys = gather_from_stages(list(plan.parts), "the names of parameters", groups)
     # The last stage's copy of a tied weight must not be written a second time.
     before = {key for earlier in keys[: groups.stage] for key in earlier}
@@ -170,14 +178,14 @@ def _write_folder(target: Path, plan: _Plan, groups: Groups, max_file_size: int)
     first = sum(map(len, files[: groups.stage]))
     index = _index(names, [file for stage_files in files for file in stage_files])
     token = secrets.token_hex(4)
-    for group in model_groups(groups):
+    for group in ranks:
         token = gather_objects(token, "a name for the unfinished folder", group=group)[0]
     partial = target.with_name(f".{target.name}.{token}.partial")
     with ExitStack() as stack:
-        agree(lambda: stack.enter_context(_begun(target, partial)) if is_first else None, group=model_groups(groups))
+        agree(lambda: stack.enter_context(_begun(target, partial)) if is_first else None, group=ranks)
         own = dict(zip(names[first:], own_files, strict=False))
-        agree(lambda: _write_files(partial, own, groups), group=model_groups(groups))
-        agree(lambda: _finish(target, partial, plan, index) if is_first else None, group=model_groups(groups))
+        agree(lambda: _write_files(partial, own, groups.tp, writes=writes), group=ranks)
+        agree(lambda: _finish(target, partial, plan, index) if is_first else None, group=ranks)
 
 
 def _dealt_out(parts: Sequence[_Part], max_file_size: int) -> list[list[_Part]]:
@@ -211,20 +219,19 @@ def _index(names: Sequence[str], files: Sequence[tuple[list[str], int]]) -> dict
     return {"metadata": {"total_size": sum(size for _, size in files)}, "weight_map": weight_map}
 
 
-def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], groups: Groups) -> None:
+def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], group: ProcessGroup, *, writes: bool) -> None:
     """Gather this stage's parameters, and write them, each file on another rank.
 
     A rank that fails goes on gathering, since the others could not go on without it, and raises its error at the end.
     """
-    group = groups.tp
     failure: Exception | None = None
     for number, (name, parts) in enumerate(files.items()):
         file: TensorFile | None = None
-        writes = group.rank() == number % group.size()
+        is_mine = writes and group.rank() == number % group.size()
         tensors = {key: tensor for part in parts for key, tensor in part.tensors.items()}
         for part in parts:
             whole = gather_parameter(part.shard.data, part.shard.layout, group=group)
-            if writes and failure is None:
+            if is_mine and failure is None:
                 try:
                     file = file or TensorFile(partial / name, tensors)
                     for key, tensor in part.composition.take_apart(whole.to(part.dtype)).items():

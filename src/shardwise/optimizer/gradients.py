@@ -15,6 +15,7 @@ from shardwise.communication.collectives import all_reduce
 from shardwise.errors import ConfigError
 from shardwise.layers import named_param_layouts
 from shardwise.sharding import ParamLayout, has_copies, holders, segments
+from shardwise.sharding.rows import first_row, group_of_rows, local_rows
 
 # Gradients travel in runs of about this many elements: few enough collectives, and a bounded copy.
 _BUCKET_ELEMENTS = 1 << 24
@@ -49,6 +50,9 @@ def finalize_gradients_(
     if tp_group.size() > 1:
         partial = [param for param in params if getattr(param, "sequence_parallel", False)]
         copies = _Copies(model, tp_group)
+        if (sharing := group_of_rows(params[0])) is not None:
+            # Of one row, ranks of the tensor-parallel group may have the gradient on different ranks of the other.
+            _sum_over_ranks_(copies.buffers, group=sharing)
         _sum_over_ranks_([*_gradients(partial), *copies.buffers], group=tp_group)
         copies.write_back_()
     if dp_group is not None:
@@ -104,10 +108,12 @@ def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup, pp_group: Proc
         part
         for _, param, layout in named_param_layouts(model, tp_group.size())
         if (gradient := gradient_of(param)) is not None and not getattr(param, "shared", False)
-        for part in _counted_here(gradient, layout, tp_group.rank())
+        for part in _counted_here(gradient, layout, tp_group.rank(), first_row(param))
     ]
-    device = next(model.parameters()).device
-    squares = _sum_of_squares(counted, device)
+    first = next(model.parameters())
+    squares = _sum_of_squares(counted, first.device)
+    if (sharing := group_of_rows(first)) is not None:
+        squares = all_reduce(squares, group=sharing)
     total = all_reduce(squares, group=tp_group)
     return (total if pp_group is None else all_reduce(total, group=pp_group)).sqrt()
 
@@ -174,17 +180,29 @@ def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def _counted_here(gradient: Tensor, layout: ParamLayout, rank: int) -> list[Tensor]:
-    """What of ``gradient`` no rank before this one holds."""
+def _counted_here(gradient: Tensor, layout: ParamLayout, rank: int, first: int) -> list[Tensor]:
+    """What of ``gradient``, which begins at row ``first``, no rank before this one holds."""
     if layout.dim is None:
         return [gradient] if rank == 0 else []
     if not has_copies(layout):
         return [gradient]
     return [
-        gradient.narrow(layout.dim, local_start, length)
+        _part(gradient, layout.dim, local_start, length, first)[0]
         for start, length, local_start in segments(layout, rank)
         if holders(layout)[start, start + length][0] == rank
     ]
+
+
+def _part(rows: Tensor, dim: int, start: int, length: int, first: int) -> tuple[Tensor, int]:
+    """A run of indices of a tensor of which there are only ``rows``, from row ``first`` on.
+
+    Returns:
+        What of the run there is, and where in the run that begins.
+    """
+    if dim > 0:
+        return rows.narrow(dim, start, length), 0
+    low, high = max(start, first), min(start + length, first + rows.size(0))
+    return rows.narrow(0, low - first, high - low) if low < high else rows[:0], max(low - start, 0)
 
 
 class _Copies:
@@ -214,8 +232,8 @@ class _Copies:
             offset = 0
             for start, stop in shared:
                 if start in here:
-                    view = buffer.narrow(layout.dim, offset, stop - start)
-                    own = gradient.narrow(layout.dim, here[start], stop - start)
+                    own, behind = _part(gradient, layout.dim, here[start], stop - start, first_row(param))
+                    view = buffer.narrow(layout.dim, offset + behind, own.size(layout.dim))
                     self._views.append((view.copy_(own), own))
                 offset += stop - start
             self.buffers.append(buffer)
@@ -230,7 +248,7 @@ def gradient_of(param: Parameter) -> Tensor | None:
     """A parameter's complete gradient: ``main_grad``, to which what else is in ``grad`` is added first, or ``grad``."""
     main_grad: Tensor | None = getattr(param, "main_grad", None)
     if main_grad is None:
-        return param.grad
+        return None if param.grad is None else local_rows(param.grad)
     # With gradients in buffers both may be the same.
     if param.grad is not None and param.grad is not main_grad:
         main_grad.add_(param.grad)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardwise.sharding import ParamLayout, ParamShard
+from shardwise.sharding.rows import interval_of_rows
 
 
 class ShardedOptimizer(Protocol):
@@ -69,8 +70,9 @@ def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimiz
     for key, weight in weights.items():
         if isinstance(weight.data, Parameter) and weight.data.requires_grad:
             for kind, (tensor, layout) in optimizer.state_of(weight.data, weight.layout).items():
-                name = f"{kind}.{key}"
-                result[name] = ParamShard(name, tensor, layout, weight.rank, weight.sharded_offsets)
+                name, interval = f"{kind}.{key}", interval_of_rows(weight.data)
+                data = tensor if interval is None else tensor.view(-1)
+                result[name] = ParamShard(name, data, layout, weight.rank, weight.sharded_offsets, interval=interval)
     return result
 
 

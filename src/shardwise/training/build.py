@@ -54,7 +54,9 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
     chunks = parallel.virtual_stages if pp > 1 else 1
     return {
         "params_dtype": precision.params_dtype,
-        "gradient_accumulation_fusion": precision.has_masters,
+        # What is fully sharded has no whole gradient to add to.
+        "gradient_accumulation_fusion": precision.has_masters
+        and not parallel.shards_fully(1 if groups.dp is None else groups.dp.size()),
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "delay_wgrad_compute": pp > 1 and parallel.pipeline_schedule == "zero-bubble",

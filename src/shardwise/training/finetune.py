@@ -152,7 +152,11 @@ class Finetuning(Recipe):
                 save_adapter(model, out, architecture, base_model=os.path.abspath(settings.base))
                 barrier("the adapters' files", group=control)
                 return
-            merge_lora_(model)
+            # Not at the top: PyTorch's part of it is slow to import.
+            from shardwise.data_parallel.fully_sharded import whole_parts
+
+            for part in whole_parts(model):
+                merge_lora_(part)
             remove_lora_(model)
         partial = out / "export.partial"
         agree(lambda: shutil.rmtree(partial, ignore_errors=True) if session.ranks.is_first else None, group=control)

@@ -87,7 +87,7 @@ def check_parity(session: Session, *, steps: int = 3) -> Parity:
         of_whole = whole.train_step(step, session.loader)
         loss_error = max(loss_error, _relative(of_split.loss, of_whole.loss))
         grad_norm_error = max(grad_norm_error, _relative(of_split.grad_norm, of_whole.grad_norm))
-    loss_bound, norm_bound, weight_bound = _TOLERANCES[next(split.model.parameters()).dtype]
+    loss_bound, norm_bound, weight_bound = _TOLERANCES[split.model.config.params_dtype]
     if split.model.config.add_qkv_bias:
         weight_bound *= _KEY_BIAS_FACTOR
     weight_error, parallel = _weight_difference(split, whole, session.ranks.world), settings.parallel

@@ -23,6 +23,7 @@ from shardwise.lora import lora_layers
 from shardwise.optimizer.master_weights import MasterWeights
 from shardwise.optimizer.optimizer import optimizer_state
 from shardwise.sharded_state import sharded_state_dict
+from shardwise.sharding.rows import interval_of_rows, local_rows
 from shardwise.training.session import Session
 from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
@@ -45,8 +46,14 @@ def run_state(session: Session) -> dict[str, ParamShard]:
     moments = optimizer_state(weights, trainer.optimizer)
     if isinstance(trainer.optimizer, MasterWeights):
         weights = {key: shard.with_data(trainer.optimizer.weight_of(shard.data)) for key, shard in weights.items()}
+    weights = {key: _rows_of_this_rank(shard) for key, shard in weights.items()}
     parts = {"model.": weights, "optimizer.": moments}
     return {prefix + key: shard.with_key(prefix + key) for prefix, part in parts.items() for key, shard in part.items()}
+
+
+def _rows_of_this_rank(shard: ParamShard) -> ParamShard:
+    interval = interval_of_rows(shard.data)
+    return shard if interval is None else shard.with_interval(interval, local_rows(shard.data).view(-1))
 
 
 def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None = None) -> checkpoint.PendingSave:

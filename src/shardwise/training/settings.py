@@ -85,6 +85,8 @@ class ParallelSettings(Checked, prefix="parallel."):
         pipeline_schedule: the order in which stages take micro-batches forward and back. "interleaved" goes with
             virtual_stages over 1.
         virtual_stages: parts of the model on each stage.
+        fsdp: split weights, gradients and optimizer state over the data-parallel ranks, by PyTorch's fully_shard; a
+            layer's weights are gathered when it is computed.
     """
 
     tp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
@@ -94,6 +96,7 @@ class ParallelSettings(Checked, prefix="parallel."):
         Literal["gpipe", "1f1b", "interleaved", "zero-bubble"], tyro.conf.arg(aliases=("--pipeline-schedule",))
     ] = "1f1b"
     virtual_stages: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--virtual-stages",))] = 1
+    fsdp: Annotated[bool, tyro.conf.arg(aliases=("--fsdp",))] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,6 +109,17 @@ class ParallelSettings(Checked, prefix="parallel."):
             self.pp == 1 or self.pipeline_schedule != "interleaved" or self.virtual_stages > 1,
             "parallel.pipeline-schedule 'interleaved' needs --parallel.virtual-stages of at least 2",
         )
+
+        require(
+            not (self.fsdp and self.pp > 1 and self.pipeline_schedule == "zero-bubble"),
+            "parallel.fsdp and --parallel.pipeline-schedule 'zero-bubble' exclude each other: fully_shard sums the "
+            "gradients of a layer when its backward ends, and zero-bubble computes those of weights later; use '1f1b', "
+            "'gpipe' or 'interleaved'",
+        )
+
+    def shards_fully(self, dp: int) -> bool:
+        """Whether ``fsdp`` asks for it, and any of ``dp`` data-parallel ranks has another to share the weights with."""
+        return self.fsdp and dp > 1
 
 
 @dataclass(frozen=True)
@@ -248,6 +262,11 @@ class RunSettings(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
+        require(
+            not (self.parallel.fsdp and self.optimizer.name == "muon"),
+            "parallel.fsdp and --optimizer.name muon exclude each other: an update of Muon is of a whole matrix, whose "
+            "rows are shared out over the data-parallel ranks; use adamw",
+        )
 
     @property
     def sequence_length(self) -> int:

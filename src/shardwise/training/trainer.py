@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
+from shardwise.optimizer.local_shards import LocalShards
 from shardwise.optimizer.loss_scale import DynamicLossScale
 from shardwise.optimizer.master_weights import MasterWeights
 from shardwise.optimizer.optimizer import ShardedOptimizer, set_learning_rate_
@@ -34,6 +35,9 @@ from shardwise.topology import Groups
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
 from shardwise.validation import DeferredChecks
+
+if TYPE_CHECKING:
+    from shardwise.data_parallel.fully_sharded import FullyShardedModel
 
 _BATCHES_PER_STAGE = 8
 
@@ -95,13 +99,18 @@ class Trainer:
         self.defers_checks = self.device.type != "cpu"
         precision = PRECISIONS[settings.training.dtype]
         self.optimizer: ShardedOptimizer = settings.optimizer.make(model)
-        if precision.has_masters:
-            self.optimizer = MasterWeights(self.optimizer, model)
         self.loss_scale = DynamicLossScale() if precision.scales_loss else None
         self.num_skipped = 0
-        self.gradients: GradientBuffers | None = None
-        if self.dp_group.size() > 1 or precision.has_masters:
-            dtype = torch.float32 if precision.has_masters else None
+        self.gradients: GradientBuffers | FullyShardedModel | None = None
+        dtype = torch.float32 if precision.has_masters else None
+        if settings.parallel.shards_fully(self.dp_group.size()):
+            from shardwise.data_parallel.fully_sharded import FullyShardedModel
+
+            self.gradients = FullyShardedModel(self._chunks, group=self.dp_group, dtype=dtype)
+            self.optimizer = LocalShards(self.optimizer, self.gradients)
+        elif precision.has_masters:
+            self.optimizer = MasterWeights(self.optimizer, model)
+        if self.gradients is None and (self.dp_group.size() > 1 or precision.has_masters):
             self.gradients = GradientBuffers(self._chunks, group=self.dp_group, dtype=dtype)
 
     def step(self, step: int, micro_batches: Iterable[Batch], num_labels: int | None = None) -> StepResult:

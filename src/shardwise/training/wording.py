@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from shardwise.training.session import Session
 
 
+_NO_FSDP = (
+    "\nnote   parallel.fsdp does nothing here: there is one data-parallel rank, with nobody to share the weights with"
+)
+
+
 def banner(session: Session) -> str:
     """What is about to be trained, on what and how, in a few lines."""
     texts, settings, topology = session.texts, session.settings, session.topology
@@ -24,9 +29,11 @@ def banner(session: Session) -> str:
         f"vocabulary {texts.tokenizer.vocab_size:,}\n"
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
         f"data parallel {dp}"
+        + (", fully sharded" if settings.parallel.fsdp and dp > 1 else "")
         + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
         + (f", through {session.transport}" if tp > 1 else "")
         + speed(session)
+        + (_NO_FSDP if settings.parallel.fsdp and dp == 1 else "")
     )
 
 
