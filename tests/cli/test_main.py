@@ -20,7 +20,9 @@ def call(*argv, program=(sys.executable, "-m", "shardwise"), **variables):
     return process.returncode, process.stdout, process.stderr
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "--help"], ["env", "--help"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"], ["env", "--help"], ["nonsense"]]
+)
 def test_help_and_mistakes_do_not_wait_for_torch(argv):
     code = f"""
 import sys
@@ -50,7 +52,7 @@ def test_version(capsys):
     ("word", "message"),
     [
         ("trian", "unknown command 'trian'; did you mean train?"),
-        ("xyz", "unknown command 'xyz'; one of demo, train, finetune, generate, import-hf, export-hf, env"),
+        ("xyz", "unknown command 'xyz'; one of demo, train, finetune, plan, generate, import-hf, export-hf, env"),
         ("--verson", "unknown option '--verson'; did you mean --version?"),
     ],
 )

@@ -26,6 +26,7 @@ from accounting_page import (
     row,
     table,
 )
+from harness.kept_bytes import kept_by
 from torch import nn
 
 from shardwise.config import RECOMPUTE_MODULES
@@ -38,43 +39,6 @@ from shardwise.transformer.rotary import RotaryEmbedding
 SEQUENCE_PARALLEL = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 COLUMNS = {False: "without", True: "with"}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-
-
-class Kept:
-    """Tensors that are kept for the backward of what runs inside the block."""
-
-    def __init__(self, *modules):
-        self._params = {param.untyped_storage()._cdata for module in modules for param in module.parameters()}
-        self._tensors = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor):
-        self._tensors.append(tensor)
-        return tensor
-
-    def __enter__(self):
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception):
-        self._hooks.__exit__(*exception)
-
-    @property
-    def num_bytes(self):
-        """Of every storage once, as large as it is now; parameters left out."""
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors}
-        return sum(storage.nbytes() for key, storage in storages.items() if key not in self._params)
-
-
-def kept_by(function, *inputs, **options):
-    """Bytes that ``function`` keeps; its backward must find them."""
-    modules = [function] if isinstance(function, nn.Module) else []
-    with Kept(*modules) as kept:
-        output = function(*inputs, **options)
-        output = output[0] if isinstance(output, tuple) else output
-    num_bytes = kept.num_bytes
-    output.float().sum().backward()
-    return num_bytes
 
 
 class Given(nn.Module):

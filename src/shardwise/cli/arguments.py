@@ -103,8 +103,8 @@ class SplitArguments(LaunchArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunArguments(LaunchArguments):
-    """What a command is told that trains.
+class SettingsArguments(Arguments):
+    """What a command is told that has the settings of a run.
 
     Attributes:
         config: TOML file with settings, which flags override.
@@ -113,6 +113,12 @@ class RunArguments(LaunchArguments):
 
     config: str | None = None
     settings: RunSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArguments(SettingsArguments, LaunchArguments):
+    """What a command is told that trains."""
+
     lasts: ClassVar[bool] = True
 
     @property
@@ -161,12 +167,12 @@ def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
         # Two spaces keep tyro from joining the lines, some of which are examples.
         text = (
             textwrap.indent((inspect.getdoc(cls) or "").replace("\n\n", "\n"), "  ")
-            if issubclass(cls, RunArguments)
+            if issubclass(cls, SettingsArguments)
             else None
         )
         tyro.cli(cls, prog=prog, description=text, args=["--help"], config=(tyro.conf.DisallowNone,))
     values = FlagReader(cls).read(argv)
-    if issubclass(cls, RunArguments):
+    if issubclass(cls, SettingsArguments):
         path, settings_class = values.get("config"), annotations_of(cast(Any, cls))["settings"][0]
         table = {} if path is None else checked(settings_class, read_toml(Path(path)), f"{path}: ")
         values = _merged({"settings": table}, values)

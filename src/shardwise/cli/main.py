@@ -33,6 +33,7 @@ COMMANDS = {
     "demo": Command("train a small GPT on two local ranks, in about a minute", "DemoArguments"),
     "train": Command("train a GPT on your text, on any number of ranks", "TrainArguments"),
     "finetune": Command("fine-tune a Hugging Face model, all weights or LoRA adapters", "FinetuneArguments"),
+    "plan": Command("show what a run needs of memory and network, and which layouts fit", "PlanArguments"),
     "generate": Command("continue a text with a trained checkpoint", "GenerateArguments"),
     "import-hf": Command("make a checkpoint of a Hugging Face folder", "ImportArguments"),
     "export-hf": Command("write a checkpoint as a Hugging Face folder", "ExportArguments"),

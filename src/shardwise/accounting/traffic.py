@@ -1,0 +1,143 @@
+"""What one rank sends in a step: the collectives of ``docs/accounting.md``, of all layers and micro-batches.
+
+A collective's bytes are what a rank contributes to it. What it sends is more or less, by the ring that moves it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwise.accounting.kept import Share
+from shardwise.accounting.parameters import Parameter, Part
+from shardwise.accounting.state import buffer_elements, has_buffers
+from shardwise.accounting.workload import Layout, Workload
+
+
+@dataclass
+class Traffic:
+    """Of one rank and step.
+
+    Attributes:
+        calls: number of calls by axis (``"tp"``, ``"pp"``, ``"dp"``), collective, and bytes contributed to each.
+    """
+
+    calls: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+
+    def add(self, axis: str, name: str, num_bytes: int, times: int = 1) -> None:
+        """Count ``times`` calls."""
+        if num_bytes and times:
+            self.calls[axis, name, num_bytes] += times
+
+    def contributed(self, axis: str | None = None) -> int:
+        """Bytes that the rank contributes, on one axis or on all."""
+        return sum(bytes_ * times for (of, _, bytes_), times in self.calls.items() if axis in (None, of))
+
+    def sent(self, layout: Layout, axis: str | None = None) -> int:
+        """Bytes that the rank sends if collectives go round in a ring."""
+        sizes = {"tp": layout.tp, "dp": layout.dp, "pp": layout.pp}
+        total = 0
+        for (of, name, num_bytes), times in self.calls.items():
+            if axis in (None, of):
+                total += times * _sent_in_ring(name, num_bytes, 2 if name == "all_reduce" and of == "pp" else sizes[of])
+        return total
+
+
+def _sent_in_ring(name: str, num_bytes: int, ranks: int) -> int:
+    """Of ``num_bytes`` that a rank contributes."""
+    if name == "send":
+        return num_bytes
+    if name == "all_gather":
+        return (ranks - 1) * num_bytes
+    once = (ranks - 1) * num_bytes // ranks
+    return 2 * once if name == "all_reduce" else once
+
+
+def traffic_of(
+    workload: Workload, layout: Layout, parts: Sequence[Part], stage: int, x: Share, params: Sequence[Parameter]
+) -> Traffic:
+    """What the rank of ``stage`` that holds ``parts`` and ``params`` sends in a step."""
+    traffic = Traffic()
+    times = layout.num_micro_batches(workload)
+    if layout.tp > 1:
+        for part in parts:
+            _tensor_parallel(traffic, workload, layout, part, x, times)
+        partial = [param.numel for param in params if param.is_partial] if layout.splits_sequence else []
+        traffic.add("tp", "all_reduce", workload.gradient_bytes * sum(partial))
+        if workload.optimizer == "muon":
+            # Shards to the ranks that have whole matrices, and about as much back.
+            matrices = sum(param.numel for param in params if param.is_matrix)
+            traffic.add("tp", "all_to_all", workload.element_bytes * matrices, 2)
+    if layout.pp > 1:
+        hidden = x.e * x.own * x.h
+        for part in parts:
+            traffic.add("pp", "send", hidden, times * ((not part.is_last) + (not part.is_first)))
+        for param in params:
+            if param.is_copy or (workload.model.share_embeddings_and_output_weights and _is_embedding(param)):
+                traffic.add("pp", "all_reduce", workload.gradient_bytes * param.numel)
+    if layout.dp > 1:
+        _data_parallel(traffic, workload, layout, params, times)
+    return traffic
+
+
+def _is_embedding(param: Parameter) -> bool:
+    return param.name == "embedding.word_embeddings.weight"
+
+
+def _tensor_parallel(traffic: Traffic, workload: Workload, layout: Layout, part: Part, x: Share, times: int) -> None:
+    """Of one stage, or one of its chunks."""
+    model, hidden, own = workload.model, x.e * x.s * x.b * x.h, x.e * x.own * x.h
+    gathers = reductions = 0
+    # Of each layer two in the forward, two in the backward, and what recomputing it repeats.
+    number = len(part.layers)
+    reductions += 4 * number + repeated_reductions(workload, layout, number)
+    gathers += 6 * number
+    learned = model.position_embedding_type == "learned_absolute"
+    if part.is_first:
+        if layout.splits_sequence and learned:
+            # Positions are added to the whole sequence first.
+            traffic.add("tp", "all_reduce", hidden, times)
+        else:
+            reductions += 1
+        gathers += 1
+    if part.is_last:
+        reductions += 1
+        gathers += 1 if workload.fuses_loss else 2
+        traffic.add("tp", "all_gather", 3 * x.wide * x.s * x.b, times)
+    if layout.splits_sequence:
+        traffic.add("tp", "all_gather", own, times * gathers)
+        traffic.add("tp", "reduce_scatter", hidden, times * reductions)
+    else:
+        traffic.add("tp", "all_reduce", hidden, times * reductions)
+
+
+def repeated_reductions(workload: Workload, layout: Layout, number: int) -> int:
+    """Reductions that the recomputation of ``number`` layers repeats in a backward: all of a span but its last one."""
+    recomputation = layout.recomputation
+    if recomputation.granularity != "full":
+        return 0
+    if recomputation.method == "block":
+        spans, recomputed = min(number, recomputation.num_layers), min(number, recomputation.num_layers)
+    else:
+        spans, recomputed = -(-number // recomputation.num_layers), number
+    # Dropout's mask is kept after the last one, so that it is repeated too.
+    return 2 * recomputed - (0 if workload.model.hidden_dropout > 0 else spans)
+
+
+def _data_parallel(
+    traffic: Traffic, workload: Workload, layout: Layout, params: Sequence[Parameter], times: int
+) -> None:
+    e, wide = workload.element_bytes, workload.gradient_bytes
+    if layout.fsdp:
+        elements = sum(param.numel for param in params)
+        traffic.add("dp", "all_gather", e * elements // layout.dp, 2 * times)
+        traffic.add("dp", "reduce_scatter", wide * elements)
+        return
+    elements = buffer_elements(params, layout.dp)
+    assert has_buffers(workload, layout)
+    if layout.zero:
+        traffic.add("dp", "reduce_scatter", wide * elements)
+        traffic.add("dp", "all_gather", e * elements // layout.dp)
+    else:
+        traffic.add("dp", "all_reduce", wide * elements)

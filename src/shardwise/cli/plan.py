@@ -1,0 +1,76 @@
+"""``shardwise plan``: what a run needs of each rank, by arithmetic; nothing is started."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+import tyro
+
+from shardwise.cli.arguments import SettingsArguments
+from shardwise.errors import ConfigError
+from shardwise.training.bounds import LOCAL_RANKS, RANKS, check_value
+from shardwise.training.plan_settings import PlanSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(SettingsArguments):
+    """Show what each rank of a run needs, before anything is started.
+
+    Bytes of weights, gradients, optimizer state and activations, and bytes that
+    a rank sends in a step. Settings are those of shardwise train; the model may
+    also be that of a Hugging Face folder, of which config.json alone is read:
+      shardwise plan --config run.toml --ranks 64 --tp 8
+      shardwise plan MODEL_DIR --training.dtype bfloat16 --ranks 8 --fit 80GiB
+
+    Attributes:
+        model_dir: Hugging Face folder with the config.json of the model to plan; that of the settings if not given.
+        ranks: number of ranks; tp x pp if not given. With --fit there may be several numbers.
+        fit: memory of a rank, such as 80GiB or 16GB: list the layouts that fit, best first, in place of the plan of
+            one.
+        ranks_per_host: with --fit, the largest tp, since ranks that split layers exchange the most.
+        json: print JSON.
+    """
+
+    model_dir: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR")] = None
+    ranks: tuple[str, ...] = ()
+    fit: str | None = None
+    ranks_per_host: Annotated[int, LOCAL_RANKS] = 8
+    json: bool = False
+    settings: Annotated[PlanSettings, tyro.conf.arg(name="")] = field(default_factory=PlanSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fit is None and len(self.ranks) > 1:
+            raise ConfigError(f"--ranks has {len(self.ranks)} numbers; several go with --fit only")
+        self.world_sizes()
+
+    def world_sizes(self) -> tuple[int, ...]:
+        """The numbers of ranks."""
+        parallel = self.settings.parallel
+        if not self.ranks:
+            return (parallel.tp * parallel.pp,)
+        numbers = []
+        for text in self.ranks:
+            if not text.isdecimal() or len(text) > 9:
+                raise ConfigError(f"--ranks {text!r} is not a number of ranks; give integers such as 8 64")
+            check_value("--ranks", int(text), int, RANKS)
+            numbers.append(int(text))
+        return tuple(numbers)
+
+    def work(self) -> Callable[[], object]:
+        """Print the plan."""
+        from shardwise.cli.planning import print_fitting, print_plan
+
+        if self.fit is None:
+            (world_size,) = self.world_sizes()
+            return partial(print_plan, self.settings, self.model_dir, world_size, as_json=self.json)
+        return partial(
+            print_fitting,
+            self.settings,
+            self.model_dir,
+            self.fit,
+            self.world_sizes(),
+            ranks_per_host=self.ranks_per_host,
+            as_json=self.json,
+        )

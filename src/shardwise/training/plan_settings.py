@@ -1,0 +1,28 @@
+"""What a run is planned by: the settings of one that trains a new model, of which nothing is read or started."""
+
+from dataclasses import dataclass, field
+
+from shardwise.training.settings import ModelSettings, RunSettings
+
+
+@dataclass(frozen=True)
+class PlanSettings(RunSettings):
+    """The settings of a run, as ``shardwise train`` takes them.
+
+    Attributes:
+        data: as for a run; not read here.
+        model: the model's sizes and kind.
+    """
+
+    data: tuple[str, ...] = ("stdlib",)
+    model: ModelSettings = field(default_factory=ModelSettings)
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a sample."""
+        return self.model.sequence_length
+
+    @property
+    def model_name(self) -> str:
+        """What people call the model."""
+        return self.model.architecture

@@ -1,0 +1,95 @@
+"""From a run's settings to what is planned."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from shardwise.accounting.workload import Layout, Recomputation, Workload
+from shardwise.errors import ConfigError
+from shardwise.huggingface.description import ModelDescription
+from shardwise.huggingface.pretrained import read_config
+from shardwise.kernels.dispatch import ELEMENTWISE
+from shardwise.training.build import describe
+from shardwise.training.plan_settings import PlanSettings
+from shardwise.training.precision import PRECISIONS
+from shardwise.training.settings import ModelSettings, RunSettings
+
+
+def workload_of(settings: RunSettings, model: ModelDescription) -> Workload:
+    """What a run of ``settings`` trains.
+
+    Args:
+        settings: of the run.
+        model: that it trains, all of its weights.
+    """
+    precision = PRECISIONS[settings.training.dtype]
+    on_cpu = settings.device != "cuda" and precision.params_dtype in ELEMENTWISE.dtypes
+    return Workload(
+        model,
+        sequence_length=settings.sequence_length,
+        global_batch_size=settings.training.global_batch_size,
+        element_bytes=precision.params_dtype.itemsize,
+        has_masters=precision.has_masters,
+        optimizer=settings.optimizer.name,
+        fuses_loss=settings.training.loss == "linear_fused",
+        dropout_is_global=settings.training.rng == "global",
+        fuses_swiglu_from=ELEMENTWISE.min_size if on_cpu else None,
+    )
+
+
+def layout_of(settings: RunSettings, world_size: int) -> Layout:
+    """How ``world_size`` ranks share a run of ``settings``.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    settings.check_world(world_size)
+    parallel = settings.parallel
+    dp = world_size // (parallel.tp * parallel.pp)
+    return Layout(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        dp=dp,
+        sequence_parallel=parallel.sequence_parallel,
+        schedule=parallel.pipeline_schedule,
+        virtual_stages=parallel.virtual_stages,
+        micro_batch_size=settings.micro_batch_size(dp),
+        recomputation=recomputation_of(settings),
+    )
+
+
+def recomputation_of(settings: RunSettings) -> Recomputation:
+    """What a run of ``settings`` recomputes."""
+    recompute = settings.recompute
+    if recompute.granularity == "none":
+        return Recomputation()
+    modules = recompute.modules if recompute.granularity == "selective" else ()
+    return Recomputation(recompute.granularity, recompute.method, recompute.num_layers, modules)
+
+
+def planned_model(settings: PlanSettings, folder: str | None) -> ModelDescription:
+    """The model of the settings, or of a Hugging Face folder, of which ``config.json`` alone is read.
+
+    Raises:
+        ConfigError: settings that contradict the folder; a model or a sequence that is not to be had.
+        CheckpointError: there is no ``config.json``, or it cannot be read.
+    """
+    if folder is None:
+        return describe(settings.model, settings.model.vocab_size)
+    for each in dataclasses.fields(ModelSettings):
+        value = getattr(settings.model, each.name)
+        if each.name not in ("sequence_length", "dropout") and value != each.default:
+            raise ConfigError(
+                f"model.{each.name.replace('_', '-')} {value} is given, and the model of {folder}; leave one out"
+            )
+    description = read_config(Path(folder)).description
+    if settings.sequence_length > description.max_sequence_length:
+        raise ConfigError(
+            f"model.sequence-length {settings.sequence_length} is more than {description.max_sequence_length}, the "
+            f"longest sequence of {folder}"
+        )
+    dropout = settings.model.dropout
+    return (
+        dataclasses.replace(description, hidden_dropout=dropout, attention_dropout=dropout) if dropout else description
+    )

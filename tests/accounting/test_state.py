@@ -1,0 +1,176 @@
+"""What plans say of each rank's parameters, state and collectives is what there is, at every layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from accounting.planned_models import KINDS, UNEVEN, described
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise.accounting.parameters import parameters_of, parts_of
+from shardwise.accounting.plan import make_plan, plan_rank
+from shardwise.communication.accounting import CollectiveCounter
+from shardwise.huggingface import build_model, model_config
+from shardwise.huggingface.building import chunks_of
+from shardwise.topology import Groups, Topology
+from shardwise.training.build import build_model as build_new_model
+from shardwise.training.build import describe
+from shardwise.training.planning import layout_of, workload_of
+from shardwise.training.settings import (
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    RecomputeSettings,
+    Settings,
+    TrainingSettings,
+)
+from shardwise.training.trainer import Trainer
+
+# Scalars: norms, losses, signals.
+_SMALL = 100
+
+
+def shapes_on(rank, world_size, model, *, tp, pp, chunks):
+    """What a rank of a group that does nothing builds: for each chunk the names and shapes of its parameters."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        groups = Groups.of(Topology.create(tp=tp, pp=pp))
+        config = model_config(
+            model, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+        )
+        built = [
+            build_model(model, config, groups=groups, device=torch.device("meta"), vp_stage=chunk)
+            for chunk in chunks_of(config)
+        ]
+        shapes = [[(name, tuple(param.shape)) for name, param in part.named_parameters()] for part in built]
+        return groups.tp.rank(), groups.stage, shapes
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "world_size", "layout", "ranks"),
+    [
+        ("llama", {"num_attention_heads": 64, "hidden_size": 8192, "ffn_hidden_size": 28672, "vocab_size": 128256,
+                   "kv_channels": 128, "num_query_groups": 8, "num_layers": 80},
+         1024, {"tp": 8, "pp": 4, "chunks": 5}, (0, 7, 1023)),
+        ("llama", {"num_attention_heads": 40, "hidden_size": 5120, "ffn_hidden_size": 13824, "vocab_size": 50257,
+                   "kv_channels": 128, "num_query_groups": 10, "num_layers": 41},
+         1024, {"tp": 16, "pp": 2, "chunks": 1}, (0, 5, 9, 15, 1019)),
+        *((kind, UNEVEN, 6, {"tp": 3, "pp": 2, "chunks": 1}, (0, 2, 4)) for kind in KINDS),
+    ],
+)  # fmt: skip
+def test_parameters_are_those_that_a_rank_builds(kind, sizes, world_size, layout, ranks):
+    model = described(kind, sizes=sizes)
+    for rank in ranks:
+        tp_rank, stage, shapes = shapes_on(rank, world_size, model, **layout)
+        parts = parts_of(model, layout["pp"], layout["chunks"])[stage]
+        planned = [parameters_of(model, part, tp=layout["tp"], rank=tp_rank) for part in parts]
+        assert [[(param.name, param.shape) for param in params] for params in planned] == shapes
+
+
+def bytes_of(tensors):
+    """Of each storage once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def state_tensors(optimizer):
+    """What an optimizer keeps, and whether each is a copy of a parameter."""
+    if hasattr(optimizer, "_masters"):
+        yield from ((tensor, True) for tensor in optimizer._masters.values())
+        yield from state_tensors(optimizer.optimizer)
+    elif hasattr(optimizer, "_momenta"):
+        yield from ((tensor, False) for tensor in optimizer._momenta.values())
+        yield from state_tensors(optimizer._adamw)
+    else:
+        yield from ((tensor, False) for state in optimizer.state.values() for tensor in state.values())
+
+
+def measured(trainer):
+    """Bytes of weights, gradients, fp32 copies and state."""
+    params = [param for chunk in trainer._chunks for param in chunk.parameters()]
+    gradients = [param.grad for param in params] if trainer.gradients is None else trainer.gradients.buffers
+    kept = list(state_tensors(trainer.optimizer))
+    return {
+        "weights": bytes_of(params),
+        "gradients": bytes_of(gradients),
+        "masters": bytes_of(tensor for tensor, is_copy in kept if is_copy),
+        "optimizer": bytes_of(tensor for tensor, is_copy in kept if not is_copy),
+    }
+
+
+def settings_of(architecture="llama", *, dtype="float32", optimizer="adamw", recompute=None, training=None, **parallel):
+    return Settings(
+        data=("text",),
+        model=ModelSettings(
+            architecture=architecture,
+            num_layers=4,
+            hidden_size=32,
+            num_heads=8,
+            num_query_groups=4,
+            ffn_hidden_size=43,
+            vocab_size=301,
+            sequence_length=16,
+        ),
+        parallel=ParallelSettings(**parallel),
+        recompute=RecomputeSettings(**(recompute or {})),
+        optimizer=OptimizerSettings(name=optimizer),
+        training=TrainingSettings(
+            **({"dtype": dtype, "global_batch_size": 8, "micro_batch_size": 1} | (training or {}))
+        ),
+    )
+
+
+def a_step(settings):
+    """A rank's trainer after a step, and what it launched."""
+    torch.default_generator.manual_seed(1)
+    parallel = settings.parallel
+    groups = Groups.of(Topology.create(tp=parallel.tp, pp=parallel.pp))
+    model = build_new_model(settings, settings.model.vocab_size, groups=groups, device=torch.device("cpu"))
+    trainer = Trainer(settings, model, groups)
+    micro, size = settings.micro_batch_size(groups.dp.size()), settings.training.global_batch_size // groups.dp.size()
+    tokens = torch.randint(settings.model.vocab_size, (micro, settings.sequence_length))
+    with CollectiveCounter() as counter:
+        trainer.step(0, [(tokens, tokens)] * (size // micro))
+    return trainer, groups, counter
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        settings_of(tp=4),
+        settings_of("gpt", tp=2, pp=2, sequence_parallel=True),
+        settings_of(tp=2, sequence_parallel=True, dtype="bfloat16"),
+        settings_of(tp=2, optimizer="muon", recompute={"granularity": "full", "num_layers": 3}),
+        settings_of("gpt", pp=2, dtype="bfloat16", optimizer="muon", training={"loss": "plain"}),
+        settings_of(pp=2, pipeline_schedule="interleaved", virtual_stages=2, recompute={"granularity": "full"}),
+    ],
+    ids=["tp4", "gpt-tp2-pp2-sp", "tp2-dp2-sp-bf16", "tp2-dp2-muon-full", "pp2-dp2-bf16-muon", "interleaved"],
+)
+def test_state_and_collectives_of_a_step(group, settings):
+    workload = workload_of(settings, describe(settings.model, settings.model.vocab_size))
+    layout = layout_of(settings, group.size())
+    trainer, groups, counter = a_step(settings)
+    parts = parts_of(workload.model, layout.pp, layout.virtual_stages)[groups.stage]
+    planned = plan_rank(workload, layout, groups.stage, parts, groups.tp.rank())
+    found = measured(trainer)
+    assert {name: getattr(planned, name) for name in found} == found
+    launched = Counter((each.name, each.num_bytes) for each in counter.launches if each.num_bytes > _SMALL)
+    stated = Counter()
+    for (_, name, num_bytes), times in planned.traffic.calls.items():
+        if name != "send":
+            stated[name, num_bytes] += times
+    # What comes back of Muon's whole matrices depends on which of them a rank has.
+    found_back, planned_back = (
+        sum(num_bytes * counts.pop((name, num_bytes)) for name, num_bytes in list(counts) if name == "all_to_all")
+        for counts in (launched, stated)
+    )
+    assert found_back == pytest.approx(planned_back, rel=0.05)
+    assert launched == stated
+    # The plan of the run names the worst rank.
+    assert make_plan(workload, layout).worst.total >= planned.total

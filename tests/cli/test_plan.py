@@ -1,0 +1,107 @@
+"""``shardwise plan`` prints what a run needs, and what is wrong with a question."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import main
+
+PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 301,
+    "max_position_embeddings": 128,
+}
+
+
+def call(capsys, *argv):
+    code = main(["plan", *argv])
+    out, error = capsys.readouterr()
+    return code, out, error
+
+
+def test_the_numbers_of_a_layout(capsys):
+    layout = ["--tp", "2", "--pp", "2", "--ranks", "8", "--training.dtype", "bfloat16"]
+    code, text, _ = call(capsys, *layout)
+    assert code == 0
+    assert "8: tp 2, pp 2, dp 2" in text
+    code, out, _ = call(capsys, *layout, "--json")
+    found = json.loads(out)
+    assert (code, found["layout"]["dp"], len(found["stages"])) == (0, 2, 2)
+    for stage in found["stages"]:
+        parts = ("weights", "gradients", "masters", "optimizer", "activations", "working")
+        assert stage["total"] == sum(stage[part] for part in parts)
+        # bf16 weights, fp32 copies, and two fp32 numbers of AdamW for each.
+        assert (stage["weights"], stage["masters"]) == (2 * stage["parameters"], 4 * stage["parameters"])
+        assert 0 < stage["optimizer"] - 8 * stage["parameters"] < 1000
+    assert found["worst"]["total"] == max(stage["total"] for stage in found["stages"])
+
+
+def test_a_hugging_face_folder_and_a_file_of_settings(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "run.toml").write_text('[training]\ndtype = "bfloat16"\n[parallel]\ntp = 8\n')
+    options = ["--config", str(tmp_path / "run.toml"), "--model.sequence-length", "128"]
+    code, text, _ = call(capsys, str(tmp_path), *options)
+    assert code == 0
+    assert "8: tp 8" in text
+    assert "samples of 128 tokens" in text
+    code, _, error = call(capsys, str(tmp_path), "--model.num-layers", "8")
+    assert (code, f"model.num-layers 8 is given, and the model of {tmp_path}; leave one out" in error) == (2, True)
+    code, _, error = call(capsys, str(tmp_path))
+    assert (code, "model.sequence-length 256 is more than 128" in error) == (2, True)
+
+
+def test_what_fits_is_listed_best_first(capsys):
+    question = ["--ranks", "4", "8", "--training.global-batch-size", "16", "--fit"]
+    code, out, _ = call(capsys, *question, "200MiB", "--json")
+    assert code == 0
+    plans = json.loads(out)
+    assert {plan["layout"]["ranks"] for plan in plans} == {4, 8}
+    assert all(plan["worst"]["total"] <= 200 << 20 for plan in plans)
+    order = [(round(plan["repeated_work"] + plan["idle_share"], 3), plan["sent"]) for plan in plans]
+    assert order == sorted(order)
+    code, out, _ = call(capsys, *question, "200MiB")
+    assert code == 0
+    assert "more fit" in out
+    code, _, error = call(capsys, *question, "1 MiB")
+    assert (code, "no layout of 4, 8 ranks needs at most 1.00 MiB" in error) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--fit", "lots"], "'lots' is not a number of bytes; write it as 80GiB, 40.5GB or 1024MiB"),
+        (["--fit", "0GiB"], "'0GiB' is not a number of bytes"),
+        (["--ranks", "4", "8"], "--ranks has 2 numbers; several go with --fit only"),
+        (["--ranks", "many"], "--ranks 'many' is not a number of ranks; give integers such as 8 64"),
+        (["--ranks", "0"], "--ranks is 0; it must be from 1 to 65,536"),
+        (["--ranks", "3", "--tp", "2"], "parallel.tp 2 does not divide the 3 ranks"),
+        (["--tp", "8"], "tp 8 is more than the 4 attention heads"),
+        (["--pp", "8"], "the model's 4 layers are fewer than the 8 parts"),
+        (["nowhere"], "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, argv, message):
+    code, out, error = call(capsys, *argv)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith("shardwise plan: error: ")
+    assert message in error
+
+
+def test_the_commands_of_the_page_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "MODEL_DIR").mkdir()
+    (tmp_path / "MODEL_DIR" / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 8192}))
+    (tmp_path / "run.toml").write_text("[model]\nnum_heads = 8\n")
+    commands = re.findall(r"^shardwise plan (.*)$", PAGE, re.MULTILINE)
+    assert len(commands) >= 2
+    for command in commands:
+        assert call(capsys, *shlex.split(command))[0] == 0, command
