@@ -63,6 +63,7 @@ CHANGES = {
     "wgrad_deferral_limit": Change(1, "gradients", {"defer_embedding_wgrad_compute": True}),
     "pipeline_model_parallel_size": Change(2, "parameters"),
     "virtual_pipeline_model_parallel_size": Change(2, "parameters", STAGES),
+    "exact_parts": Change(2, "operators"),
     "num_layers": Change(3, "parameters"),
     "num_layers_in_first_pipeline_stage": Change(1, "parameters", STAGES),
     "num_layers_in_last_pipeline_stage": Change(1, "parameters", STAGES),
@@ -108,6 +109,9 @@ def model_of(config: ModelConfig, group: dist.ProcessGroup) -> GPT:
     """A model split over the ranks of the group; with several stages the first chunk of this rank's."""
     num_stages = config.pipeline_model_parallel_size
     groups = Groups(tp=group)
+    if config.exact_parts is not None:
+        # How a group sums is the group's, and the other models' is plain.
+        groups = Groups.of(Topology.create(tp=group.size()))
     if num_stages > 1:
         groups = Groups.of(Topology.create(pp=num_stages))
     chunked = config.virtual_pipeline_model_parallel_size is not None

@@ -28,13 +28,13 @@ SHAPES = [
 def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the products that oneDNN computed."""
     calls: list[int] = []
-    original = products._onednn
+    original = products.onednn_linear
 
     def counted(input_, weight, bias):
         calls.append(input_.numel() * weight.size(0))
         return original(input_, weight, bias)
 
-    monkeypatch.setattr(products, "_onednn", counted)
+    monkeypatch.setattr(products, "onednn_linear", counted)
     return calls
 
 

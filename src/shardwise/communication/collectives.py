@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.communication import trees
 from shardwise.communication.buffers import GlobalMemoryBuffer
+from shardwise.communication.context import context_of
 from shardwise.communication.pending import Pending
 from shardwise.communication.transports import choose_transport, torch_distributed
 from shardwise.errors import ShardingError
@@ -23,8 +25,12 @@ def all_reduce_async(
     tensor: Tensor, *, group: ProcessGroup, op: Any = dist.ReduceOp.SUM, may_overwrite: bool = False
 ) -> Pending:
     """Start ``all_reduce``; see there."""
-    if group.size() == 1:
+    t = group.size()
+    if t == 1:
         return Pending(None, lambda: tensor)
+    if t > 2 and op == dist.ReduceOp.SUM and context_of(group).exact_parts is not None:
+        total = trees.all_reduce(tensor, group, all_to_all, all_gather)
+        return Pending(None, lambda: total)
     return choose_transport("all_reduce", tensor, group, op).all_reduce(tensor, group, op, may_overwrite)
 
 
@@ -109,6 +115,9 @@ def reduce_scatter_async(
         return Pending(None, lambda: tensor)
     dim = checked_dim(dim, tensor.shape)
     sizes = checked_sizes(sizes, tensor.size(dim), t, f"dimension {dim} of shape {list(tensor.shape)}")
+    if context_of(group).exact_parts is not None:
+        total = trees.reduce_scatter(tensor, group, dim, sizes, all_to_all)
+        return Pending(None, lambda: total)
     return choose_transport("reduce_scatter", tensor, group).reduce_scatter(tensor, group, dim, sizes)
 
 

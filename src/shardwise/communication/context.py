@@ -31,6 +31,8 @@ class GroupContext:
         time_limits: by type of device, how long a rank waits for another; None where waiting is the stream's affair.
         symmetric_buffers: by device, memory that the ranks reach in each other, where they can.
         num_messages: how many messages between two ranks this rank has sent and received.
+        exact_parts: over how many parts sums go, by a tree that is the same at every number of ranks (``trees``); None
+            where a sum is the transport's.
     """
 
     buffers: GlobalMemoryBuffer = field(default_factory=GlobalMemoryBuffer)
@@ -40,6 +42,7 @@ class GroupContext:
     time_limits: dict[str, datetime.timedelta | None] = field(default_factory=dict)
     symmetric_buffers: dict[torch.device, GlobalSymmetricMemoryBuffer] = field(default_factory=dict)
     num_messages: int = 0
+    exact_parts: int | None = None
 
 
 _contexts: weakref.WeakKeyDictionary[ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()

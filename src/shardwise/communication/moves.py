@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.communication import collectives
+from shardwise.communication import collectives, trees
 from shardwise.communication.collectives import all_gather, all_reduce, split_for_rank
 from shardwise.sharding import checked_dim, uneven_sizes
 
@@ -51,6 +51,19 @@ class _Reduce(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
+
+
+class _Copies(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, number: int, group: ProcessGroup | None) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for _ in range(number))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        total = trees.tree_sum(grads)
+        return total if ctx.group is None else all_reduce(total, group=ctx.group), None, None
 
 
 class _Move(Function):
@@ -93,6 +106,25 @@ def copy(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator f.
     """
     result: Tensor = _Copy.apply(tensor, group)
+    return result
+
+
+def copies(tensor: Tensor, number: int, *, group: ProcessGroup | None) -> tuple[Tensor, ...]:
+    """A tensor for each part that this rank computes from it; the gradient is summed by the tree over all parts.
+
+    Layout I -> R, within a rank and between ranks: forward nothing, backward the sum over this rank's parts, and an
+    all-reduce.
+
+    Args:
+        tensor: any shape, the same on every rank.
+        number: of parts on this rank, a power of two.
+        group: the ranks that have the other parts, which sums by the tree (``trees.sum_in_parts``); None if this rank
+            has all.
+
+    Returns:
+        ``number`` views.
+    """
+    result: tuple[Tensor, ...] = _Copies.apply(tensor, number, group)
     return result
 
 

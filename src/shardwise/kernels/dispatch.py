@@ -277,10 +277,11 @@ def loss_kernels(logits: Tensor, out: Tensor | None = None, *, softcap: float | 
     return loss_reference
 
 
-def swiglu_kernels(inner: Tensor) -> Any:
+def swiglu_kernels(inner: Tensor, *, at_any_size: bool = False) -> Any:
     """What computes ``swiglu.swiglu`` in one pass over ``inner``, ``[..., 2f]``; None for single operations."""
     is_even = inner.size(-1) % 2 == 0
-    if ELEMENTWISE.runs(inner, fits=lambda: inner.is_contiguous() and is_even):
+    size = ELEMENTWISE.min_size if at_any_size else inner.numel()
+    if ELEMENTWISE.runs(inner, size=size, fits=lambda: inner.is_contiguous() and is_even):
         return _module("elementwise_cpu")
     return _module("elementwise_triton") if ELEMENTWISE_TRITON.runs(inner, fits=lambda: is_even) else None
 

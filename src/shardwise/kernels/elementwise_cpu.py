@@ -35,7 +35,9 @@ def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
     return grad_inner
 
 
-def rotate_halves(input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool = False) -> Tensor | None:
+def rotate_halves(
+    input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool = False, at_any_size: bool = False
+) -> Tensor | None:
     """Turn the pairs ``(i, i + d/2)`` of every head by its position's angles.
 
     Args:
@@ -43,21 +45,27 @@ def rotate_halves(input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool =
         cos: ``[s, 1, 1, d/2]``.
         sin: like ``cos``.
         backwards: by the negative angles.
+        at_any_size: of small tensors too, and of any strides: let neither size nor strides choose.
 
     Returns:
         A new tensor like ``input_``; None where compiled code is not for it.
     """
+    if at_any_size:
+        input_ = input_.contiguous()
     rows, batch, heads, width = input_.shape
+    # The stride of a dimension of one element says nothing.
+    column_stride = input_.stride(2) if heads > 1 else input_.stride(1)
 
     def fits() -> bool:
         return (
             cos.shape == sin.shape == (rows, 1, 1, width // 2)
             and width % 2 == 0
             and input_.stride(3) == 1
-            and (batch == 1 or input_.stride(1) == heads * input_.stride(2))
+            and (batch == 1 or heads == 1 or input_.stride(1) == heads * column_stride)
         )
 
-    if not dispatch.ELEMENTWISE.runs(input_, cos, sin, fits=fits):
+    size = dispatch.ELEMENTWISE.min_size if at_any_size else input_.numel()
+    if not dispatch.ELEMENTWISE.runs(input_, cos, sin, size=size, fits=fits):
         return None
     output = torch.empty(input_.shape, dtype=input_.dtype)
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -65,7 +73,7 @@ def rotate_halves(input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool =
     def compute(start: int, stop: int) -> None:
         _kernel("rotate")(
             address(input_, start),
-            *(ctypes.c_int64(stride) for stride in (input_.stride(0), input_.stride(2))),
+            *(ctypes.c_int64(stride) for stride in (input_.stride(0), column_stride)),
             address(output, start),
             *(ctypes.c_int64(size) for size in (stop - start, batch * heads, width // 2)),
             address(cos, start),

@@ -57,7 +57,7 @@ def why_not_onednn() -> str | None:
         return "this PyTorch was built without oneDNN"
     left, right = torch.ones(2, 3), torch.ones(4, 3)
     try:
-        agrees = bool((_onednn(left, right, None) == 3.0).all())
+        agrees = bool((onednn_linear(left, right, None) == 3.0).all())
     # It is no public operator, so another PyTorch may lack it, or have it otherwise.
     except Exception as error:
         return f"oneDNN's product fails: {type(error).__name__}: {error}"
@@ -77,7 +77,7 @@ def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return F.linear(input_, weight, bias)
-    onednn = _prefers_onednn(input_, weight)
+    onednn = prefers_onednn(input_, weight)
     num_outputs = input_.numel() // max(weight.size(1), 1) * weight.size(0)
     is_placed = dispatch.PLACED_OUTPUTS.runs(input_, weight, size=num_outputs * weight.element_size())
     if is_placed and not (onednn and weight.size(1) > _MAX_SHORT_SUM):
@@ -88,13 +88,13 @@ def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         else:
             torch.addmm(bias, rows, weight.t(), out=output)
         return output.view(*input_.shape[:-1], weight.size(0))
-    return _onednn(input_, weight, bias) if onednn else F.linear(input_, weight, bias)
+    return onednn_linear(input_, weight, bias) if onednn else F.linear(input_, weight, bias)
 
 
 def input_gradient(grad_output: Tensor, weight: Tensor) -> Tensor:
     """``grad_output @ weight``: ``[..., o]`` and ``[o, i]`` to ``[..., i]``; not recorded by autograd."""
-    if _prefers_onednn(grad_output, weight.t()):
-        return _onednn(grad_output, weight.t(), None)
+    if prefers_onednn(grad_output, weight.t()):
+        return onednn_linear(grad_output, weight.t(), None)
     return grad_output.matmul(weight)
 
 
@@ -108,20 +108,29 @@ def weight_gradient(grad_output: Tensor, input_: Tensor) -> Tensor:
         return grad_output.t().mm(input_)
     out = empty_in_huge_pages((grad_output.size(1), input_.size(1)), input_)
     narrow = input_.size(1) in _NARROW and grad_output.size(1) >= _MIN_WIDE and out.nbytes <= _MAX_TEMPORARY_BYTES
-    if narrow and _prefers_onednn(input_.t(), grad_output.t()):
-        return out.copy_(_onednn(input_.t(), grad_output.t(), None).t())
+    if narrow and prefers_onednn(input_.t(), grad_output.t()):
+        return out.copy_(onednn_linear(input_.t(), grad_output.t(), None).t())
     return torch.mm(grad_output.t(), input_, out=out)
 
 
-def _prefers_onednn(input_: Tensor, weight: Tensor) -> bool:
+def prefers_onednn(input_: Tensor, weight: Tensor, num_multiplications: int | None = None) -> bool:
+    """Whether oneDNN multiplies ``input_ [..., i]`` by the transpose of ``weight [o, i]``.
+
+    Args:
+        input_, weight: the factors.
+        num_multiplications: by which it is chosen; those of this product if None.
+    """
+
     # For a matrix that lies neither by rows nor by columns oneDNN may have no code but its slow reference.
     def lie_evenly() -> bool:
         return all(x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) for x in (input_, weight))
 
-    return dispatch.ONEDNN.runs(input_, weight, size=input_.numel() * weight.size(0), fits=lie_evenly)
+    size = input_.numel() * weight.size(0) if num_multiplications is None else num_multiplications
+    return dispatch.ONEDNN.runs(input_, weight, size=size, fits=lie_evenly)
 
 
-def _onednn(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def onednn_linear(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``input_ @ weight.T + bias`` by oneDNN."""
     operator: Any = torch.ops.mkldnn._linear_pointwise
     output: Tensor = operator(input_, weight, bias, "none", [], "")
     return output

@@ -16,7 +16,9 @@ from torch.autograd.function import once_differentiable
 from shardwise.kernels import dispatch, elementwise_cpu
 
 
-def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotate(
+    input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, at_any_size: bool = False
+) -> Tensor:
     """Rotate every head by the angles of its position.
 
     Args:
@@ -24,11 +26,12 @@ def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fals
         cos: ``[s, 1 or b, 1, r/2]``.
         sin: like ``cos``.
         interleaved: which pairs.
+        at_any_size: let the number of heads that are here not choose what computes.
 
     Returns:
         A new tensor of the same shape.
     """
-    result: Tensor = _Rotate.apply(input_, cos, sin, interleaved)
+    result: Tensor = _Rotate.apply(input_, cos, sin, interleaved, at_any_size)
     return result
 
 
@@ -70,16 +73,16 @@ def split(mixed: Tensor, *, queries_per_group: int, head_dim: int) -> tuple[Tens
 
 class _Rotate(Function):
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, at_any_size: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _rotate(input_, cos, sin, interleaved, backwards=False)
+        ctx.options = interleaved, at_any_size
+        return _rotate(input_, cos, sin, *ctx.options, backwards=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad_output, cos, sin, ctx.interleaved, backwards=True), None, None, None
+        return _rotate(grad_output, cos, sin, *ctx.options, backwards=True), None, None, None, None
 
 
 class _SplitAndRotate(Function):
@@ -105,12 +108,15 @@ class _SplitAndRotate(Function):
         return ctx.kernels.split_and_rotate_gradient(*gradients, cos, sin, ctx.interleaved), *(None,) * 6
 
 
-def _rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backwards: bool) -> Tensor:
-    if (
-        not interleaved
-        and (turned_halves := elementwise_cpu.rotate_halves(input_, cos, sin, backwards=backwards)) is not None
-    ):
-        return turned_halves
+def _rotate(
+    input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, at_any_size: bool, *, backwards: bool
+) -> Tensor:
+    if not interleaved:
+        turned_halves = elementwise_cpu.rotate_halves(
+            input_, cos, sin, backwards=backwards, at_any_size=at_any_size
+        )
+        if turned_halves is not None:
+            return turned_halves
     if (kernels := dispatch.rotary_kernels(input_, cos, sin)) is not None:
         turned_heads: Tensor = kernels.rotate(input_, cos, sin, interleaved, backwards=backwards)
         return turned_heads

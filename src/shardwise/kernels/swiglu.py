@@ -10,9 +10,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import dispatch
+from shardwise.kernels.blocks import in_blocks
 
 
-def swiglu(inner: Tensor) -> Tensor:
+def swiglu(inner: Tensor, *, at_any_size: bool = False) -> Tensor:
     """``silu(gate) * up`` (Shazeer 2020, arXiv:2002.05202).
 
     The definition is what runs where ``dispatch.swiglu_kernels`` finds nothing faster: as single operations it keeps
@@ -20,14 +21,15 @@ def swiglu(inner: Tensor) -> Tensor:
 
     Args:
         inner: ``[..., 2f]``, the gates first.
+        at_any_size: let neither the number of elements nor where a row ends change a bit of one.
 
     Returns:
         ``[..., f]``.
     """
-    kernels = dispatch.swiglu_kernels(inner)
+    kernels = dispatch.swiglu_kernels(inner, at_any_size=at_any_size)
     if kernels is None:
         gate, up = inner.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (in_blocks(F.silu, gate) if at_any_size else F.silu(gate)) * up
     output: Tensor = _SwiGLU.apply(inner, kernels)
     return output
 

@@ -99,6 +99,7 @@ class ColumnLinear(ParallelLinear):
         self.weight_shape = torch.Size(layout.local_shape(group.rank()))
         self.local_features = self.weight_shape[0]
         self._output_sizes = [layout.local_size(rank) for rank in range(t)]
+        self._sum_in_parts(layout, "output")
         self._make_parameters(layout if own_weight else None, layout_of((out_features,)) if bias else None, init)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, *, sequence_length: int | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication import moves
 from shardwise.communication.agreement import check_ids_alike
+from shardwise.communication.trees import exact_parts
 from shardwise.initialization import InitMethod
 from shardwise.layers.module import ShardedModule
 from shardwise.sharding import ParamLayout
@@ -74,11 +75,16 @@ class VocabEmbedding(ShardedModule):
             VocabularyError: an id outside the vocabulary.
         """
         check_ids_alike(input_, self.num_embeddings, what="token id", group=self.group)
+        # The gradient of a row is summed in the order of the ids: by parts in the same, with sequence parallelism or
+        # without.
+        sequence_first = exact_parts(self.group) is not None
+        if sequence_first or (self.sequence_parallel and self.group.size() > 1):
+            input_ = input_.transpose(0, 1)
         if self.group.size() == 1:
             output = self._look_up(safe_to_look_up(input_, self.num_embeddings))
+            if sequence_first:
+                return output if self.sequence_parallel else output.transpose(0, 1)
             return output.transpose(0, 1).contiguous() if self.sequence_parallel else output
-        if self.sequence_parallel:
-            input_ = input_.transpose(0, 1)
         local, num_local = input_ - self.vocab_start_index, self.vocab_end_index - self.vocab_start_index
         elsewhere = (local < 0) | (local >= num_local)
         if num_local > 0:
@@ -86,10 +92,12 @@ class VocabEmbedding(ShardedModule):
         else:
             output = self.weight.new_zeros(*input_.shape, self.embedding_dim) + self.weight.sum()
         # Nothing saved the lookup's output, so it may be masked in place.
-        output = output.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        # Not 0.0, to which -0.0 cannot be added without becoming 0.0.
+        output = output.masked_fill_(elsewhere.unsqueeze(-1), -0.0)
         if self.sequence_parallel:
             return moves.reduce_scatter(output, dim=0, group=self.group)
-        return moves.reduce(output, group=self.group)
+        output = moves.reduce(output, group=self.group)
+        return output.transpose(0, 1) if sequence_first else output
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if self.deterministic:

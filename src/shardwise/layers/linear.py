@@ -27,6 +27,7 @@ from shardwise.communication.context import context_of
 from shardwise.communication.pending import Pending
 from shardwise.errors import ShardingError
 from shardwise.kernels import products
+from shardwise.kernels.exact_products import ExactProducts
 from shardwise.kernels.main_grad import add_product_, main_grad_of
 from shardwise.layers.weight_gradient import WeightGradient
 from shardwise.recompute import is_kept_briefly
@@ -74,7 +75,9 @@ class TensorParallelLinear(Function):
         group: ProcessGroup | None,
         sizes: Sizes,
         weight_gradient: WeightGradient | None,
+        exact: ExactProducts | None = None,
     ) -> Tensor:
+        ctx.exact = exact
         ctx.parallelism = parallelism
         ctx.group = group
         ctx.sizes = sizes
@@ -97,7 +100,7 @@ class TensorParallelLinear(Function):
             weight_gradient.announce(kept)
         ctx.gathers_again = parallelism is LinearParallelism.COLUMN_SEQUENCE and kept is not input_
         ctx.save_for_backward(kept, weight)
-        return _multiply_and_reduce(input_, weight, bias, parallelism, group)
+        return _multiply_and_reduce(input_, weight, bias, parallelism, group, exact)
 
     @staticmethod
     @once_differentiable
@@ -106,6 +109,7 @@ class TensorParallelLinear(Function):
         needs_input_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
         parallelism, group, sizes = ctx.parallelism, ctx.group, ctx.sizes
         weight_gradient: WeightGradient | None = ctx.weight_gradient
+        exact: ExactProducts | None = ctx.exact
         grad_input = grad_weight = grad_bias = None
 
         if parallelism is LinearParallelism.ROW_SEQUENCE:
@@ -121,7 +125,7 @@ class TensorParallelLinear(Function):
 
         pending: Pending | None = None
         if needs_input_grad:
-            grad_input = products.input_gradient(grad_output, weight)
+            grad_input = (products if exact is None else exact).input_gradient(grad_output, weight)
             if parallelism is LinearParallelism.COLUMN:
                 pending = all_reduce_async(grad_input, group=group, may_overwrite=True)
             elif parallelism is LinearParallelism.COLUMN_SEQUENCE:
@@ -136,12 +140,13 @@ class TensorParallelLinear(Function):
                 add_product_(main_grad_of(weight_gradient.weight), _flat(grad_output), _flat(input_))
                 grad_weight = weight_gradient.placeholder()
             else:
-                grad_weight = products.weight_gradient(_flat(grad_output), _flat(input_))
+                grad_weight = (products if exact is None else exact).weight_gradient(_flat(grad_output), _flat(input_))
         if needs_bias_grad:
-            grad_bias = _flat(grad_output).sum(dim=0)
+            flat = _flat(grad_output)
+            grad_bias = flat.sum(dim=0) if exact is None else exact.bias_gradient(flat)
         if pending is not None:
             grad_input = pending.wait()
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -158,6 +163,7 @@ def tensor_parallel_linear(
     group: ProcessGroup | None,
     sequence_length: int | None = None,
     weight_gradient: WeightGradient | None = None,
+    exact: ExactProducts | None = None,
 ) -> Tensor:
     """``input_ @ weight.T + bias`` on one rank's shard of the weight, with the communication of ``parallelism``.
 
@@ -170,6 +176,8 @@ def tensor_parallel_linear(
         sequence_length: ``s``, which COLUMN_SEQUENCE cannot see: shards are then of the balanced sizes. None if all
             ranks hold as many positions.
         weight_gradient: what becomes of the weight's gradient; autograd's if None.
+        exact: makes the products, in a group that sums over parts (``communication.trees``), of one rank too; PyTorch's
+            products if None.
 
     Returns:
         ``[s, b, o]`` (``[s/t, b, o]`` with ROW_SEQUENCE, by the balanced rule).
@@ -186,17 +194,17 @@ def tensor_parallel_linear(
         assert group is not None
         sizes = shard_sizes(input_, sequence_length, group)
     local = parallelism is LinearParallelism.LOCAL
-    if (local and weight_gradient is None) or not torch.is_grad_enabled():
+    if (local and weight_gradient is None and exact is None) or not torch.is_grad_enabled():
         # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
         if parallelism is LinearParallelism.COLUMN_SEQUENCE:
             assert group is not None
             input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=context_of(group).buffers)
-        return _multiply_and_reduce(input_, weight, bias, parallelism, group)
+        return _multiply_and_reduce(input_, weight, bias, parallelism, group, exact)
     if torch.is_autocast_enabled(input_.device.type):
         input_, weight, bias = products.autocast(input_, weight, bias)
     is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
     fused = LinearParallelism.LOCAL if is_row and is_kept_briefly() else parallelism
-    output: Tensor = TensorParallelLinear.apply(input_, weight, bias, fused, group, sizes, weight_gradient)
+    output: Tensor = TensorParallelLinear.apply(input_, weight, bias, fused, group, sizes, weight_gradient, exact)
     if fused is parallelism:
         return output
     # Recomputation ends with the last tensor that is saved. The product saves, the move after it does not: apart, the
@@ -236,10 +244,15 @@ def shard_sizes(shard: Tensor, sequence_length: int | None, group: ProcessGroup)
 
 
 def _multiply_and_reduce(
-    input_: Tensor, weight: Tensor, bias: Tensor | None, parallelism: LinearParallelism, group: ProcessGroup | None
+    input_: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    parallelism: LinearParallelism,
+    group: ProcessGroup | None,
+    exact: ExactProducts | None = None,
 ) -> Tensor:
     """The product of whole rows, and what the row forms do with it."""
-    output = products.linear(input_, weight, bias)
+    output = (products if exact is None else exact).linear(input_, weight, bias)
     if group is not None:
         if parallelism is LinearParallelism.ROW:
             return all_reduce(output, group=group, may_overwrite=True)

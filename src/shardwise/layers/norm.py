@@ -128,5 +128,6 @@ def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     kind = _NORMS[config.normalization, config.layernorm_zero_centered_gamma]
     norm = kind(width or config.hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
     for param in norm.parameters():
-        param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        # By parts a gradient is whole as soon as it is made.
+        param.sequence_parallel = config.sequence_parallel and config.exact_parts is None  # type: ignore[attr-defined]
     return norm

@@ -6,18 +6,20 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter, init
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.communication.trees import exact_parts
 from shardwise.initialization import InitMethod
+from shardwise.kernels.exact_products import ExactProducts
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.layers.module import ShardedModule
 from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue
-from shardwise.sharding import ParamLayout
+from shardwise.sharding import ParamLayout, local_parts
 
 
 class ParallelLinear(ShardedModule):
@@ -39,6 +41,8 @@ class ParallelLinear(ShardedModule):
     weight: Parameter | None
     bias: Parameter | None
     local_features: int
+    # How the layer multiplies in a group that sums over parts; None elsewhere.
+    _exact: ExactProducts | None = None
     # What the layer communicates on several ranks: without sequence parallelism, and with it.
     _usual_parallelism: tuple[LinearParallelism, LinearParallelism]
 
@@ -89,6 +93,17 @@ class ParallelLinear(ShardedModule):
             zeros_or_uniform = init.zeros_ if init_method else functools.partial(init.uniform_, a=-bound, b=bound)
             self._make_parameter("bias", bias, zeros_or_uniform, partial_gradient=partial_bias_gradient)
 
+    def _sum_in_parts(self, layout: ParamLayout, split: Literal["output", "input"]) -> None:
+        """Let products be made of the parts of the split dimension, if the group sums over parts."""
+        number = exact_parts(self.group)
+        if number is None:
+            return
+        what = f"the {split} of a linear layer"
+        assert layout.dim is not None
+        size = layout.global_shape[layout.dim]
+        parts = local_parts(layout, self.group.rank(), number, what=what)
+        self._exact = ExactProducts(parts, split, size, number)
+
     def _multiply(
         self,
         input_: Tensor,
@@ -109,6 +124,7 @@ class ParallelLinear(ShardedModule):
             group=self.group,
             sequence_length=sequence_length,
             weight_gradient=weight_gradient,
+            exact=self._exact,
         )
 
     @property

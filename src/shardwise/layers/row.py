@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from shardwise.communication import moves
 from shardwise.errors import ShardingError
 from shardwise.initialization import InitMethod
+from shardwise.layers.exact import add_bias
 from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.sharding import ParamLayout
@@ -77,11 +78,13 @@ class RowLinear(ParallelLinear):
         layout = ParamLayout.split((out_features, in_features), 1, t, stride=sections, sizes=sizes)
         self._input_sizes = [layout.local_size(rank) for rank in range(t)]
         self.local_features = self._input_sizes[group.rank()]
+        self._sum_in_parts(layout, "input")
         self._make_parameters(
             layout,
             ParamLayout.replicated((out_features,), t) if bias else None,
             init,
-            partial_bias_gradient=self.sequence_parallel,
+            # By parts the sum is whole as soon as it is made.
+            partial_bias_gradient=self.sequence_parallel and self._exact is None,
         )
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -97,7 +100,7 @@ class RowLinear(ParallelLinear):
             ShardingError: the input is not of the width that the layer takes.
         """
         # On one rank the bias goes with the product; on several it must be added once, after the sum.
-        adds_later = self.bias is not None and self.group.size() > 1
+        adds_later = self.bias is not None and (self.group.size() > 1 or self._exact is not None)
         output = self._apply_linear(input_, None if adds_later else self.bias)
         return self._add_bias(output) if adds_later else output
 
@@ -108,6 +111,8 @@ class RowLinear(ParallelLinear):
 
     def _add_bias(self, output: Tensor) -> Tensor:
         assert self.bias is not None
+        if self._exact is not None:
+            return add_bias(output, self.bias, group=self.group, sequence_parallel=self.sequence_parallel)
         # Under autocast the output has another dtype than the bias; a whole linear would add in the output's.
         return output + self.bias.to(output.dtype)
 

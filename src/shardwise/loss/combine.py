@@ -37,8 +37,8 @@ class Combined:
 
 
 def gather_statistics(own: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's ``[n, k]`` as ``[t, n, k]``; the one collective of the loss."""
-    return all_gather(own.unsqueeze(0), group=group, dim=0)
+    """Every rank's ``[n, k]``, or ``[p, n, k]`` of its parts, as ``[t p, n, k]``; the one collective of the loss."""
+    return all_gather(own if own.dim() == 3 else own.unsqueeze(0), group=group, dim=0)
 
 
 def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options: LossOptions) -> Combined:

@@ -45,6 +45,7 @@ from shardwise.loss.combine import combine, gather_statistics
 from shardwise.loss.equal_shards import equal_ranges, with_size, without_sizes
 from shardwise.loss.finite import check_finite_logits
 from shardwise.loss.options import LossOptions
+from shardwise.loss.parts import column_parts, columns_between
 from shardwise.loss.reduction import Reduction
 from shardwise.loss.vocabulary import IGNORE_INDEX, check_target_shape, columns_of, flat_rows, vocab_ranges
 from shardwise.sharding import Interval
@@ -70,10 +71,19 @@ class SplitCrossEntropy(Function):
         # What is left are padded columns, which take no probability.
         flat = flat_rows(logits)[:, : own_ids[1] - own_ids[0]]
         target_local, ignored = columns_of(target, own_ids, ignore_index)
-        own = loss_kernels(flat, softcap=options.softcap).row_statistics(
-            flat, target_local, want_sum=options.label_smoothing > 0, **options.of_kernels
-        )
-        every = gather_statistics(own if sizes_are_known else with_size(own, logits.size(-1)), group)
+        columns, ranges = column_parts(ranges, group)
+
+        def statistics(start: int, stop: int) -> Tensor:
+            part, local = (
+                flat[:, start:stop],
+                target_local if len(columns) == 1 else columns_between(target_local, start, stop),
+            )
+            kernels, smooth = loss_kernels(part, softcap=options.softcap), options.label_smoothing > 0
+            own: Tensor = kernels.row_statistics(part, local, want_sum=smooth, **options.of_kernels)
+            return own if sizes_are_known else with_size(own, logits.size(-1))
+
+        own = [statistics(*interval) for interval in columns]
+        every = gather_statistics(own[0] if len(own) == 1 else torch.stack(own), group)
         if not sizes_are_known:
             every = without_sizes(every, logits.size(-1))
         if check_finite:
@@ -83,7 +93,7 @@ class SplitCrossEntropy(Function):
         numbers = [combined.maximum, combined.weight, combined.at_target]
         rest = [] if combined.rest is None else [combined.rest]
         ctx.save_for_backward(logits, target_local, ignored, *numbers, *rest)
-        ctx.num_valid = flat.size(1)
+        ctx.num_valid, ctx.columns = flat.size(1), columns
         ctx.options = options
         # The compiler decides what lies where.
         ctx.inplace = inplace and not torch.compiler.is_compiling()
@@ -97,17 +107,13 @@ class SplitCrossEntropy(Function):
         result = source if ctx.inplace else torch.empty_like(source)
         num_valid, options = ctx.num_valid, ctx.options
         incoming = grad_output.reshape(-1).to(maximum.dtype).masked_fill(ignored, 0.0)
-        out, valid = result[:, :num_valid], source[:, :num_valid]
-        loss_kernels(valid, out, softcap=options.softcap).gradient_(
-            out,
-            valid,
-            target_local,
-            maximum,
-            incoming * weight,
-            incoming * at_target,
-            incoming * rest[0] if rest else None,
-            **options.of_kernels,
-        )
+        numbers = (maximum, incoming * weight, incoming * at_target, incoming * rest[0] if rest else None)
+        for start, stop in ctx.columns:
+            out, valid = result[:, start:stop], source[:, start:stop]
+            local = target_local if len(ctx.columns) == 1 else columns_between(target_local, start, stop)
+            loss_kernels(valid, out, softcap=options.softcap).gradient_(
+                out, valid, local, *numbers, **options.of_kernels
+            )
         if num_valid < result.size(1):
             result[:, num_valid:] = 0.0
         return result.view(logits.shape), *(None,) * 8

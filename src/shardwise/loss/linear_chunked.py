@@ -24,6 +24,7 @@ from shardwise.kernels.host_memory import empty_in_huge_pages
 from shardwise.kernels.loss_reference import compute_dtype, finite
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.loss.linear_head import Head, finished_hidden_gradient, times_rows
+from shardwise.loss.parts import columns_between
 from shardwise.sharding import Interval, balanced_sizes, intervals_of_sizes
 
 # Bytes of one slice of logits: enough columns for an efficient product on the device.
@@ -54,7 +55,7 @@ class ChunkedLoss(Function):
         ctx.slices = _slices(hidden, head.num_valid, max_bytes)
         for start, stop in ctx.slices:
             logits = _logits(hidden, weight, bias, start, stop)
-            local = _columns_between(target_local, start, stop)
+            local = columns_between(target_local, start, stop)
             kernels = loss_kernels(logits, softcap=options.softcap)
             later = kernels.row_statistics(logits, local, want_sum=smooth, **head.options.of_kernels)
             before = own
@@ -131,7 +132,7 @@ def _weight_gradients(ctx: Any, grad_output: Tensor, saved: list[Any]) -> tuple[
     rest = None if rest is None else grad_output * rest
     for start, stop in ctx.slices:
         logits = _logits(hidden, weight, bias, start, stop)
-        local = _columns_between(target_local, start, stop)
+        local = columns_between(target_local, start, stop)
         kernels = loss_kernels(logits, softcap=head.options.softcap)
         kernels.gradient_(logits, logits, local, maximum, factor, at_target, rest, **head.options.of_kernels)
         if grad_weight is not None:
@@ -174,11 +175,6 @@ def _slices(hidden: Tensor, num_columns: int, max_bytes: int) -> tuple[Interval,
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
     return products.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
-
-
-def _columns_between(target_local: Tensor, start: int, stop: int) -> Tensor:
-    """Targets as columns of one slice, -1 where they are not in it."""
-    return (target_local - start).masked_fill((target_local < start) | (target_local >= stop), -1)
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.communication.trees import exact_parts
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.kernels import products
 from shardwise.loss.linear_chunked import ChunkedLoss
@@ -100,6 +101,11 @@ def vocab_parallel_linear_cross_entropy(
         VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
         DivergenceError: logits that are NaN, with ``check_finite``.
     """
+    if exact_parts(group) is not None:
+        raise ConfigError(
+            "exact: output layer and loss in one have no sum over parts; call the output layer and "
+            "vocab_parallel_cross_entropy one after the other"
+        )
     options = LossOptions(label_smoothing, z_loss, softcap, temperature)
     reduces = Reduction(reduction, ignore_index, data_parallel_group, validate)
     if plan not in _PLANS:

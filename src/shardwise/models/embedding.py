@@ -14,6 +14,7 @@ from shardwise.layers import (
     GroupModule,
     ReplicatedEmbedding,
     VocabEmbedding,
+    apply_norm,
     layer_arguments,
     make_norm,
     parameter_device,
@@ -123,6 +124,6 @@ class TokenEmbedding(GroupModule):
             if self.scatters:
                 hidden = moves.scatter(hidden, dim=0, group=self.tp_group)
         if self.layernorm is not None:
-            hidden = self.layernorm(hidden)
+            hidden = apply_norm(self.layernorm, hidden, group=self.tp_group, sequence_parallel=self.scatters)
         output: Tensor = self.dropout(hidden, sequence_length=s)
         return output

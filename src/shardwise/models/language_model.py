@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.communication.collectives import all_reduce
+from shardwise.communication.trees import sum_in_parts
 from shardwise.config import ModelConfig
 from shardwise.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
 from shardwise.layers import GroupModule, parameter_device
@@ -54,6 +55,23 @@ class LanguageModel(GroupModule):
         self.config = config
         self.groups = groups
         self._check_attention_backend()
+        if config.exact_parts is not None:
+            self._check_exact()
+            sum_in_parts(groups.tp, config.exact_parts)
+
+    def _check_exact(self) -> None:
+        """Raise ConfigError for what has no sum over parts."""
+        config = self.config
+        for name, lacks in (
+            ("qk_layernorm", config.qk_layernorm),
+            ("gradient_accumulation_fusion", config.gradient_accumulation_fusion),
+            ("delay_wgrad_compute", config.delay_wgrad_compute),
+            ("defer_embedding_wgrad_compute", config.defer_embedding_wgrad_compute),
+        ):
+            if lacks:
+                raise ConfigError(
+                    f"exact_parts is {config.exact_parts}, and {name} has no exact form; turn one of them off"
+                )
 
     @property
     def tp_group(self) -> ProcessGroup:
@@ -156,7 +174,9 @@ class LanguageModel(GroupModule):
     def fuses_output_layer_and_loss(self) -> bool:
         """Whether output layer and loss are computed in one."""
         # A deferred weight gradient needs the output layer to be called by itself.
-        return self.config.fuse_output_layer_and_loss and not self.config.defer_embedding_wgrad_compute
+        # In one there is no sum over parts.
+        separate = self.config.defer_embedding_wgrad_compute or self.config.exact_parts is not None
+        return self.config.fuse_output_layer_and_loss and not separate
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight that this stage holds: the word embedding's on the first, the output layer's on the last.

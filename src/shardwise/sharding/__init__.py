@@ -16,6 +16,9 @@ from shardwise.sharding.layout import Segment as Segment
 from shardwise.sharding.layout import has_copies as has_copies
 from shardwise.sharding.layout import holders as holders
 from shardwise.sharding.layout import segments as segments
+from shardwise.sharding.parts import LocalParts as LocalParts
+from shardwise.sharding.parts import local_parts as local_parts
+from shardwise.sharding.parts import parts_of_rank as parts_of_rank
 from shardwise.sharding.pieces import Piece as Piece
 from shardwise.sharding.pieces import TensorPieces as TensorPieces
 from shardwise.sharding.shard import ParamShard as ParamShard

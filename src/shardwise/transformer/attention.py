@@ -77,6 +77,7 @@ class SelfAttention(GroupModule):
         self.dropout = config.attention_dropout
         self.softmax_scale = config.softmax_scale
         self.window_size = config.window_size
+        self._exact = config.exact_parts is not None
         self.rotary_interleaved = config.rotary_interleaved
         self.recomputes_core = config.recomputes("core_attn")
         self.group = group
@@ -151,7 +152,7 @@ class SelfAttention(GroupModule):
         """``[s, b, rows/t]`` to ``[s, b, heads/t, d]`` and twice ``[s, b, groups/t, d]``, normed and rotated."""
         s, b, _ = mixed.shape
         per_group, head_dim, interleaved = self.queries_of_groups[0], self.head_dim, self.rotary_interleaved
-        if self._is_even and rotary is not None and self.q_layernorm is None:
+        if self._is_even and rotary is not None and self.q_layernorm is None and not self._exact:
             return split_and_rotate(
                 mixed, *rotary, queries_per_group=per_group, head_dim=head_dim, interleaved=interleaved
             )
@@ -164,7 +165,9 @@ class SelfAttention(GroupModule):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
-            query, key = (apply_rotary(x, rotary, interleaved=interleaved) for x in (query, key))
+            query, key = (
+                apply_rotary(x, rotary, interleaved=interleaved, at_any_size=self._exact) for x in (query, key)
+            )
         return query, key, value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError, TopologyError
 from shardwise.initialization import part_seeded
-from shardwise.layers import GroupModule, parameter_device
+from shardwise.layers import GroupModule, apply_norm, parameter_device
 from shardwise.recompute import recomputed
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamShard, ShardedOffset
@@ -76,6 +76,7 @@ class TransformerBlock(GroupModule):
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
+        self._sequence_parallel = config.sequence_parallel
         self._num_layers = config.num_layers
         self.recompute_method = config.recompute_method
         self.recompute_num_layers = config.recompute_num_layers
@@ -104,7 +105,9 @@ class TransformerBlock(GroupModule):
             run = recomputed if is_recomputed and attention.get("cache") is None else _call
             hidden = run(_through, layers, hidden, sequence_length=sequence_length, **attention)
         if self.final_layernorm is not None:
-            hidden = self.final_layernorm(hidden)
+            hidden = apply_norm(
+                self.final_layernorm, hidden, group=self.tp_group, sequence_parallel=self._sequence_parallel
+            )
         return hidden
 
     def _spans(self) -> Iterator[tuple[list[nn.Module], bool]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
-from shardwise.layers import GroupModule, add_and_norm, make_norm, parameter_device
+from shardwise.layers import GroupModule, add_and_norm, apply_norm, make_norm, parameter_device
 from shardwise.recompute import OutputRecomputation, recomputed
 from shardwise.sharding import balanced_sizes
 from shardwise.transformer.attention import SelfAttention
@@ -99,6 +100,8 @@ class TransformerLayer(GroupModule):
         is_pre = config.norm_position == "pre"
         self.layer_number = layer_number
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
+        self._tp_group, self._sequence_parallel = tp_group, config.sequence_parallel
+        self._exact = config.exact_parts is not None
         self.recomputes_norms, self.recomputes_mlp = config.recomputes("layernorm"), config.recomputes("mlp")
         # What the spec makes knows no group, or may not ask it where its parameters belong.
         with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
@@ -131,13 +134,14 @@ class TransformerLayer(GroupModule):
         # The norm after a pre-norm layer's sum is the next layer's: layers are recomputed, sharded and put on stages
         # one by one.
         norm_after = self.post_mlp_layernorm
-        return residual + added if norm_after is None else add_and_norm(norm_after, residual, added)[1]
+        return residual + added if norm_after is None else self._add_and_norm(norm_after, residual, added)[1]
 
     def _before(self, hidden: Tensor, norm: nn.Module | None) -> _Input:
         if norm is None:
             return _Input(hidden, hidden, None)
         recomputation = OutputRecomputation() if self.recomputes_norms else None
-        normed: Tensor = norm(hidden) if recomputation is None else recomputation.run(norm, hidden)
+        apply = self._by_parts(norm) if self._exact else norm
+        normed: Tensor = apply(hidden) if recomputation is None else recomputation.run(apply, hidden)
         return _Input(normed if self.residual_is_normed else hidden, normed, recomputation)
 
     def _between(self, residual: Tensor, added: Tensor) -> _Input:
@@ -145,8 +149,17 @@ class TransformerLayer(GroupModule):
         if self.recomputes_norms and self.pre_mlp_layernorm is not None:
             return self._before(residual + added, self.pre_mlp_layernorm)
         if self.post_self_attn_layernorm is not None:
-            _, normed = add_and_norm(self.post_self_attn_layernorm, residual, added)
+            _, normed = self._add_and_norm(self.post_self_attn_layernorm, residual, added)
             return _Input(normed, normed, None)
         assert self.pre_mlp_layernorm is not None
-        total, normed = add_and_norm(self.pre_mlp_layernorm, residual, added)
+        total, normed = self._add_and_norm(self.pre_mlp_layernorm, residual, added)
         return _Input(normed if self.residual_is_normed else total, normed, None)
+
+    def _add_and_norm(self, norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._exact:
+            return add_and_norm(norm, residual, added)
+        total = residual + added
+        return total, self._by_parts(norm)(total)
+
+    def _by_parts(self, norm: nn.Module) -> Callable[[Tensor], Tensor]:
+        return partial(apply_norm, norm, group=self._tp_group, sequence_parallel=self._sequence_parallel)

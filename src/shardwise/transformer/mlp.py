@@ -1,10 +1,13 @@
 """The MLP of a transformer layer: column-parallel up, row-parallel down."""
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.config import ModelConfig
+from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.swiglu import swiglu
 from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments
 from shardwise.recompute import OutputRecomputation
@@ -25,6 +28,7 @@ class MLP(GroupModule):
         assert config.ffn_hidden_size is not None
         self.activation_func = config.activation_func
         self.recomputes_activation = config.recomputes("mlp_act")
+        self._exact = config.exact_parts is not None
         self.gated = config.gated_linear_unit
         sections = 2 if self.gated else 1
         arguments = layer_arguments(config, group=tp_group)
@@ -59,9 +63,10 @@ class MLP(GroupModule):
         return output
 
     def _activate(self, inner: Tensor) -> Tensor:
+        if self.gated and self.activation_func is F.silu:
+            return swiglu(inner, at_any_size=self._exact)
+        activate = partial(in_blocks, self.activation_func) if self._exact else self.activation_func
         if not self.gated:
-            return self.activation_func(inner)
-        if self.activation_func is F.silu:
-            return swiglu(inner)
+            return activate(inner)
         gate, up = inner.chunk(2, dim=-1)
-        return self.activation_func(gate) * up
+        return activate(gate) * up

@@ -72,15 +72,18 @@ class RotaryEmbedding(FixedTensors):
         return cos.to(dtype), sin.to(dtype)
 
 
-def apply_rotary(input_: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
+def apply_rotary(
+    input_: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = False, at_any_size: bool = False
+) -> Tensor:
     """Rotate queries or keys.
 
     Args:
         input_: ``[s, b, heads, d]``; not modified.
         rotary: cosine and sine from ``RotaryEmbedding``.
         interleaved: pairs are elements ``2i`` and ``2i + 1``, not ``i`` and ``i + d/2``.
+        at_any_size: let the number of heads that are here not choose what computes.
 
     Returns:
         A new tensor of the same shape.
     """
-    return rotate(input_, *rotary, interleaved=interleaved)
+    return rotate(input_, *rotary, interleaved=interleaved, at_any_size=at_any_size)

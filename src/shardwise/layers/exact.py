@@ -1,0 +1,117 @@
+"""Parameters that every rank holds whole, in a group that sums over parts (``communication.trees``).
+
+Their gradient is a sum over tokens. The sequence is cut into ``exact_parts`` parts, and each part's tokens are summed
+by themselves. With sequence parallelism a rank has some of the parts, without it all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from shardwise.communication import moves
+from shardwise.communication.collectives import all_reduce
+from shardwise.communication.trees import exact_parts, tree_sum
+from shardwise.errors import ShardingError
+from shardwise.layers.norm import NormFunction
+
+
+def apply_norm(norm: nn.Module, input_: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """``norm(input_)``; in a group that sums over parts, part by part of the sequence.
+
+    Args:
+        norm: one that ``make_norm`` makes, if the group sums over parts.
+        input_: ``[s, b, h]``, or ``[s/t, b, h]`` with sequence parallelism.
+        group: the ranks that share the sequence.
+        sequence_parallel: whether each rank holds its shard of it.
+
+    Raises:
+        ShardingError: the parts are not of one size.
+    """
+    number = _num_parts(input_, group, sequence_parallel)
+    if number is None:
+        output: Tensor = norm(input_)
+        return output
+    function = NormFunction.of(norm)
+    others = group if sequence_parallel and group.size() > 1 else None
+    weights = moves.copies(function.weight, number, group=others)
+    biases = (None,) * number if function.bias is None else moves.copies(function.bias, number, group=others)
+    functions = (
+        dataclasses.replace(function, weight=weight, bias=bias) for weight, bias in zip(weights, biases, strict=True)
+    )
+    return torch.cat([_norm_by_rows(each, part) for each, part in zip(functions, input_.chunk(number), strict=True)])
+
+
+def add_bias(output: Tensor, bias: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """``output + bias``, in a group that sums over parts; ``output`` as ``apply_norm``'s input."""
+    number = _num_parts(output, group, sequence_parallel)
+    assert number is not None
+    result: Tensor = _AddBias.apply(output, bias, number, group if sequence_parallel and group.size() > 1 else None)
+    return result
+
+
+def _norm_by_rows(norm: NormFunction, input_: Tensor) -> Tensor:
+    if norm.normalization == "RMSNorm":
+        return norm(input_)
+    output: Tensor = _LayerNormByRows.apply(input_, norm.whole_weight, norm.bias, norm.eps)
+    return output
+
+
+class _LayerNormByRows(Function):
+    """LayerNorm whose gradients of weight and bias are sums over the rows in one order, however many threads add."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        output, mean, scale = torch.native_layer_norm(input_, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(input_, weight, bias, mean, scale)
+        result: Tensor = output
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input_, weight, bias, mean, scale = ctx.saved_tensors
+        grad = grad.contiguous()
+        numbers = (grad, input_, weight.shape, mean, scale, weight, bias)
+        grad_input = torch.ops.aten.native_layer_norm_backward(*numbers, [True, False, False])[0]
+        normed = (input_ - mean) * scale
+        return grad_input, *(x.flatten(0, -2).sum(0).to(weight.dtype) for x in (grad * normed, grad)), None
+
+
+class _AddBias(Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, bias: Tensor, number: int, group: ProcessGroup | None) -> Tensor:
+        ctx.number, ctx.group, ctx.dtype = number, group, bias.dtype
+        return output + bias.to(output.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = None
+        if ctx.needs_input_grad[1]:
+            total = tree_sum([part.flatten(0, -2).sum(0) for part in grad.contiguous().chunk(ctx.number)])
+            total = (total if ctx.group is None else all_reduce(total, group=ctx.group)).to(ctx.dtype)
+        return grad, total, None, None
+
+
+def _num_parts(input_: Tensor, group: ProcessGroup, sequence_parallel: bool) -> int | None:
+    """Of how many parts of the sequence this rank has the tokens; None where the group does not sum over parts."""
+    parts = exact_parts(group)
+    if parts is None:
+        return None
+    number = parts // group.size() if sequence_parallel else parts
+    if input_.size(0) % number == 0:
+        return number
+    if torch.is_grad_enabled():
+        raise ShardingError(
+            f"exact: {input_.size(0)} positions of a sequence cannot be cut into {number} equal parts on each of "
+            f"{group.size()} ranks; use a length that is a multiple of {parts}, or fewer exact_parts"
+        )
+    # There is no gradient to sum.
+    return 1

@@ -1,0 +1,89 @@
+"""A model of the exact mode has the same bits at every number of tensor-parallel ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness.parity import assert_bit_equal
+
+from shardwise.config import ModelConfig
+from shardwise.errors import ConfigError
+from shardwise.layers import named_param_layouts
+from shardwise.models.gpt import GPT
+from shardwise.optimizer.gradients import finalize_gradients_
+from shardwise.random import seed_streams
+from shardwise.sharded_state import gather_parameter
+from shardwise.topology import Groups, Topology
+
+VOCAB, LENGTH = 264, 16
+COMMON = {
+    "num_layers": 1,
+    "hidden_size": 48,
+    "num_attention_heads": 16,
+    "num_query_groups": 8,
+    "kv_channels": 4,
+    "use_cpu_initialization": True,
+}
+LLAMA = {
+    "ffn_hidden_size": 136,
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+}
+KINDS = {
+    "llama": (COMMON | LLAMA, {"position_embedding_type": "rope"}),
+    "gpt": (COMMON | {"ffn_hidden_size": 200}, {"share_embeddings_and_output_weights": True}),
+}
+
+
+def one_step(kind, topology, **options):
+    """The loss of each token, and every gradient of the whole model."""
+    fields, arguments = KINDS[kind]
+    groups = Groups.of(topology)
+    torch.manual_seed(1)
+    model = GPT(ModelConfig(**(fields | options)), VOCAB, LENGTH, groups=groups, **arguments)
+    seed_streams(2, groups.tp.rank(), rng="global")
+    ids, labels = torch.randint(VOCAB, (2, 3, LENGTH), generator=torch.Generator().manual_seed(3)).unbind(0)
+    loss = model(ids, labels=labels)
+    (loss.sum(-1).sum() / ids.numel()).backward()
+    finalize_gradients_(model, tp_group=groups.tp, dp_group=None)
+    whole = {
+        name: gather_parameter(param.grad, layout, group=groups.tp)
+        for name, param, layout in named_param_layouts(model, groups.tp.size())
+    }
+    return {"loss": loss.detach(), **whole}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients(group, kind):
+    alone, split = Topology.create(tp=1), Topology.create(tp=group.size())
+    options = {"exact_parts": 8, "fuse_output_layer_and_loss": True}
+    expected = one_step(kind, alone, **options)
+    found = [
+        one_step(kind, split, sequence_parallel=sequence_parallel, **options) for sequence_parallel in (False, True)
+    ]
+    for results in found:
+        for name, value in expected.items():
+            assert_bit_equal(results[name], value, name=name)
+    others = Topology.create(tp=1), Topology.create(tp=group.size())
+    plain = [one_step(kind, topology) for topology in others]
+    assert any(not torch.equal(plain[0][name], plain[1][name]) for name in plain[0]), "without exact bits differ"
+    for topology in (alone, split, *others):
+        topology.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exact_parts": 6}, "exact_parts is 6; it must be a power of two"),
+        ({"exact_parts": 8, "ffn_hidden_size": 130}, "the largest exact_parts that works is 4"),
+        ({"exact_parts": 8, "qk_layernorm": True}, "qk_layernorm has no exact form"),
+    ],
+)
+def test_what_has_no_exact_form_is_refused(group, options, message):
+    topology = Topology.create(tp=2)
+    with pytest.raises(ConfigError, match=message):
+        one_step("llama", topology, **options)
+    topology.destroy()
