@@ -78,7 +78,7 @@ def test_loss_and_gradients(group, kind):
     ("options", "message"),
     [
         ({"exact_parts": 6}, "exact_parts is 6; it must be a power of two"),
-        ({"exact_parts": 8, "ffn_hidden_size": 130}, "the largest exact_parts that works is 4"),
+        ({"exact_parts": 8, "ffn_hidden_size": 130}, "the largest exact_parts that works is 2$"),
         ({"exact_parts": 8, "qk_layernorm": True}, "qk_layernorm has no exact form"),
     ],
 )
