@@ -1,9 +1,9 @@
 """Gradients whose bits do not depend on how many data-parallel ranks share the samples.
 
 A step's micro-batches, of one size at every layout, are the leaves of one binary tree. A rank has a run of them, which
-is a subtree, and sums it as its gradients come, with a partial sum kept for each level; the roots of the ranks' subtrees
-are summed between the ranks (``communication.trees``). Where the number of micro-batches is no power of two, the leaves
-are runs of as many as its odd factor says, summed one after the other.
+is a subtree, and sums it as its gradients come, with a partial sum kept for each level; the roots of the ranks'
+subtrees are summed between the ranks (``communication.trees``). Where the number of micro-batches is no power of two,
+the leaves are runs of as many as its odd factor says, summed one after the other.
 
 A weight that is used twice, as embedding and as output layer, has a tree for each use, and their sum at the end: on
 different pipeline stages the two are summed apart as well.

@@ -16,9 +16,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.kernels import dispatch, elementwise_cpu
 
 
-def rotate(
-    input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, at_any_size: bool = False
-) -> Tensor:
+def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, at_any_size: bool = False) -> Tensor:
     """Rotate every head by the angles of its position.
 
     Args:
@@ -112,9 +110,7 @@ def _rotate(
     input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, at_any_size: bool, *, backwards: bool
 ) -> Tensor:
     if not interleaved:
-        turned_halves = elementwise_cpu.rotate_halves(
-            input_, cos, sin, backwards=backwards, at_any_size=at_any_size
-        )
+        turned_halves = elementwise_cpu.rotate_halves(input_, cos, sin, backwards=backwards, at_any_size=at_any_size)
         if turned_halves is not None:
             return turned_halves
     if (kernels := dispatch.rotary_kernels(input_, cos, sin)) is not None:
