@@ -14,6 +14,7 @@ import torch
 from shardwise.communication.agreement import agree, barrier
 from shardwise.errors import ConfigError
 from shardwise.huggingface import load_pretrained, save_pretrained
+from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.pretrained import CONFIG_NAME
 from shardwise.huggingface.saving import COPIED_FILES
@@ -95,6 +96,7 @@ class Finetuning(Recipe):
         if length > longest:
             raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
         _check_out(Path(settings.out), path)
+        self.trains_weights = settings.lora.lora_rank is None
         model = dataclasses.replace(settings.model, sequence_length=length)
         super().__init__(dataclasses.replace(settings, model=model))
 
@@ -107,6 +109,13 @@ class Finetuning(Recipe):
             return encode_texts(corpus, self.tokenizer, settings.corpus, parse_special=settings.special_tokens)
 
         return share_texts(prepare, ranks)
+
+    def describe(self, vocab_size: int) -> ModelDescription:
+        """The folder's model, with the dropout of the settings."""
+        description, dropout = self.folder.description, self.settings.model.dropout
+        if dropout is None:
+            return description
+        return dataclasses.replace(description, hidden_dropout=dropout, attention_dropout=dropout)
 
     def build_model(  # type: ignore[override]  # a method in place of a function that needs no recipe
         self, settings: FinetuneSettings, vocab_size: int, *, groups: Groups, device: torch.device

@@ -7,6 +7,8 @@ import time
 
 from tqdm import tqdm
 
+from shardwise.accounting.report import shown_bytes
+
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -29,10 +31,13 @@ class Progress:
             form = "{desc}{percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
             self._bar = tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True)
 
-    def update(self, *, loss: float, bits_per_byte: float, tokens_per_second: float, **_: float) -> None:
-        """One more step is done; of its metrics these are shown."""
+    def update(self, *, loss: float, bits_per_byte: float, tokens_per_second: float, **others: float) -> None:
+        """One more step is done; of its metrics these are shown, utilisation and memory if they are there."""
         self._done += 1
         shown = f"loss {loss:.3f}, {bits_per_byte:.3f} bits/byte, {tokens_per_second:,.0f} tokens/s"
+        if "mfu" in others:
+            shown += f", MFU {others['mfu']:.1%}"
+        shown += "".join(f", {shown_bytes(int(value))}" for name, value in others.items() if name.startswith("peak_"))
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwise.training.build import build_model
+from shardwise.huggingface.description import ModelDescription
+from shardwise.training.build import build_model, describe
 from shardwise.training.ranks import Ranks
 from shardwise.training.settings import RunSettings, Settings
 from shardwise.training.texts import Texts, prepare_texts, share_texts
@@ -25,9 +26,11 @@ class Recipe:
     Attributes:
         settings: likewise, with what making the recipe has decided.
         identity: the model that the run starts from, as checkpoints record it; nothing for a new one.
+        trains_weights: all weights of the model, not adapters beside them.
     """
 
     identity: Mapping[str, Any] = {}
+    trains_weights = True
     build_model = staticmethod(build_model)
 
     def __init__(self, settings: RunSettings) -> None:
@@ -38,6 +41,11 @@ class Recipe:
         settings = self.settings
         assert isinstance(settings, Settings)
         return share_texts(lambda: prepare_texts(settings), ranks)
+
+    def describe(self, vocab_size: int) -> ModelDescription:
+        """The model, whose tokenizer has ``vocab_size`` ids."""
+        assert isinstance(self.settings, Settings)
+        return describe(self.settings.model, vocab_size)
 
     def before(self, session: Session) -> None:
         """What is to be done before the first step; every rank calls."""

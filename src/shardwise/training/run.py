@@ -32,6 +32,7 @@ from shardwise.training.saving import find_newest, start_or_resume
 from shardwise.training.session import Session, open_session
 from shardwise.training.settings import RunSettings
 from shardwise.training.stopping import Interrupted, Postponed, signals_postponed
+from shardwise.training.utilisation import peak_memory
 from shardwise.training.wording import banner
 
 
@@ -46,7 +47,7 @@ def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> N
         agree(lambda: find_newest(settings), group=ranks.control)
         session = open_session(settings, ranks, recipe_of)
         if ranks.is_first:
-            print(banner(session), flush=True)
+            print(f"{banner(session)}\n{session.utilisation.line()}", flush=True)
         session.recipe.before(session)
         outcome = train(session)
         session.recipe.after(session)
@@ -96,6 +97,7 @@ class _Training:
     _spent: float = 0.0
     _started: float = 0.0
     _held_out: float | None = None
+    _peak_memory: float = 0.0
 
     def run(self) -> Outcome:
         """All steps that are left."""
@@ -159,6 +161,7 @@ class _Training:
             "learning_rate": result.learning_rate,
             "tokens_per_second": settings.global_batch_size * session.settings.sequence_length / seconds,
         }
+        values |= session.utilisation.metrics(seconds) | {peak_memory(session.ranks.device)[0]: self._peak_memory}
         if result.loss_scale is not None:
             values |= {"loss_scale": result.loss_scale, "skipped": float(result.is_skipped)}
         done = step + 1
@@ -180,6 +183,7 @@ class _Training:
         """
         self._counting.close()
         signum, due, progress = int(wishes[0]), bool(wishes[1]), SaveProgress(int(wishes[2]))
+        self._peak_memory = wishes[3]
         with self._apart():
             self.saves.heard(progress)
         if step > self.first_step and (due or signum or _is_due(step, self.session.settings.training.save_every)):
@@ -212,13 +216,14 @@ class _Training:
         self.signals.agreed = True
         raise Interrupted(signum, agreed=True)
 
-    def _wishes(self) -> tuple[float, float, float]:
-        """The signal that came to this rank (0 if none did), on the first one whether its clock says to save, and how
-        far this rank's writing is.
+    def _wishes(self) -> tuple[float, float, float, float]:
+        """The signal that came to this rank (0 if none did), on the first one whether its clock says to save, how far
+        this rank's writing is, and the most memory that it has had.
         """
         ranks, minutes = self.session.ranks, self.session.settings.training.save_minutes
         due = ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
-        return float(self.signals.signum), float(due), float(self.saves.progress)
+        memory = float(peak_memory(ranks.device)[1])
+        return float(self.signals.signum), float(due), float(self.saves.progress), memory
 
     def _agreed(self) -> int:
         """The signal that came to any of the ranks, asked for by itself; 0 if none did."""

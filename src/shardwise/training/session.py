@@ -9,16 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.accounting.flops import model_flops_per_token
 from shardwise.communication.agreement import agree, gather_objects
 from shardwise.communication.transports import transport_name
 from shardwise.data import DataLoader, EvaluationWindows, TokenDataset
 from shardwise.layers import named_param_layouts
 from shardwise.topology import Groups, Topology
+from shardwise.training.precision import PRECISIONS
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
 from shardwise.training.settings import RunSettings
 from shardwise.training.texts import Texts
 from shardwise.training.trainer import Trainer
+from shardwise.training.utilisation import Utilisation, peak_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Session:
         trainer: model and optimizer.
         transport: how the tensor-parallel ranks' tensors travel.
         num_parameters: of the whole model, tied weights counted once.
+        utilisation: what the steps are measured against.
     """
 
     recipe: Recipe
@@ -48,6 +52,7 @@ class Session:
     trainer: Trainer
     transport: str
     num_parameters: int
+    utilisation: Utilisation
 
     @property
     def out(self) -> Path:
@@ -94,6 +99,22 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
         Trainer(settings, model, groups),
         transport=transport_name(groups.tp, ranks.device),
         num_parameters=count_parameters(model, topology),
+        utilisation=_utilisation(recipe, ranks, texts.tokenizer.vocab_size),
+    )
+
+
+def _utilisation(recipe: Recipe, ranks: Ranks, vocab_size: int) -> Utilisation:
+    settings = recipe.settings
+    dtype = PRECISIONS[settings.training.dtype].params_dtype
+    peak = peak_of(ranks.device, dtype, settings.peak_tflops)
+    peaks = gather_objects(peak.flops, "the peak of its device", group=ranks.control)
+    per_token = model_flops_per_token(
+        recipe.describe(vocab_size), settings.sequence_length, trains_weights=recipe.trains_weights
+    )
+    return Utilisation(
+        per_token * settings.sequence_length * settings.training.global_batch_size,
+        None if None in peaks else sum(peaks),
+        peak.source,
     )
 
 

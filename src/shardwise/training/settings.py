@@ -239,6 +239,8 @@ class RunSettings(Checked):
             and saving may take longer, but a rank that shows no sign of life for that long ends the run there too.
         validate: compare each collective's shapes and dtypes between the ranks before it is made, in every step; by
             default in the first step only. Costs a message more for each; for finding errors.
+        peak_tflops: the most that one rank's device can do, in TFLOP/s, of which metrics say how much was used; known
+            of many GPUs, and measured on a CPU, if not given.
         parallel: how the model is split.
         recompute: what is computed again in the backward, in place of being kept.
         optimizer: AdamW or Muon, and the learning rate of each step.
@@ -253,6 +255,7 @@ class RunSettings(Checked):
     special_tokens: bool = False
     timeout: Annotated[float, bounds.TIMEOUT] = bounds.DEFAULT_TIMEOUT
     validate: bool = False
+    peak_tflops: Annotated[float | None, Range(0, 1e6, low_included=False)] = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

@@ -1,0 +1,123 @@
+"""How much of the hardware a run uses: the peak of its devices, the model's operations, the memory at its highest."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+# Dense products in TFLOP/s, of 16 bits, of TF32 and of fp32, by a part of the device's name, the first that fits. From
+# NVIDIA's data sheets (H100 and H200 Tensor Core GPU, A100, L40S, L4, A10, V100, Blackwell architecture), where figures
+# with sparsity are halved.
+_GPUS: dict[str, tuple[float, float, float]] = {
+    "B200": (2250.0, 1125.0, 75.0),
+    "H200": (989.4, 494.7, 66.9),
+    "H100 PCIe": (756.0, 378.0, 51.0),
+    "H100": (989.4, 494.7, 66.9),
+    "A100": (312.0, 156.0, 19.5),
+    "L40S": (362.0, 183.0, 91.6),
+    "L4": (121.0, 60.0, 30.3),
+    "A10": (125.0, 62.5, 31.2),
+    "V100": (125.0, 15.7, 15.7),
+}
+_WIDTH, _MOST_PRODUCTS, _LONGEST_SECONDS = 512, 5, 0.1
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most operations that a device does in a second.
+
+    Attributes:
+        flops: a second; None if nobody knows.
+        source: where the number is from, for people.
+    """
+
+    flops: float | None
+    source: str
+
+
+def peak_of(device: torch.device, dtype: torch.dtype, given: float | None = None) -> Peak:
+    """Of one rank's device for products of ``dtype``.
+
+    Args:
+        device: the rank's.
+        dtype: of the products.
+        given: TFLOP/s, in place of what is known or measured.
+    """
+    if given is not None:
+        return Peak(given * 1e12, "as given")
+    if device.type == "cpu":
+        return Peak(_measured(dtype), f"measured on products of {_WIDTH} x {_WIDTH} in {_name(dtype)}")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    known = next((numbers for part, numbers in _GPUS.items() if part in name), None)
+    if known is None or dtype == torch.float64:
+        return Peak(None, f"not known of {name} in {_name(dtype)}; give --peak-tflops")
+    uses_tf32 = torch.get_float32_matmul_precision() != "highest"
+    tflops = known[0] if dtype.itemsize == 2 else known[1] if uses_tf32 else known[2]
+    return Peak(
+        tflops * 1e12, f"the data sheet's of {name} in {'TF32' if dtype.itemsize == 4 and uses_tf32 else _name(dtype)}"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _measured(dtype: torch.dtype) -> float:
+    """The fastest of a few products, on the threads that the run has, while the other ranks do the same."""
+    a = torch.ones(_WIDTH, _WIDTH, dtype=dtype)
+    out = torch.empty_like(a)
+    shortest, begun = float("inf"), time.perf_counter()
+    for _ in range(_MOST_PRODUCTS):
+        before = time.perf_counter()
+        torch.mm(a, a, out=out)
+        after = time.perf_counter()
+        shortest = min(shortest, after - before)
+        if after - begun > _LONGEST_SECONDS:
+            break
+    return 2 * _WIDTH**3 / shortest
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """What the steps of a run are measured against.
+
+    Attributes:
+        flops_per_step: operations that the model needs, over all ranks.
+        peak: operations that all ranks' devices do in a second at most; None if nobody knows.
+        source: of the peak.
+    """
+
+    flops_per_step: int
+    peak: float | None
+    source: str
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Model FLOPs utilisation of a step that took ``seconds``; nothing where the peak is not known."""
+        return {} if not self.peak or seconds <= 0 else {"mfu": self.flops_per_step / seconds / self.peak}
+
+    def line(self) -> str:
+        """What a run says of it before its first step."""
+        peak = "" if self.peak is None else f"{self.peak / 1e12:,.2f} TFLOP/s of all ranks, "
+        return f"peak   {peak}{self.source}"
+
+
+def peak_memory(device: torch.device) -> tuple[str, int]:
+    """The most bytes that this rank has had so far, and what was counted.
+
+    Returns:
+        ``"peak_allocated_bytes"`` on CUDA, what tensors took; ``"peak_resident_bytes"`` on a CPU, all of the process.
+    """
+    if device.type == "cuda":
+        return "peak_allocated_bytes", torch.cuda.max_memory_allocated(device)
+    try:
+        # Not of getrusage, which counts what the process was before it became this program.
+        status = Path("/proc/self/status").read_text()
+        return "peak_resident_bytes", 1024 * int(status.split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return "peak_resident_bytes", unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
