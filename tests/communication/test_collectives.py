@@ -257,3 +257,33 @@ def test_gathering_into_a_buffer(group, dim, even, wide):
     assert_bit_equal(results[1], second)
     # The second went where the first had been.
     assert results[0].data_ptr() == results[1].data_ptr()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("rows", [1, 40, 9_000, 300_000])
+def test_results_in_the_memory_of_the_caller(group, rows):
+    """As large as one chunk of shared memory, and as many; and as what gloo sends in messages."""
+    t, me = group.size(), group.rank()
+    every = inputs_of_all([(rows * t, 2)] * t, torch.float32)
+    mine = slice(me * rows, (me + 1) * rows)
+    whole = every[me].clone()
+    own = reduce_scatter(whole, group=group, may_overwrite=True)
+    assert own.data_ptr() == whole[mine].data_ptr()
+    assert_bit_equal(own, torch.stack(every).sum(0)[mine])
+    pending = all_gather_async(own, group=group, buffer=whole)
+    assert pending.wait().data_ptr() == whole.data_ptr()
+    assert_bit_equal(whole, torch.stack(every).sum(0))
+    # Where a view is no run of memory the result is new.
+    columns = every[me].clone().t()
+    other = reduce_scatter(columns, group=group, dim=1, may_overwrite=True)
+    assert_bit_equal(columns, every[me].t())
+    assert_bit_equal(other, torch.stack(every).sum(0).t()[:, mine])
+
+
+@pytest.mark.ranks(3)
+def test_large_shards_of_different_sizes_are_gathered(group):
+    sizes = [100_000, 0, 70_001]
+    every = inputs_of_all([(size, 3) for size in sizes], torch.float64)
+    with assert_unmodified(*every):
+        gathered = all_gather(every[group.rank()], group=group, sizes=sizes)
+    assert_bit_equal(gathered, torch.cat(every))

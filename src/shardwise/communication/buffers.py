@@ -51,9 +51,11 @@ class GlobalMemoryBuffer:
         return held[:numel].view(tuple(tensor_shape))
 
 
-def gather_buffer(buffer: GlobalMemoryBuffer | None, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor | None:
+def gather_buffer(
+    buffer: GlobalMemoryBuffer | Tensor | None, tensor: Tensor, dim: int, sizes: Sequence[int]
+) -> Tensor | None:
     """Memory for what ranks gather along ``dim``, until the next gather into ``buffer``; None without a buffer."""
-    if buffer is None:
-        return None
+    if buffer is None or isinstance(buffer, Tensor):
+        return buffer
     shape = (*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
     return buffer.get_tensor(shape, tensor.dtype, _GATHERED, device=tensor.device)

@@ -61,7 +61,7 @@ def all_gather_async(
     group: ProcessGroup,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
-    buffer: GlobalMemoryBuffer | None = None,
+    buffer: GlobalMemoryBuffer | Tensor | None = None,
 ) -> Pending:
     """Start ``all_gather``; see there."""
     t = group.size()
@@ -85,7 +85,7 @@ def all_gather(
     group: ProcessGroup,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
-    buffer: GlobalMemoryBuffer | None = None,
+    buffer: GlobalMemoryBuffer | Tensor | None = None,
 ) -> Tensor:
     """The shards of all ranks, concatenated along ``dim`` in rank order.
 
@@ -94,8 +94,9 @@ def all_gather(
         group: the ranks that take part.
         dim: dimension of the concatenation.
         sizes: every rank's size along ``dim``; all the same as this rank's if None.
-        buffer: where the result lies, until the next gather into the same buffer; new memory if None, and in traced
-            code, where the compiler plans memory.
+        buffer: where the result lies, until the next gather into the same buffer; or a contiguous tensor that it shall
+            be, in which ``tensor`` may be this rank's own part. New memory if None, and in traced code, where the
+            compiler plans memory.
 
     Returns:
         The whole tensor, the same on every rank.
@@ -107,7 +108,12 @@ def all_gather(
 
 
 def reduce_scatter_async(
-    tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    may_overwrite: bool = False,
 ) -> Pending:
     """Start ``reduce_scatter``; see there."""
     t = group.size()
@@ -118,10 +124,18 @@ def reduce_scatter_async(
     if context_of(group).exact_parts is not None:
         total = trees.reduce_scatter(tensor, group, dim, sizes, all_to_all)
         return Pending(None, lambda: total)
-    return choose_transport("reduce_scatter", tensor, group).reduce_scatter(tensor, group, dim, sizes)
+    transport = choose_transport("reduce_scatter", tensor, group)
+    return transport.reduce_scatter(tensor, group, dim, sizes, may_overwrite and dim == 0 and tensor.is_contiguous())
 
 
-def reduce_scatter(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+def reduce_scatter(
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    may_overwrite: bool = False,
+) -> Tensor:
     """This rank's shard, along ``dim``, of the sum of ``tensor`` over the ranks.
 
     Args:
@@ -129,14 +143,16 @@ def reduce_scatter(tensor: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: 
         group: the ranks that take part.
         dim: dimension that is split.
         sizes: every rank's size along ``dim``; balanced if None.
+        may_overwrite: the caller gives up the values of ``tensor``, and the result may take the place of this rank's
+            own part of it, which saves memory and a copy.
 
     Returns:
-        A new tensor of this rank's size along ``dim``.
+        A tensor of this rank's size along ``dim``.
 
     Raises:
         ShardingError: ``sizes`` does not sum to the dimension, or there is no such dimension.
     """
-    return reduce_scatter_async(tensor, group=group, dim=dim, sizes=sizes).wait()
+    return reduce_scatter_async(tensor, group=group, dim=dim, sizes=sizes, may_overwrite=may_overwrite).wait()
 
 
 def split_for_rank(tensor: Tensor, *, group: ProcessGroup, dim: int, sizes: Sequence[int] | None = None) -> Tensor:

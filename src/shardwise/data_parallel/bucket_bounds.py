@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Parameters start at multiples of this many elements, so that vectorised kernels find them aligned: 64 bytes of fp32.
+# Parameters and each rank's interval of a bucket start at multiples of this many elements, 64 bytes of fp32: vectorised
+# kernels find them aligned, and round each element alike whichever interval it lies in.
 _ALIGNMENT = 16
 
 
@@ -16,7 +16,8 @@ class Placement(NamedTuple):
     Attributes:
         starts: where each parameter starts.
         buckets: for each bucket the indices of its parameters.
-        bounds: where each bucket starts, and last where the buffer ends; the world size divides every bucket.
+        bounds: where each bucket starts, and last where the buffer ends; every bucket is a multiple of 16 elements for
+            each rank.
     """
 
     starts: tuple[int, ...]
@@ -36,7 +37,7 @@ def place(sizes: Sequence[int], *, bucket_size: int | None, world_size: int) -> 
     >>> place([5, 30, 40], bucket_size=64, world_size=3)
     Placement(starts=(0, 16, 48), buckets=(range(0, 2), range(2, 3)), bounds=(0, 48, 96))
     """
-    step = math.lcm(_ALIGNMENT, world_size)
+    step = _ALIGNMENT * world_size
     starts: list[int] = []
     firsts = [0]
     bounds = [0]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,28 +27,13 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.communication.agreement import check_same
-from shardwise.communication.collectives import all_reduce_async
-from shardwise.communication.pending import Pending
+from shardwise.communication.collectives import all_reduce_async, reduce_scatter_async
+from shardwise.data_parallel.bucket import Bucket, trained_by_dtype
 from shardwise.data_parallel.bucket_bounds import place
 from shardwise.errors import ConfigError
 
 DEFAULT_BUCKET_SIZE = 1 << 23
 """Elements of a bucket: 32 MiB of fp32."""
-
-
-@dataclass(eq=False)
-class Bucket:
-    """A run of a buffer that is reduced by one collective.
-
-    Attributes:
-        data: ``[n]``, a view of the buffer; the number of data-parallel ranks divides ``n``.
-        params: whose gradients lie in it.
-    """
-
-    data: Tensor
-    params: tuple[Parameter, ...]
-    _arrived: set[Parameter] = field(default_factory=set)
-    _pending: Pending | None = None
 
 
 @dataclass(eq=False)
@@ -86,6 +71,10 @@ class GradientBuffers:
         average: the mean over the ranks, in place of the sum: gradients are divided by their number before they travel.
         overlap: reduce buckets during the backward; otherwise all at ``finish``.
         late: parameters whose gradients are complete only when ``finish`` (or ``start``) is called.
+        scatter: each rank gets its own interval of each bucket (``Bucket.own``), and what it has of the others is of no
+            use: half of what travels otherwise.
+        whole: with ``scatter``, parameters whose gradients every rank gets all the same, in buckets of their own; such
+            as those that are then summed over other groups.
 
     Attributes:
         buffers: the flat tensors.
@@ -106,6 +95,8 @@ class GradientBuffers:
         average: bool = False,
         overlap: bool = True,
         late: Collection[Parameter] = (),
+        scatter: bool = False,
+        whole: Collection[Parameter] = (),
     ) -> None:
         if bucket_size is not None and bucket_size < 1:
             raise ConfigError(f"bucket_size is {bucket_size}; it must be at least 1, or None for one bucket")
@@ -123,13 +114,14 @@ class GradientBuffers:
         delayed: set[Parameter] = {layer.weight for layer in delaying}
         # Whose weight is another's: it is known once a gradient waits.
         self._borrowing = [layer for layer in delaying if layer.weight is None]
-        late = set(late)
+        late, whole = set(late), set(whole) if scatter else set()
         buckets: list[tuple[int, Bucket]] = []
-        for places, params in _by_dtype(modules):
-            buckets += self._make_buffer(places, params, dtype, bucket_size, delayed, late)
+        for places, params in trained_by_dtype(modules, apart=whole):
+            scatters = scatter and params[0][1] not in whole
+            buckets += self._make_buffer(places, params, dtype, bucket_size, delayed, late, scatters)
         self.buckets = [bucket for _, bucket in sorted(buckets, key=lambda each: each[0])]
         if group.size() > 1:
-            facts = [(str(bucket.data.dtype), bucket.data.numel(), len(bucket.params)) for bucket in self.buckets]
+            facts = [(str(each.data.dtype), each.data.numel(), len(each.params)) for each in self.buckets]
             check_same(facts, "their trained parameters (dtype, elements and number, by bucket)", group=group)
         for param, slot in self._slots.items():
             tensor: Any = param
@@ -149,6 +141,7 @@ class GradientBuffers:
         bucket_size: int | None,
         delayed: Collection[Parameter],
         late: Collection[Parameter],
+        scatters: bool,
     ) -> Iterator[tuple[int, Bucket]]:
         """One buffer; its buckets, each with the place of its last parameter in the order of all."""
         first = params[0][1]
@@ -157,7 +150,8 @@ class GradientBuffers:
         self.buffers.append(buffer)
         for number, indices in enumerate(placement.buckets):
             start, stop = placement.bounds[number : number + 2]
-            bucket = Bucket(buffer[start:stop], tuple(params[index][1] for index in indices))
+            starts = tuple(placement.starts[index] - start for index in indices)
+            bucket = Bucket(buffer[start:stop], tuple(params[index][1] for index in indices), starts, scatters)
             for index in indices:
                 name, param = params[index]
                 start = placement.starts[index]
@@ -180,7 +174,10 @@ class GradientBuffers:
             self._start_next()
 
     def finish(self) -> None:
-        """Reduce what is not reduced yet, and wait: gradients are then the sum (or mean) over the ranks."""
+        """Reduce what is not reduced yet, and wait: gradients are then the sum (or mean) over the ranks.
+
+        With ``scatter`` they are so where this rank owns them.
+        """
         self.start()
         self._wait()
         for param, slot in self._slots.items():
@@ -221,7 +218,7 @@ class GradientBuffers:
             # Of a copy of the layer.
             return
         bucket = slot.bucket
-        if bucket._pending is not None:
+        if bucket.pending is not None:
             raise ConfigError(
                 f"a gradient of {slot.name} came when its bucket had been reduced already; run all backward passes of "
                 "a step but the last inside no_sync(), and end the step with finish (finish_grad_sync)"
@@ -232,10 +229,10 @@ class GradientBuffers:
         waits = slot.comes_from_layer or any(layer.delayed_weight is param for layer in self._borrowing)
         if waits != from_layer:
             return
-        bucket._arrived.add(param)
+        bucket.arrived.add(param)
         while self._num_started < len(self.buckets):
             following = self.buckets[self._num_started]
-            if len(following._arrived) < len(following.params):
+            if len(following.arrived) < len(following.params):
                 return
             self._start_next()
 
@@ -271,17 +268,13 @@ class GradientBuffers:
                 self._take_in(param, self._slots[param])
             if self.average and self.group.size() > 1:
                 bucket.data.mul_(1 / self.group.size())
-            bucket._pending = all_reduce_async(bucket.data, group=self.group, may_overwrite=True)
+            reduce = reduce_scatter_async if bucket.is_scattered else all_reduce_async
+            bucket.pending = reduce(bucket.data, group=self.group, may_overwrite=True)
         self._num_started += 1
 
     def _wait(self) -> None:
         for bucket in self.buckets:
-            if bucket._pending is not None:
-                reduced = bucket._pending.wait()
-                bucket._pending = None
-                if reduced.data_ptr() != bucket.data.data_ptr():
-                    bucket.data.copy_(reduced)
-            bucket._arrived.clear()
+            bucket.wait(self.group)
         self._num_started = 0
 
 
@@ -296,18 +289,3 @@ def _hook(buffers: GradientBuffers, *, from_layer: bool) -> Callable[[Any], None
             alive._arrived(param, from_layer=from_layer)
 
     return hook
-
-
-def _by_dtype(modules: Sequence[nn.Module]) -> list[tuple[list[int], list[tuple[str, Parameter]]]]:
-    """Trained parameters of each dtype and device, last first, with their places in the order of all."""
-    seen: dict[Parameter, str] = {}
-    for number, module in enumerate(modules):
-        for name, param in module.named_parameters():
-            if param.requires_grad:
-                seen.setdefault(param, f"chunk {number}: {name}" if len(modules) > 1 else name)
-    groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], list[tuple[str, Parameter]]]] = {}
-    for place_, (param, name) in enumerate(reversed(seen.items())):
-        places, params = groups.setdefault((param.dtype, param.device), ([], []))
-        places.append(place_)
-        params.append((name, param))
-    return list(groups.values())

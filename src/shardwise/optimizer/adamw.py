@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from shardwise.data_parallel import Share
 from shardwise.kernels.dispatch import why_not_fused_optimizer
 from shardwise.layers import named_param_layouts
 from shardwise.sharding import ParamLayout, has_copies
@@ -66,7 +67,9 @@ class AdamW(torch.optim.AdamW):
             for param in group["params"]:
                 self._made_state(param)["step"].fill_(float(step))
 
-    def train_instead_(self, copies: Mapping[Parameter, Parameter]) -> None:
+    def train_instead_(
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Share] | None = None
+    ) -> None:
         """Update ``copies`` in place of the parameters that they are of."""
         for group in self.param_groups:
             group["params"] = [copies.get(param, param) for param in group["params"]]

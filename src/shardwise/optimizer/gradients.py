@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,10 @@ from torch.nn import Parameter
 
 from shardwise.communication.backend import device_of_host_facts
 from shardwise.communication.collectives import all_reduce
+from shardwise.data_parallel import Share
 from shardwise.errors import ConfigError
 from shardwise.layers import named_param_layouts
-from shardwise.sharding import ParamLayout, has_copies, holders, segments
+from shardwise.sharding import ParamLayout, ParamShard, has_copies, holders, segments
 from shardwise.sharding.rows import first_row, group_of_rows, local_rows
 
 # Gradients travel in runs of about this many elements: few enough collectives, and a bounded copy.
@@ -90,7 +91,30 @@ def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup)
     _sum_over_ranks_(gradients, group=embd_group)
 
 
-def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup, pp_group: ProcessGroup | None = None) -> Tensor:
+def summed_over_other_groups(
+    model: nn.Module, *, tp_group: ProcessGroup, embd_group: ProcessGroup | None = None
+) -> list[Parameter]:
+    """The parameters whose gradients ``finalize_gradients_`` sums over other ranks than the data-parallel ones.
+
+    Every rank needs the gradient of these whole, before that sum (``GradientBuffers(whole=...)``): what ranks of a
+    data-parallel group own may be cut at other places on the ranks that they are then summed over.
+    """
+    found = []
+    for _, param, layout in named_param_layouts(model, tp_group.size()):
+        is_partial = getattr(param, "sequence_parallel", False) or has_copies(layout)
+        is_tied = embd_group is not None and embd_group.size() > 1 and getattr(param, "shared_embedding", False)
+        if (tp_group.size() > 1 and is_partial) or is_tied:
+            found.append(param)
+    return found
+
+
+def global_grad_norm(
+    model: nn.Module,
+    *,
+    tp_group: ProcessGroup,
+    pp_group: ProcessGroup | None = None,
+    shares: Mapping[Parameter, Share] | None = None,
+) -> Tensor:
     """The 2-norm of the whole model's gradient, as if it were on one rank.
 
     Every split gradient counts on its rank, every replicated one and what several ranks hold of a split one once, and a
@@ -100,6 +124,8 @@ def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup, pp_group: Proc
         model: with complete gradients.
         tp_group: the ranks that split each layer.
         pp_group: the stages that share out the layers; None if there is one.
+        shares: by parameter, which elements of its gradient are complete on which data-parallel rank; None if all are
+            on every rank.
 
     Returns:
         An fp64 scalar, the same on every rank.
@@ -108,13 +134,15 @@ def global_grad_norm(model: nn.Module, *, tp_group: ProcessGroup, pp_group: Proc
         part
         for _, param, layout in named_param_layouts(model, tp_group.size())
         if (gradient := gradient_of(param)) is not None and not getattr(param, "shared", False)
-        for part in _counted_here(gradient, layout, tp_group.rank(), first_row(param))
+        for part in _counted_here(
+            gradient, layout, tp_group.rank(), first_row(param), None if shares is None else shares[param]
+        )
     ]
     first = next(model.parameters())
-    squares = _sum_of_squares(counted, first.device)
-    if (sharing := group_of_rows(first)) is not None:
-        squares = all_reduce(squares, group=sharing)
-    total = all_reduce(squares, group=tp_group)
+    total = all_reduce(_sum_of_squares(counted, first.device), group=tp_group)
+    sharing = next((share.group for share in shares.values()), None) if shares else group_of_rows(first)
+    if sharing is not None:
+        total = all_reduce(total, group=sharing)
     return (total if pp_group is None else all_reduce(total, group=pp_group)).sqrt()
 
 
@@ -125,6 +153,7 @@ def clip_grad_norm_(
     tp_group: ProcessGroup,
     pp_group: ProcessGroup | None = None,
     loss_scale: float = 1.0,
+    shares: Mapping[Parameter, Share] | None = None,
 ) -> Tensor:
     """Scale all gradients down, in place, if their global norm is over ``max_norm``.
 
@@ -134,21 +163,23 @@ def clip_grad_norm_(
         tp_group: the ranks that split each layer.
         pp_group: the stages that share out the layers; None if there is one.
         loss_scale: by which the loss was multiplied, and so the gradients are; they are divided by it in any case.
+        shares: as in ``global_grad_norm``; then what this rank has of the gradients is scaled.
 
     Returns:
         The norm before, but divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host has not waited
         for it on a GPU.
     """
-    norm = global_grad_norm(model, tp_group=tp_group, pp_group=pp_group) / loss_scale
+    norm = global_grad_norm(model, tp_group=tp_group, pp_group=pp_group, shares=shares) / loss_scale
     clips = max_norm > 0 and not math.isinf(max_norm)
+    own = _gradients(model.parameters()) if shares is None else [share.gradient for share in shares.values()]
     if clips and not norm.is_cpu:
         # A norm that is NaN leaves the gradients as they are; that it is, is for who reads it.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0) / loss_scale
-        _multiply_on_device_(_gradients(model.parameters()), factor)
+        _multiply_on_device_(own, factor)
         return norm
     on_host = min(1.0, float(max_norm / (norm + 1e-6))) if clips else 1.0
     if on_host / loss_scale != 1.0:
-        torch._foreach_mul_(_gradients(model.parameters()), on_host / loss_scale)
+        torch._foreach_mul_(own, on_host / loss_scale)
     return norm
 
 
@@ -180,12 +211,17 @@ def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def _counted_here(gradient: Tensor, layout: ParamLayout, rank: int, first: int) -> list[Tensor]:
-    """What of ``gradient``, which begins at row ``first``, no rank before this one holds."""
-    if layout.dim is None:
-        return [gradient] if rank == 0 else []
-    if not has_copies(layout):
-        return [gradient]
+def _counted_here(
+    gradient: Tensor, layout: ParamLayout, rank: int, first: int, share: Share | None = None
+) -> list[Tensor]:
+    """What of ``gradient``, which begins at row ``first``, or of its share, no rank before this one holds."""
+    if layout.dim is None and rank > 0:
+        return []
+    if layout.dim is None or not has_copies(layout):
+        return [gradient if share is None else share.gradient]
+    if share is not None:
+        shard = ParamShard("", share.gradient, layout, rank, interval=share.interval)
+        return [view for _, view in shard.written_pieces()]
     return [
         _part(gradient, layout.dim, local_start, length, first)[0]
         for start, length, local_start in segments(layout, rank)

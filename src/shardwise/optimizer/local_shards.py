@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from shardwise.data_parallel import Share
 from shardwise.optimizer.gradients import gradient_of
 from shardwise.optimizer.optimizer import ShardedOptimizer
 from shardwise.sharding import ParamLayout
@@ -57,6 +58,8 @@ class LocalShards:
         """Take ``step`` steps for done."""
         self.optimizer.set_step_(step)
 
-    def train_instead_(self, copies: Mapping[Parameter, Parameter]) -> None:
+    def train_instead_(
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Share] | None = None
+    ) -> None:
         """Not of an optimizer that trains other tensors already."""
         raise NotImplementedError("the rows of a fully sharded model are trained in place of its parameters already")

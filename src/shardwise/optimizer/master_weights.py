@@ -9,13 +9,14 @@ Source: Micikevicius et al. 2018 (arXiv:1710.03740), section 3.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from shardwise.data_parallel import Share
 from shardwise.optimizer.gradients import gradient_of
 from shardwise.optimizer.optimizer import ShardedOptimizer
 from shardwise.sharding import ParamLayout
@@ -28,18 +29,19 @@ class MasterWeights:
 
     Args:
         optimizer: of the model's parameters, before its first step; from here on it updates the copies.
-        model: the model.
+        model: the model, or the parameters that ``optimizer`` updates.
 
     Attributes:
         optimizer: as given.
         param_groups, why_not_fused: the optimizer's.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, model: nn.Module | Iterable[Parameter]) -> None:
         self.optimizer = optimizer
+        params = model.parameters() if isinstance(model, nn.Module) else model
         self._masters = {
             param: Parameter(param.detach().float())
-            for param in model.parameters()
+            for param in params
             if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16)
         }
         optimizer.train_instead_(self._masters)
@@ -72,7 +74,9 @@ class MasterWeights:
         self.optimizer.set_step_(step)
         self.round_()
 
-    def train_instead_(self, copies: Mapping[Parameter, Parameter]) -> None:
+    def train_instead_(
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Share] | None = None
+    ) -> None:
         """Not of an optimizer that has copies already."""
         raise NotImplementedError("the parameters have fp32 copies already")
 

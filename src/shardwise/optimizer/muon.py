@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.communication.collectives import all_to_all
+from shardwise.data_parallel import Share
 from shardwise.layers import ColumnLinear
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.optimizer.adamw import AdamW
+from shardwise.optimizer.dealing import Dealing, dealt_out
 from shardwise.sharding import Interval, ParamLayout
 from shardwise.transformer.attention import SelfAttention
 from shardwise.transformer.heads import qkv_sections
@@ -142,7 +143,8 @@ class Muon:
     matrices, gate and up projection two.
 
     Products are computed in the dtype of the parameters, in fp32 for fp16. Where parameters change to other copies
-    (``train_instead_``) it stays.
+    (``train_instead_``) it stays. Data-parallel ranks that share out the parameters deal the matrices out too: each
+    sends its elements of a gradient to the rank that has the matrix, and gets its elements of the update.
 
     Args:
         model: its parameters.
@@ -166,12 +168,15 @@ class Muon:
     ) -> None:
         self._parts: dict[Parameter, list[_Part]] = {}
         self._momenta: dict[Parameter, Tensor] = {}
+        self._local_shapes: dict[Parameter, torch.Size] = {}
+        self._shares: Mapping[Parameter, Share] = {}
         self._group: ProcessGroup | None = None
         for linear, matrices in _matrices(model):
             assert linear.weight is not None
             self._group = linear.group
             layout, rank = linear.param_layouts["weight"], linear.group.rank()
             self._parts[linear.weight] = [_part(layout, rows, rank) for rows in matrices]
+            self._local_shapes[linear.weight] = linear.weight.shape
         first = next(iter(self._parts), None)
         self._dtype = torch.float32 if first is None or first.dtype == torch.float16 else first.dtype
         self._adamw = AdamW(
@@ -203,23 +208,47 @@ class Muon:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every parameter from its gradient, in place; every rank of the tensor-parallel group calls."""
+        """Update every parameter from its gradient, in place; every rank that has a part of one calls."""
         self._adamw.step()
         rate = self._own["lr"] * self._own["ratio"]
         for params in self._runs():
-            parts, shards = [], []
-            for param in params:
-                gradient = self._with_momentum(param).to(self._dtype)
-                for part in self._parts[param]:
-                    parts.append((param, part))
-                    shards.append(torch.cat(part.views(gradient), part.dim))
-                param.mul_(1 - rate * self._own["weight_decay"])
-            updates = self._orthogonalized([part for _, part in parts], shards)
-            for (param, part), update in zip(parts, updates, strict=True):
-                factor = _ROOT_MEAN_SQUARE * math.sqrt(max(part.layout.global_shape))
-                lengths = [length for _, length in part.runs]
-                for view, piece in zip(part.views(param), update.split(lengths, part.dim), strict=True):
-                    view.add_(piece, alpha=-rate * factor)
+            own = [self._with_momentum(param).to(self._dtype).reshape(-1) for param in params]
+            sizes = [self._sizes_of_shares(param) for param in params]
+            shapes = [self._parts[param][0].layout.global_shape for param in params]
+            dealing = Dealing(sizes, dealt_out(shapes, len(sizes[0])), self._dp_group)
+            gradients = {
+                index: pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                for index, pieces in dealing.collect(own).items()
+            }
+            moves = {
+                index: move.reshape(-1).split(list(sizes[index]))
+                for index, move in self._moves(params, gradients).items()
+            }
+            for param, move in zip(params, dealing.hand_back(moves, like=params[0]), strict=True):
+                param.mul_(1 - rate * self._own["weight_decay"]).add_(move.view_as(param), alpha=-rate)
+
+    def _moves(self, params: Sequence[Parameter], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """How weights shall move, per unit of learning rate, by their places among ``params``.
+
+        Args:
+            params: weights.
+            gradients: of some of them, with momentum, by place: this tensor-parallel rank's part in one dimension.
+        """
+        parts: list[tuple[int, _Part]] = []
+        shards: list[Tensor] = []
+        for index, flat in gradients.items():
+            gradient = flat.view(self._local_shapes[params[index]])
+            for part in self._parts[params[index]]:
+                parts.append((index, part))
+                shards.append(torch.cat(part.views(gradient), part.dim))
+        moves = {index: params[index].new_zeros(self._local_shapes[params[index]]) for index in gradients}
+        updates = self._orthogonalized([part for _, part in parts], shards)
+        for (index, part), update in zip(parts, updates, strict=True):
+            factor = _ROOT_MEAN_SQUARE * math.sqrt(max(part.layout.global_shape))
+            lengths = [length for _, length in part.runs]
+            for view, piece in zip(part.views(moves[index]), update.split(lengths, part.dim), strict=True):
+                view.copy_(piece).mul_(factor)
+        return moves
 
     def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
         """The gradient's mean ``"momentum"`` of a matrix, laid out as it is; of others what AdamW keeps."""
@@ -231,11 +260,16 @@ class Muon:
         """Take ``step`` steps for done, as AdamW's bias correction needs."""
         self._adamw.set_step_(step)
 
-    def train_instead_(self, copies: Mapping[Parameter, Parameter]) -> None:
+    def train_instead_(
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Share] | None = None
+    ) -> None:
         """Update ``copies`` in place of the parameters that they are of."""
         for group in self.param_groups:
             group["params"] = [copies.get(param, param) for param in group["params"]]
         self._parts = {copies.get(param, param): parts for param, parts in self._parts.items()}
+        self._local_shapes = {copies.get(param, param): shape for param, shape in self._local_shapes.items()}
+        shares = self._shares if shares is None else shares
+        self._shares = {copies.get(param, param): share for param, share in shares.items()}
 
     def _momentum_of(self, param: Parameter) -> Tensor:
         if param not in self._momenta:
@@ -258,52 +292,38 @@ class Muon:
                 continue
             run.append(param)
             elements += sum(math.prod(part.layout.global_shape) for part in self._parts[param])
-            if elements >= _ELEMENTS_AT_ONCE * self._group_size:
+            if elements >= _ELEMENTS_AT_ONCE * self._num_ranks:
                 yield run
                 run, elements = [], 0
         if run:
             yield run
 
     @property
-    def _group_size(self) -> int:
-        return 1 if self._group is None else self._group.size()
+    def _dp_group(self) -> ProcessGroup | None:
+        return next((share.group for share in self._shares.values()), None)
+
+    def _sizes_of_shares(self, param: Parameter) -> tuple[int, ...]:
+        """How many elements of a weight each data-parallel rank has; all, if they do not share it out."""
+        share = self._shares.get(param)
+        return (param.numel(),) if share is None else tuple(stop - start for start, stop in share.intervals)
+
+    @property
+    def _num_ranks(self) -> int:
+        """How many ranks share out the matrices."""
+        return math.prod(group.size() for group in (self._group, self._dp_group) if group is not None)
 
     def _orthogonalized(self, parts: Sequence[_Part], shards: Sequence[Tensor]) -> list[Tensor]:
         """This rank's shard of each matrix to its shard of the matrix that ``orthogonalized`` makes of it."""
-        if self._group is None or self._group.size() == 1:
+        if self._group is None or self._group.size() == 1 or not shards:
             return [orthogonalized(shard) for shard in shards]
-        ranks, rank = range(self._group.size()), self._group.rank()
-        dealt = _dealt_out([part.layout.global_shape for part in parts], len(ranks))
-        own = [parts[index] for index in dealt[rank]]
-        sent = [sum(parts[index].num_elements(rank) for index in indices) for indices in dealt]
-        received = [sum(part.num_elements(other) for part in own) for other in ranks]
-
-        flat = torch.cat([shards[index].flatten() for indices in dealt for index in indices])
-        flat = all_to_all(flat, group=self._group, input_sizes=sent, output_sizes=received)
-        of_ranks = [
-            run.split([part.num_elements(other) for part in own])
-            for other, run in zip(ranks, flat.split(received), strict=True)
-        ]
-        wholes = [
-            orthogonalized(
-                part.layout.assemble([of_ranks[other][k].view(part.layout.local_shape(other)) for other in ranks])
-            )
-            for k, part in enumerate(own)
-        ]
-        back = [part.layout.take(whole, other) for other in ranks for part, whole in zip(own, wholes, strict=True)]
-        # A rank may have been dealt nothing.
-        flat = torch.cat([flat.new_empty(0), *(shard.flatten() for shard in back)])
-        flat = all_to_all(flat, group=self._group, input_sizes=received, output_sizes=sent)
-        order = [index for indices in dealt for index in indices]
-        updates = flat.split([parts[index].num_elements(rank) for index in order])
-        by_index = dict(zip(order, updates, strict=True))
-        return [by_index[index].view_as(shard) for index, shard in enumerate(shards)]
-
-
-def _dealt_out(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> list[list[int]]:
-    """Which matrices each rank computes: the most work first, always to the rank with the least."""
-    work = [math.prod(shape) * min(shape) for shape in shapes]
-    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
-    for index in sorted(range(len(work)), key=lambda index: -work[index]):
-        min(dealt, key=lambda indices: sum(work[k] for k in indices)).append(index)
-    return dealt
+        ranks = range(self._group.size())
+        sizes = [[part.num_elements(other) for other in ranks] for part in parts]
+        dealing = Dealing(sizes, dealt_out([part.layout.global_shape for part in parts], len(ranks)), self._group)
+        wholes: dict[int, list[Tensor]] = {}
+        for index, pieces in dealing.collect([shard.reshape(-1) for shard in shards]).items():
+            layout = parts[index].layout
+            whole = layout.assemble([piece.view(layout.local_shape(other)) for other, piece in enumerate(pieces)])
+            whole = orthogonalized(whole)
+            wholes[index] = [layout.take(whole, other) for other in ranks]
+        updates = dealing.hand_back(wholes, like=shards[0])
+        return [update.view_as(shard) for update, shard in zip(updates, shards, strict=True)]

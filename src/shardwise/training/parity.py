@@ -106,6 +106,7 @@ def _relative(value: float, reference: float) -> float:
 
 def _weight_difference(split: Trainer, whole: Trainer, world: dist.ProcessGroup) -> float:
     """Norm of the difference over the norm, over all weights; the largest of all ranks."""
+    split.wait_for_weights()
     reference = sharded_state_dict(whole.model, group=whole.tp_group)
     sums = torch.zeros(2, dtype=torch.float64, device=split.device)
     # A tied weight's two copies both count: each must be right.

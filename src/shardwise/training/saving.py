@@ -20,10 +20,9 @@ from shardwise.communication.agreement import agree, barrier
 from shardwise.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.json_files import shown
 from shardwise.lora import lora_layers
-from shardwise.optimizer.master_weights import MasterWeights
-from shardwise.optimizer.optimizer import optimizer_state
+from shardwise.optimizer.optimizer import optimizer_state, stored_weights
 from shardwise.sharded_state import sharded_state_dict
-from shardwise.sharding.rows import interval_of_rows, local_rows
+from shardwise.training.precision import PRECISIONS
 from shardwise.training.session import Session
 from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
@@ -36,6 +35,7 @@ _SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer")
 
 def run_state(session: Session) -> dict[str, ParamShard]:
     """Weights and optimizer state of this rank, by name. A weight with an fp32 copy is the copy."""
+    session.trainer.wait_for_weights()
     trainer, group = session.trainer, session.trainer.tp_group
     weights = {
         key: shard
@@ -43,17 +43,11 @@ def run_state(session: Session) -> dict[str, ParamShard]:
         # What is frozen comes from where the run began.
         if not isinstance(shard.data, Parameter) or shard.data.requires_grad
     }
-    moments = optimizer_state(weights, trainer.optimizer)
-    if isinstance(trainer.optimizer, MasterWeights):
-        weights = {key: shard.with_data(trainer.optimizer.weight_of(shard.data)) for key, shard in weights.items()}
-    weights = {key: _rows_of_this_rank(shard) for key, shard in weights.items()}
-    parts = {"model.": weights, "optimizer.": moments}
+    parts = {
+        "model.": stored_weights(weights, trainer.optimizer),
+        "optimizer.": optimizer_state(weights, trainer.optimizer),
+    }
     return {prefix + key: shard.with_key(prefix + key) for prefix, part in parts.items() for key, shard in part.items()}
-
-
-def _rows_of_this_rank(shard: ParamShard) -> ParamShard:
-    interval = interval_of_rows(shard.data)
-    return shard if interval is None else shard.with_interval(interval, local_rows(shard.data).view(-1))
 
 
 def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None = None) -> checkpoint.PendingSave:
@@ -180,7 +174,7 @@ def _note_on_precision(trainer: Trainer, path: Path) -> str | None:
     """What is to be said where weights come from a checkpoint of fewer bits than they are kept in."""
     stored = {tensor.dtype for name, tensor in Manifest.read(path).tensors.items() if name.startswith("model.")}
     narrow = stored & {torch.bfloat16, torch.float16}
-    if not narrow or not isinstance(trainer.optimizer, MasterWeights):
+    if not narrow or not PRECISIONS[trainer.settings.training.dtype].has_masters:
         return None
     return f"{path} has no fp32 weights: they are made from its {str(narrow.pop()).removeprefix('torch.')} ones"
 

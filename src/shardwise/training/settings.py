@@ -87,6 +87,8 @@ class ParallelSettings(Checked, prefix="parallel."):
         virtual_stages: parts of the model on each stage.
         fsdp: split weights, gradients and optimizer state over the data-parallel ranks, by PyTorch's fully_shard; a
             layer's weights are gathered when it is computed.
+        zero: 1 splits the optimizer's state and fp32 copies of weights over the data-parallel ranks; 0 keeps all of
+            them on each.
     """
 
     tp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
@@ -97,6 +99,7 @@ class ParallelSettings(Checked, prefix="parallel."):
     ] = "1f1b"
     virtual_stages: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--virtual-stages",))] = 1
     fsdp: Annotated[bool, tyro.conf.arg(aliases=("--fsdp",))] = False
+    zero: Annotated[int, Range(0, 1), tyro.conf.arg(aliases=("--zero",))] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,6 +113,10 @@ class ParallelSettings(Checked, prefix="parallel."):
             "parallel.pipeline-schedule 'interleaved' needs --parallel.virtual-stages of at least 2",
         )
 
+        require(
+            not (self.fsdp and self.zero),
+            "parallel.fsdp and --parallel.zero 1 exclude each other: fsdp splits optimizer state too; leave one out",
+        )
         require(
             not (self.fsdp and self.pp > 1 and self.pipeline_schedule == "zero-bubble"),
             "parallel.fsdp and --parallel.pipeline-schedule 'zero-bubble' exclude each other: fully_shard sums the "

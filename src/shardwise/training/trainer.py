@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,25 +19,21 @@ from shardwise.communication.agreement import agree
 from shardwise.communication.collectives import all_reduce
 from shardwise.communication.host_numbers import host_numbers
 from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_batches
-from shardwise.data_parallel import GradientBuffers
 from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
-from shardwise.optimizer.local_shards import LocalShards
 from shardwise.optimizer.loss_scale import DynamicLossScale
-from shardwise.optimizer.master_weights import MasterWeights
-from shardwise.optimizer.optimizer import ShardedOptimizer, set_learning_rate_
+from shardwise.optimizer.optimizer import set_learning_rate_
+from shardwise.optimizer.zero import ZeroOptimizer
 from shardwise.pipeline_parallel import Pipeline, Schedule, forward_only, make_schedule
 from shardwise.pipeline_parallel.messages import hidden_shape
 from shardwise.random import seed_streams
 from shardwise.topology import Groups
+from shardwise.training.optimization import build_optimizer
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
 from shardwise.validation import DeferredChecks
-
-if TYPE_CHECKING:
-    from shardwise.data_parallel.fully_sharded import FullyShardedModel
 
 _BATCHES_PER_STAGE = 8
 
@@ -98,20 +94,14 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.defers_checks = self.device.type != "cpu"
         precision = PRECISIONS[settings.training.dtype]
-        self.optimizer: ShardedOptimizer = settings.optimizer.make(model)
+        self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
         self.loss_scale = DynamicLossScale() if precision.scales_loss else None
         self.num_skipped = 0
-        self.gradients: GradientBuffers | FullyShardedModel | None = None
-        dtype = torch.float32 if precision.has_masters else None
-        if settings.parallel.shards_fully(self.dp_group.size()):
-            from shardwise.data_parallel.fully_sharded import FullyShardedModel
 
-            self.gradients = FullyShardedModel(self._chunks, group=self.dp_group, dtype=dtype)
-            self.optimizer = LocalShards(self.optimizer, self.gradients)
-        elif precision.has_masters:
-            self.optimizer = MasterWeights(self.optimizer, model)
-        if self.gradients is None and (self.dp_group.size() > 1 or precision.has_masters):
-            self.gradients = GradientBuffers(self._chunks, group=self.dp_group, dtype=dtype)
+    @property
+    def zero(self) -> ZeroOptimizer | None:
+        """The optimizer, where its state is split over the data-parallel ranks."""
+        return self.optimizer if isinstance(self.optimizer, ZeroOptimizer) else None
 
     def step(self, step: int, micro_batches: Iterable[Batch], num_labels: int | None = None) -> StepResult:
         """One optimizer step.
@@ -161,7 +151,14 @@ class Trainer:
             self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
         largest, pp_group = settings.optimizer.clip_grad_norm, self.pp_group
-        norm = clip_grad_norm_(self.model, largest, tp_group=self.tp_group, pp_group=pp_group, loss_scale=scale)
+        norm = clip_grad_norm_(
+            self.model,
+            largest,
+            tp_group=self.tp_group,
+            pp_group=pp_group,
+            loss_scale=scale,
+            shares=None if self.zero is None else self.zero.parameters.shares,
+        )
         mean_loss, grad_norm, *wishes = self._read(total, norm, checks, [] if self.wishes is None else self.wishes())
         # Both are sums over all ranks, so that all ranks find this alike, before any weight is touched.
         wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
@@ -248,6 +245,11 @@ class Trainer:
             agree(checks.run, group=groups)
         return numbers
 
+    def wait_for_weights(self) -> None:
+        """Wait until every weight is as the last step left it, before they are read otherwise than by a forward."""
+        if self.zero is not None:
+            self.zero.parameters.wait()
+
     def train_step(self, step: int, loader: DataLoader | SampleLoader) -> StepResult:
         """``step`` on this rank's samples of ``loader``."""
         rank, num_ranks = self.dp_group.rank(), self.dp_group.size()
@@ -257,6 +259,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, windows: Windows) -> float:
         """Bits per byte of the held-out text, the same on every rank."""
+        self.wait_for_weights()
         self.model.eval()
         micro = self.settings.micro_batch_size(self.dp_group.size())
         total = torch.zeros((), dtype=torch.float64, device=self.device)

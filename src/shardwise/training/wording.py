@@ -22,6 +22,9 @@ def banner(session: Session) -> str:
     tp, pp, dp = topology.size("tp"), topology.size("pp"), topology.size("dp")
     schedule = settings.parallel.pipeline_schedule
     chunks = settings.parallel.virtual_stages
+    zero = ""
+    if settings.parallel.zero:
+        zero = " (optimizer state split)" if dp > 1 else " (--zero 1 does nothing with one data-parallel rank)"
     stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
     return (
         f"text   {texts.corpus.name}, sha256 {texts.corpus.sha256[:12]}\n"
@@ -30,6 +33,7 @@ def banner(session: Session) -> str:
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
         f"data parallel {dp}"
         + (", fully sharded" if settings.parallel.fsdp and dp > 1 else "")
+        + zero
         + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
         + (f", through {session.transport}" if tp > 1 else "")
         + speed(session)

@@ -30,7 +30,11 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool
 
 
 def all_gather(
-    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | None = None
+    tensor: Tensor,
+    group: ProcessGroup,
+    dim: int,
+    sizes: Sequence[int],
+    buffer: GlobalMemoryBuffer | Tensor | None = None,
 ) -> Pending:
     """Start an all-gather of shards with ``sizes`` along ``dim``; the compiler plans memory."""
     shard = tensor.contiguous()
@@ -43,8 +47,10 @@ def all_gather(
     return _pending(launched, lambda gathered: join_gathered(gathered, shard.shape, dim, sizes))
 
 
-def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
-    """Start a reduce-scatter into shards with ``sizes`` along ``dim``."""
+def reduce_scatter(
+    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool = False
+) -> Pending:
+    """Start a reduce-scatter into shards with ``sizes`` along ``dim``; the compiler plans memory."""
     if dim == 0 and is_even(sizes) and tensor.device.type != "cpu":
         launched = _operators.reduce_scatter_tensor(tensor.contiguous(), "sum", len(sizes), group.group_name)
         return _pending(launched, lambda result: result)

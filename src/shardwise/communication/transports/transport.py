@@ -15,20 +15,31 @@ class Transport(Protocol):
     """One way for tensors to travel between the ranks of a group; a module or an object.
 
     ``collectives`` has checked dimensions and sizes before, and there is more than one rank. Each call starts a
-    collective, modifies no argument, tells ``accounting`` of it if PyTorch's dispatcher does not see it, and announces
-    its waits (``waiting``). Ranks that make different calls get a DesyncError where that can be found out.
+    collective, modifies no argument but those that it may, tells ``accounting`` of it if PyTorch's dispatcher does not
+    see it, and announces its waits (``waiting``). Ranks that make different calls get a DesyncError where that can be
+    found out.
     """
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
         """Start an all-reduce by a ``ReduceOp``, into ``tensor``'s own memory if it may be overwritten."""
 
     def all_gather(
-        self, tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | None
+        self,
+        tensor: Tensor,
+        group: ProcessGroup,
+        dim: int,
+        sizes: Sequence[int],
+        buffer: GlobalMemoryBuffer | Tensor | None,
     ) -> Pending:
         """Start an all-gather of shards with ``sizes`` along ``dim``, into ``buffer`` if there is one."""
 
-    def reduce_scatter(self, tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
-        """Start a reduce-scatter into shards with ``sizes`` along ``dim``."""
+    def reduce_scatter(
+        self, tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool
+    ) -> Pending:
+        """Start a reduce-scatter into shards with ``sizes`` along ``dim``.
+
+        If ``tensor`` may be overwritten, it is contiguous, ``dim`` is 0, and the result is this rank's part of it.
+        """
 
     def all_to_all(
         self, tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]

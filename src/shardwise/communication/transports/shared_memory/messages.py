@@ -155,11 +155,15 @@ class ReduceScatter(_Cut):
         tensor: this rank's part, of the whole shape.
         dim: dimension that is split.
         sizes: every rank's size along ``dim``.
+        overwrites: the result is this rank's part of ``tensor``, which is contiguous and split along its first
+            dimension. A chunk of it is overwritten after it was put into a slot.
     """
 
     __slots__ = ("_dim", "_own", "_parts", "_start", "_tensor")
 
-    def __init__(self, channel: Channel, tensor: Tensor, dim: int, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, channel: Channel, tensor: Tensor, dim: int, sizes: Sequence[int], *, overwrites: bool = False
+    ) -> None:
         shape, dtype = tensor.shape, tensor.dtype
         per_chunk = SLOT_BYTES // dtype.itemsize
         self._parts: list[Tensor] = []
@@ -180,7 +184,10 @@ class ReduceScatter(_Cut):
         self._dim = dim
         self._start = sum(sizes[: channel.rank])
         self._own = sizes[channel.rank]
-        self.result = tensor.new_empty((*shape[:dim], self._own, *shape[dim + 1 :]))
+        if overwrites:
+            self.result = tensor.narrow(0, self._start, self._own)
+        else:
+            self.result = tensor.new_empty((*shape[:dim], self._own, *shape[dim + 1 :]))
         self.start()
 
     def _write(self, chunk: int, slot: int) -> None:

@@ -40,16 +40,23 @@ class SharedMemory(Channel):
         return AllReduce(self, own, result, maximum=op == dist.ReduceOp.MAX)
 
     def all_gather(
-        self, tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | None
+        self,
+        tensor: Tensor,
+        group: ProcessGroup,
+        dim: int,
+        sizes: Sequence[int],
+        buffer: GlobalMemoryBuffer | Tensor | None,
     ) -> Pending:
         """As in ``Transport``."""
         accounting.record("all_gather", tensor)
         return AllGather(self, tensor.detach(), dim, sizes, gather_buffer(buffer, tensor, dim, sizes))
 
-    def reduce_scatter(self, tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Pending:
+    def reduce_scatter(
+        self, tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool
+    ) -> Pending:
         """As in ``Transport``."""
         accounting.record("reduce_scatter", tensor)
-        return ReduceScatter(self, tensor.detach(), dim, sizes)
+        return ReduceScatter(self, tensor.detach(), dim, sizes, overwrites=may_overwrite)
 
     def all_to_all(
         self, tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]

@@ -1,0 +1,61 @@
+"""A run's optimizer: which one, with fp32 copies or without, and whether data-parallel ranks share out its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.data_parallel import GradientBuffers
+from shardwise.models.chunks import ModelChunks
+from shardwise.models.gpt import GPT
+from shardwise.models.language_model import LanguageModel
+from shardwise.optimizer.gradients import summed_over_other_groups
+from shardwise.optimizer.local_shards import LocalShards
+from shardwise.optimizer.master_weights import MasterWeights
+from shardwise.optimizer.optimizer import ShardedOptimizer
+from shardwise.optimizer.zero import ZeroOptimizer
+from shardwise.topology import Groups
+from shardwise.training.precision import PRECISIONS
+from shardwise.training.settings import RunSettings
+
+if TYPE_CHECKING:
+    # Importing it imports DTensor, which takes a while.
+    from shardwise.data_parallel.fully_sharded import FullyShardedModel
+
+
+def build_optimizer(
+    settings: RunSettings, model: GPT | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
+) -> tuple[ShardedOptimizer, GradientBuffers | FullyShardedModel | None]:
+    """The optimizer of a run's model, and what sums its gradients.
+
+    Args:
+        settings: of the run.
+        model: on its device; with pipeline stages this rank's, or its chunks.
+        chunks: the same, as a sequence.
+        groups: the model's process groups.
+
+    Returns:
+        The optimizer; and the buffers in which gradients are summed over the data-parallel ranks, and over
+        micro-batches in fp32, or what shards the model. None if there is one rank, and parameters in the dtype in which
+        they are updated.
+    """
+    dp_group = groups.dp
+    assert dp_group is not None
+    num_ranks, has_masters = dp_group.size(), PRECISIONS[settings.training.dtype].has_masters
+    optimizer = settings.optimizer.make(model)
+    dtype = torch.float32 if has_masters else None
+    if settings.parallel.shards_fully(num_ranks):
+        from shardwise.data_parallel.fully_sharded import FullyShardedModel
+
+        sharded = FullyShardedModel(chunks, group=dp_group, dtype=dtype)
+        return LocalShards(optimizer, sharded), sharded
+    if num_ranks == 1 and not has_masters:
+        return optimizer, None
+    splits_state = settings.parallel.zero > 0 and num_ranks > 1
+    whole = summed_over_other_groups(model, tp_group=groups.tp, embd_group=groups.embd)
+    gradients = GradientBuffers(chunks, group=dp_group, dtype=dtype, scatter=splits_state, whole=whole)
+    if splits_state:
+        return ZeroOptimizer(optimizer, chunks, gradients, has_masters=has_masters), gradients
+    return MasterWeights(optimizer, model) if has_masters else optimizer, gradients

@@ -1,0 +1,240 @@
+"""Optimizer state split over data-parallel ranks: the same training, in less memory, in checkpoints of any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.parity import assert_bit_equal, assert_close_to
+from training.test_run import losses, open_tiny
+from training.tiny import tiny_settings
+
+from shardwise.communication.accounting import CollectiveCounter
+from shardwise.optimizer.optimizer import optimizer_state, stored_weights
+from shardwise.sharded_state import gather_parameter, sharded_state_dict
+from shardwise.topology import Groups, Topology
+from shardwise.training.build import build_model
+from shardwise.training.optimizer_settings import OptimizerSettings
+from shardwise.training.run import train
+from shardwise.training.saving import run_state, start_or_resume
+from shardwise.training.settings import ParallelSettings, RecomputeSettings
+from shardwise.training.trainer import Trainer
+from shardwise.training.wording import banner
+
+VOCAB = 101
+STEPS = 4
+ZERO = ParallelSettings(zero=1)
+
+
+def trainer_of(folder, parallel, *, alone=False, recompute=None, **options):
+    """A trainer of a small model; ``alone`` has it whole on each rank."""
+    options = {"dtype": "float64", "steps": STEPS, "micro_batch_size": 1} | options
+    model = {"num_layers": 3, "hidden_size": 24, **options.pop("model", {})}
+    settings = dataclasses.replace(tiny_settings(folder, model=model, **options), parallel=parallel)
+    if recompute is not None:
+        settings = dataclasses.replace(settings, recompute=recompute)
+    topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
+    groups = Groups.of(topology)
+    if alone:
+        groups = Groups(tp=groups.tp, dp=groups.tp)
+    torch.manual_seed(settings.training.seed)
+    return Trainer(settings, build_model(settings, VOCAB, groups=groups, device=torch.device("cpu")), groups)
+
+
+def batches_of(trainer, steps=STEPS):
+    """For each step this rank's micro-batches of the same 4 samples."""
+    generator = torch.Generator().manual_seed(2)
+    share = 4 // trainer.dp_group.size()
+    mine = slice(trainer.dp_group.rank() * share, (trainer.dp_group.rank() + 1) * share)
+    for step in range(steps):
+        start = torch.randint(VOCAB, (4, 1), generator=generator)
+        ids = (start + torch.arange(trainer.settings.model.sequence_length + 1) * 7) % VOCAB
+        yield step, zip(ids[mine, :-1].split(1), ids[mine, 1:].split(1), strict=True)
+
+
+def curve(trainer, steps=STEPS):
+    results = [trainer.step(step, batches) for step, batches in batches_of(trainer, steps)]
+    trainer.wait_for_weights()
+    return torch.tensor([(result.loss, result.grad_norm) for result in results], dtype=torch.float64)
+
+
+def whole_weights(trainer):
+    """This stage's, by name."""
+    state = sharded_state_dict(trainer.model, group=trainer.tp_group)
+    return {key: gather_parameter(shard.data, shard.layout, group=trainer.tp_group) for key, shard in state.items()}
+
+
+def assert_trains_alike(trainer, reference, rtol):
+    actual, expected = curve(trainer), curve(reference)
+    assert ((actual - expected) / expected).abs().max() <= rtol
+    wholes = whole_weights(reference)
+    for name, weight in whole_weights(trainer).items():
+        assert_close_to(weight, wholes[name], rtol_of_norm=rtol, name=name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_two_ranks_train_as_one(group, tmp_path, name, dtype):
+    # The gradient of a key's bias, which gpt has, is nothing but rounding in fp32.
+    architecture = "gpt" if dtype == "float64" else "llama"
+    options = {"dtype": dtype, "optimizer": {"name": name}, "model": {"architecture": architecture}}
+    reference = trainer_of(tmp_path, ParallelSettings(), alone=True, **options)
+    trainer = trainer_of(tmp_path, ZERO, **options)
+    assert_trains_alike(trainer, reference, 1e-10 if dtype == "float64" else 1e-5)
+
+
+LAYOUTS = {
+    "dp 4": (ZERO, {}),
+    "tp 2, sequence parallel, copies of a head, tied": (
+        dataclasses.replace(ZERO, tp=2, sequence_parallel=True),
+        {"model": {"num_query_groups": 1, "hidden_size": 20, "num_heads": 2, "ffn_hidden_size": 13}},
+    ),
+    "pp 2, tied": (dataclasses.replace(ZERO, pp=2), {}),
+    "pp 2 in chunks": (
+        dataclasses.replace(ZERO, pp=2, pipeline_schedule="interleaved", virtual_stages=2),
+        {"model": {"num_layers": 4}},
+    ),
+    "tp 2, recomputed, gpt": (
+        dataclasses.replace(ZERO, tp=2),
+        {"recompute": RecomputeSettings(granularity="full"), "model": {"architecture": "gpt", "tie_embeddings": False}},
+    ),
+    "tp 2, Muon": (dataclasses.replace(ZERO, tp=2), {"optimizer": {"name": "muon"}}),
+    "pp 2, Muon": (dataclasses.replace(ZERO, pp=2), {"optimizer": {"name": "muon"}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_four_ranks_train_as_one(group, tmp_path, layout):
+    parallel, options = LAYOUTS[layout]
+    reference = trainer_of(tmp_path, ParallelSettings(), alone=True, **options)
+    assert_trains_alike(trainer_of(tmp_path, parallel, **options), reference, 1e-10)
+
+
+def elements_of(state):
+    return sum(shard.data.numel() for shard in state.values())
+
+
+@pytest.mark.ranks(4)
+def test_state_and_copies_are_split_and_half_of_the_gradients_travels(group, tmp_path):
+    """What each rank holds and sends in a step, with and without."""
+
+    def held(parallel, dtype):
+        trainer = trainer_of(tmp_path, parallel, dtype=dtype)
+        for step, batches in batches_of(trainer, 2):
+            with CollectiveCounter() as counter:
+                trainer.step(step, batches)
+        trainer.wait_for_weights()
+        weights = sharded_state_dict(trainer.model, group=trainer.tp_group)
+        state, kept = optimizer_state(weights, trainer.optimizer), stored_weights(weights, trainer.optimizer)
+        sent = {}
+        for launch in counter.launches:
+            if launch.num_bytes > 64:
+                sent[launch.name] = sent.get(launch.name, 0) + launch.num_bytes
+        numbers = torch.tensor([elements_of(state), elements_of(kept), elements_of(weights)])
+        dist.all_reduce(numbers, group=group)
+        return trainer, elements_of(state), elements_of(kept), numbers.tolist(), sent
+
+    trainer, state, kept, numbers, sent = held(ZERO, "bfloat16")
+    whole = sum(param.numel() for param in trainer.model.parameters())
+    assert numbers == [2 * whole, whole, 4 * whole]
+    padded = sum(bucket.data.numel() for bucket in trainer.gradients.buckets)
+    assert padded < 1.05 * whole
+    assert state <= 2 * padded / 4
+    assert kept <= padded / 4
+    assert sent == {"reduce_scatter": 4 * padded, "all_gather": 2 * padded // 4}
+    *_, without = held(ParallelSettings(), "bfloat16")
+    assert without == {"all_reduce": 4 * padded}
+
+
+@pytest.mark.ranks(2)
+def test_an_overflow_where_one_rank_owns_it_is_skipped_by_all(group, tmp_path):
+    trainer = trainer_of(tmp_path, ZERO, dtype="float16")
+    before = whole_weights(trainer)
+    for step, batches in batches_of(trainer, 3):
+        if step == 1:
+            trained = whole_weights(trainer)
+            gradients = trainer.gradients
+            finish = gradients.finish
+
+            def overflowing(finish=finish, gradients=gradients):
+                finish()
+                if dist.get_rank() == 1:
+                    bucket = gradients.buckets[0]
+                    bucket.own(bucket.data, gradients.group)[0] = float("inf")
+
+            gradients.finish = overflowing
+        result = trainer.step(step, batches)
+        assert result.is_skipped == (step == 1)
+        if step == 1:
+            del gradients.finish
+            after = whole_weights(trainer)
+            assert all(torch.equal(after[name], trained[name]) for name in trained)
+            assert any(not torch.equal(after[name], before[name]) for name in before)
+        trainer.wait_for_weights()
+    assert (trainer.num_skipped, trainer.loss_scale.scale) == (1, 32768.0)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("to_zero", [False, True], ids=["from zero to tp 2", "from tp 2 to zero"])
+def test_checkpoints_open_with_and_without(group, tmp_path, monkeypatch, to_zero, name):
+    """Three steps in one layout and three in another give the losses of six in one."""
+    layouts = ZERO, ParallelSettings(tp=2)
+    resumed, saved = layouts if to_zero else layouts[::-1]
+    settings = tiny_settings(
+        tmp_path, steps=6, save_every=3, dtype="float64", optimizer={"name": name}, model={"num_query_groups": 1}
+    )
+    whole = dataclasses.replace(settings, out=str(tmp_path / "whole"), parallel=resumed)
+    train(open_tiny(whole, monkeypatch, tmp_path))
+    first = dataclasses.replace(settings, parallel=saved, training=dataclasses.replace(settings.training, steps=3))
+    schedule = OptimizerSettings.learning_rate_at
+    # The same rates as in a run of six steps.
+    monkeypatch.setattr(OptimizerSettings, "learning_rate_at", lambda self, step, steps: schedule(self, step, 6))
+    train(open_tiny(first, monkeypatch, tmp_path))
+    dist.barrier(group=group)
+    train(open_tiny(dataclasses.replace(settings, resume="auto", parallel=resumed), monkeypatch, tmp_path))
+    dist.barrier(group=group)
+    assert losses(Path(settings.out)) == pytest.approx(losses(Path(whole.out)), rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+def test_fp32_copies_and_tied_stages_are_loaded_bit_for_bit(group, tmp_path, monkeypatch):
+    """Saved at tp 2 x dp 2 by owners; loaded by the owners of other layouts and by ranks that hold all."""
+    settings = tiny_settings(tmp_path, steps=3, dtype="bfloat16", model={"num_query_groups": 1})
+    first = dataclasses.replace(settings, parallel=dataclasses.replace(ZERO, tp=2, sequence_parallel=True))
+    saved = open_tiny(first, monkeypatch, tmp_path)
+    train(saved)
+    expected = whole_weights(saved.trainer)
+    dist.barrier(group=group)
+    loaded = {}
+    for name, parallel in {
+        "zero": ZERO,
+        "stages": dataclasses.replace(ZERO, pp=2),
+        "plain": ParallelSettings(),
+    }.items():
+        session = open_tiny(dataclasses.replace(settings, resume="auto", parallel=parallel), monkeypatch, tmp_path)
+        assert start_or_resume(session)[0] == 3
+        weights = whole_weights(session.trainer)
+        assert expected.keys() >= weights.keys()
+        for key, weight in weights.items():
+            assert_bit_equal(weight, expected[key], name=f"{name}: {key}")
+        loaded[name] = run_state(session)
+    assert loaded["zero"].keys() == loaded["plain"].keys()
+    for key, shard in loaded["zero"].items():
+        start, stop = shard.interval
+        assert_bit_equal(shard.data, loaded["plain"][key].data.detach().flatten()[start:stop], name=key)
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_hears_that_it_does_nothing(group, tmp_path, monkeypatch):
+    session = open_tiny(tiny_settings(tmp_path, zero=1), monkeypatch, tmp_path)
+    assert "data parallel 1 (--zero 1 does nothing with one data-parallel rank)" in banner(session)
+    assert session.trainer.zero is None
