@@ -25,6 +25,17 @@ LLAMA3 = {
     "rope_theta": 300.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 200.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 5.0],
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.75,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 
 _DECODER = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "max_position_embeddings": 64}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,6 +75,62 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"vocab_size": 98, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
         | {"head_dim": 10, "tie_word_embeddings": True},
     ),
+    # Windows in the later layers alone.
+    "qwen2_windows": (
+        "Qwen2ForCausalLM",
+        _DECODER
+        | {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    ),
+    # Three of four elements of a head rotated, and sequences longer than the original context.
+    "phi3": (
+        "Phi3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 101, "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, "pad_token_id": 0}
+        | {"original_max_position_embeddings": 8, "rope_parameters": LONGROPE},
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 103, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4, "pad_token_id": 0},
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        _DECODER
+        | {"vocab_size": 107, "num_attention_heads": 6, "num_key_value_heads": 3, "embedding_multiplier": 12.0}
+        | {"logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3}
+        | {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}},
+    ),
+    # One norm over six heads on four ranks, and over two keys that four ranks share.
+    "olmo2": (
+        "Olmo2ForCausalLM",
+        _DECODER | {"vocab_size": 109, "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0},
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        _DECODER
+        | {"vocab_size": 113, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"head_dim": 10, "query_pre_attn_scalar": 13, "sliding_window": 4, "final_logit_softcapping": 3.0}
+        | {"attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 127, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1}
+        | {"head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 4, "rope_parameters": GEMMA3_ROPE}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        {"vocab_size": 131, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 5}
+        | {"intermediate_size": 37, "max_position_embeddings": 64},
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        {"vocab_size": 137, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_dim": 37}
+        | {"max_position_embeddings": 13, "dropout": 0.0, "word_embed_proj_dim": 24, "pad_token_id": 0},
+    ),
     "bert": (
         "BertForPreTraining",
         {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -75,6 +142,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"intermediate_size": 41, "max_position_embeddings": 17},
     ),
 }
+STORED_NAMES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+"""By model, parameters that have another name in files."""
 MODEL_PARAMS = [
     name if name in ("gpt2", "llama", "bert") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
 ]
@@ -150,7 +219,9 @@ def make_reference(name: str, root: Path) -> Reference:
     total = loss + values["sentence_logits"].logsumexp(-1).sum() if "sentence_logits" in values else loss
     total.backward()
     values |= {"logits": logits, "loss": loss}
-    values |= {f"gradient.{key}": param.grad for key, param in model.named_parameters() if param.grad is not None}
+    names = STORED_NAMES.get(name, {})
+    gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
+    values |= {f"gradient.{names.get(key, key)}": gradient for key, gradient in gradients.items()}
     save_file({key: value.detach().contiguous() for key, value in values.items()}, root / name / "values.safetensors")
     return Reference(name, folder)
 

@@ -24,7 +24,8 @@ from shardwise.huggingface import (
     load_pretrained,
     model_config,
 )
-from shardwise.transformer.rotary import RotaryEmbedding
+from shardwise.huggingface.architectures import ARCHITECTURES
+from shardwise.transformer.rotary import RotaryEmbedding, RotaryScaling
 
 
 def rewritten(
@@ -193,7 +194,7 @@ def test_a_written_config_says_the_same(make: Callable[[str], Reference], name: 
     assert again.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "bert"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_defaults_are_those_of_transformers(name: str) -> None:
     """A file with nothing but its kind is the model that transformers makes of it."""
     import transformers
@@ -201,6 +202,25 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     full = json.loads(transformers.AutoConfig.for_model(name).to_json_string(use_diff=False))
     full = {key: value for key, value in full.items() if key not in ("architectures", "dtype")}
     assert config_from_json({"model_type": name}).description == config_from_json(full).description
+
+
+GEMMA3_FULL, GEMMA3_LOCAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e6}, {"rope_theta": 2e4}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"full_attention": GEMMA3_FULL, "sliding_attention": GEMMA3_LOCAL}},
+        {"rope_theta": 3e6, "rope_scaling": {"type": "linear", "factor": 8.0}, "rope_local_base_freq": 2e4},
+    ],
+    ids=["new", "old"],
+)
+def test_two_rotary_bases_in_both_forms(fields: dict[str, Any]) -> None:
+    description = config_from_json({"model_type": "gemma3_text", **fields}).description
+    assert (description.rotary_base, description.window_rotary_base) == (3e6, 2e4)
+    assert description.rope_scaling == RotaryScaling("linear", 8.0)
+    written = config_to_json(description, architecture="gemma3_text")
+    assert config_from_json(written).description == description
 
 
 @pytest.mark.parametrize(
@@ -223,7 +243,15 @@ def test_windows(fields: dict[str, Any], window: tuple[int, int] | None) -> None
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}, "max_window_layers is 3"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["dense"] * 4},
+            'layer_types is \\["dense"',
+        ),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "for each of 26 layers"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "object for each kind of layer"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers is"),
+        ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
+        ({"model_type": "opt", "word_embed_proj_dim": 12}, "word_embed_proj_dim is 12"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention is true"),
         ({"model_type": "gpt2", "embd_pdrop": 0.3}, "embd_pdrop is 0.3"),

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness.parity import assert_close_to, gather_shards
 from hf_references import BATCH, LENGTH, MODEL_PARAMS, Reference, groups_of, layouts
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from shardwise.huggingface import load_pretrained, read_config
 from shardwise.huggingface.mapping import compose
+from shardwise.inference.cache import PreallocatedCache
 from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.optimizer.gradients import finalize_gradients_
 from shardwise.topology import Groups
@@ -106,3 +108,21 @@ def test_logits_loss_and_gradients(group: dist.ProcessGroup, reference: Referenc
             error = float((gradient - expected[f"gradient.{name}"]).norm())
             # Of the global norm: a key's bias, for one, has a gradient of zero in truth.
             assert error <= RTOL * norm, f"gradient of {name} at tp {tp}, pp {pp}: {error / norm:.2e} of {norm:.2e}"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reference", ["qwen2_windows", "smollm3", "olmo2", "gemma2", "gemma3", "opt"], indirect=True)
+def test_logits_with_a_cache(group: dist.ProcessGroup, reference: Reference) -> None:
+    """Five tokens, one, and the rest: each layer sees what its own window and positions let it see."""
+    expected = reference.values()
+    model = load_pretrained(reference.folder, groups=groups_of(2, 1), hidden_dropout=0.0, attention_dropout=0.0)
+    model.parallel_output = False
+    cache = PreallocatedCache.for_model(model, batch_size=BATCH, capacity=LENGTH)
+    pieces = []
+    with torch.no_grad():
+        for start, stop in ((0, 5), (5, 6), (6, LENGTH)):
+            ids = expected["input_ids"][:, start:stop]
+            pieces.append(model(ids, torch.arange(start, stop), cache=cache))
+    logits = torch.cat(pieces).transpose(0, 1)
+    assert_close_to(logits, expected["logits"], rtol_of_norm=RTOL, name="logits")

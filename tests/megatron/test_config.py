@@ -54,6 +54,23 @@ def test_what_is_given_stays():
     assert TransformerConfig(**SMALL, init_method_std=0.5).init_method == CounterNormal(0.5)
 
 
+@pytest.mark.parametrize(("given", "windowed"), [(3, (True, True, False)), ([1, 0, 1], (True, False, True))])
+def test_layers_with_a_window_or_without_rotary_positions(given, windowed):
+    config = TransformerConfig(**SMALL, window_size=(4, 0), window_attn_skip_freq=given, no_rope_freq=given)
+    assert config.windowed_layers == windowed
+    assert config.rotary_layers == ((False, True, False) if isinstance(given, list) else windowed)
+    assert dataclasses.replace(config, hidden_dropout=0.0).windowed_layers == windowed
+    assert TransformerConfig(**SMALL, window_attn_skip_freq=given).windowed_layers is None
+
+
+@pytest.mark.parametrize("name", ["window_attn_skip_freq", "no_rope_freq"])
+def test_patterns_of_layers_out_of_range(name):
+    with pytest.raises(ConfigError, match=rf"{name} is \[1, 2, 0\]; it must be 0 or 1 for each of the 3 layers"):
+        TransformerConfig(**SMALL, window_size=(4, 0), **{name: [1, 2, 0]})
+    with pytest.raises(ConfigError, match=rf"{name} is -1; it must be at least 1"):
+        TransformerConfig(**SMALL, window_size=(4, 0), **{name: -1})
+
+
 def test_heads_that_divide_nothing_need_their_width():
     with pytest.raises(ConfigError, match=r"hidden_size 25 is not a multiple of num_attention_heads 4; .*kv_channels"):
         TransformerConfig(**(SMALL | {"hidden_size": 25}))
@@ -82,7 +99,7 @@ def test_heads_that_divide_nothing_need_their_width():
             "gelu",
             r"activation_func is 'gelu'; it must be a function \(by name they are in shardwise",
         ),
-        ("norm_position", "between", "norm_position is 'between'; it must be 'pre' or 'post'"),
+        ("norm_position", "between", "norm_position is 'between'; it must be one of pre, post, sandwich"),
         ("attention_backend", "flash3", "attention_backend is 'flash3'; it must be one of auto, flash, fused, unfused"),
         ("softmax_scale", 0.0, "softmax_scale is 0.0; it must be over 0, or None for 1/sqrt"),
         ("softmax_scale", math.nan, "softmax_scale is nan"),
@@ -101,7 +118,7 @@ def test_values_that_cannot_be(name, value, message):
 
 def test_a_residual_after_a_norm_that_is_not_there():
     with pytest.raises(
-        ConfigError, match="apply_residual_connection_post_layernorm is about the norm before attention"
+        ConfigError, match="apply_residual_connection_post_layernorm is about a layer with norms before attention"
     ):
         TransformerConfig(**SMALL, norm_position="post", apply_residual_connection_post_layernorm=True)
 

@@ -43,6 +43,36 @@ def test_frequencies_are_those_of_transformers(kind, options, width):
     assert_close_to(sin[1, 0, 0], (7 * rotary.inverse_frequencies).sin() * factor, rtol_of_norm=1e-12)
 
 
+@pytest.mark.parametrize("length", [40, 64, 65, 200])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.filterwarnings("ignore")
+def test_frequencies_that_depend_on_the_length_are_those_of_transformers(kind, length):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    lists = {"short_factor": [1.0, 1.25, 2.0], "long_factor": [1.5, 3.0, 9.0]} if kind == "longrope" else {}
+    config = transformers.LlamaConfig(
+        hidden_size=12,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": kind, "rope_theta": 1000.0, "factor": 4.0, **lists},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
+    scaling = RotaryScaling(kind, 4.0, 64, **{name: tuple(values) for name, values in lists.items()})
+    rotary = RotaryEmbedding(6, rotary_base=1000.0, rope_scaling=scaling)
+    cos, sin = rotary(torch.tensor([0, 7]), torch.float64, length=length)
+    assert_close_to(cos[1, 0, 0], (7 * frequencies.double()).cos() * factor, rtol_of_norm=1e-6)
+    assert_close_to(sin[1, 0, 0], (7 * frequencies.double()).sin() * factor, rtol_of_norm=1e-6)
+
+
+def test_longrope_of_other_widths():
+    lists = {"short_factor": (1.0, 1.5), "long_factor": (2.0, 3.0)}
+    with pytest.raises(ConfigError, match=r"2 factors, and 3 frequencies"):
+        RotaryEmbedding(6, rope_scaling=RotaryScaling("longrope", 4.0, 64, **lists))
+    with pytest.raises(ConfigError, match=r"long_factor of rotary scaling is \(\)"):
+        RotaryScaling("longrope", 4.0, 64, short_factor=(1.0,), long_factor=())
+
+
 def test_llama3_by_hand():
     """Of 64 positions, frequencies of over 4 turns stay, those of under 1 are divided, 2.5 turns are half-way."""
     scaling = RotaryScaling("llama3", **LLAMA3)
@@ -75,7 +105,8 @@ def test_rotation_and_its_gradient(interleaved, share):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "dynamic", "factor": 2.0}, "kind of rotary scaling is 'dynamic'; it must be 'linear', 'llama3' or"),
+        ({"kind": "cubic", "factor": 2.0}, "kind of rotary scaling is 'cubic'; it must be one of linear, dynamic"),
+        ({"kind": "dynamic", "factor": 2.0}, "'dynamic' needs original_max_position_embeddings, .* got None"),
         ({"kind": "linear", "factor": 0.5}, "factor of rotary scaling is 0.5; it must be at least 1"),
         ({"kind": "linear", "factor": math.nan}, "factor of rotary scaling is nan"),
         ({"kind": "yarn", "factor": 2.0}, "'yarn' needs original_max_position_embeddings, .* got None"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +17,7 @@ from shardwise.initialization import CounterNormal, InitMethod, scaled_init_meth
 from shardwise.sharding import stage_layers
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
-NormPosition = Literal["pre", "post"]
+NormPosition = Literal["pre", "post", "sandwich", "branch"]
 
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 
@@ -40,7 +40,15 @@ class ModelConfig(LayerConfig, RecomputeConfig):
         hidden_dropout: dropout probability on the residual branches and the embedding.
         attention_dropout: dropout probability on the attention weights.
         layernorm_epsilon: added to the variance.
-        norm_position: ``"pre"``, a layer is ``x + f(norm(x))``, or ``"post"``, it is ``norm(x + f(x))`` (BERT).
+        norm_position: ``"pre"``, a layer is ``x + f(norm(x))``; ``"post"``, ``norm(x + f(x))`` (BERT); ``"branch"``,
+            ``x + norm(f(x))`` (OLMo 2); ``"sandwich"``, ``x + norm(f(norm(x)))`` (Gemma 2).
+        parallel_residual: ``x + attention(norm(x)) + mlp(norm'(x))`` in one step (GPT-NeoX); with pre-norm.
+        residual_multiplier: factor of what attention and MLP add to the residual stream (Granite).
+        embedding_multiplier: factor of the word embedding, rounded to its dtype (Gemma, Granite).
+        final_logit_softcap: ``c``, with which logits ``z`` are ``c * tanh(z / c)`` (Gemma 2); none if None.
+        logits_scaling: what logits are divided by, after that (Granite).
+        attention_logit_softcap: the same of attention scores, which are then computed in blocks of queries, and again
+            in the backward.
         apply_residual_connection_post_layernorm: with pre-norm, ``norm(x) + f(norm(x))`` in place of ``x + f(norm(x))``
             (an option of BLOOM).
         embedding_layernorm: a norm after the embedding (BLOOM, BERT).
@@ -48,9 +56,12 @@ class ModelConfig(LayerConfig, RecomputeConfig):
         layernorm_zero_centered_gamma: norms keep ``weight - 1``, which starts at 0, so that weight decay pulls towards
             1.
         qk_layernorm: norms of width ``kv_channels`` on each head's query and key, before rotation (Qwen 3).
+        qk_layernorm_over_heads: these norms are one over all heads of a token together (OLMo 2); RMSNorm only.
         softmax_scale: factor of the attention scores; ``1 / sqrt(kv_channels)`` if None.
         window_size: ``(before, after)``: positions that a token sees on each side of itself; -1 is no bound. Mistral's
             window of ``w`` tokens is ``(w - 1, 0)``.
+        windowed_layers: for each layer of the model, whether ``window_size`` bounds it; all are if None.
+        rotary_layers: for each layer of the model, whether it rotates queries and keys; all do if None (SmolLM 3).
         attention_backend: ``"auto"`` leaves the kernel to PyTorch; ``"flash"``, ``"fused"`` (memory-efficient or cuDNN)
             and ``"unfused"`` ask for that one; ``"local"`` is attention written out. An enum with these names will do.
         rotary_interleaved: rotary pairs are elements ``2i`` and ``2i + 1``, not ``i`` and ``i + d/2``.
@@ -104,6 +115,15 @@ class ModelConfig(LayerConfig, RecomputeConfig):
     embedding_layernorm: bool = False
     final_layernorm: bool = True
     fuse_output_layer_and_loss: bool = False
+    parallel_residual: bool = False
+    residual_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    final_logit_softcap: float | None = None
+    attention_logit_softcap: float | None = None
+    qk_layernorm_over_heads: bool = False
+    windowed_layers: Sequence[bool] | None = None
+    rotary_layers: Sequence[bool] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,6 +143,8 @@ class ModelConfig(LayerConfig, RecomputeConfig):
         self._check_norm_position()
         self._check_recompute_()
         self._check_attention()
+        self._check_layers()
+        self._check_factors()
         self.stage_layers()
         self._derive_sizes()
         self.add_qkv_bias = self.add_qkv_bias or self.add_bias_linear
@@ -133,18 +155,25 @@ class ModelConfig(LayerConfig, RecomputeConfig):
             self.output_layer_init_method = CounterNormal(scaled.std)
 
     def _check_norm_position(self) -> None:
-        if self.norm_position not in ("pre", "post"):
-            raise ConfigError(f"norm_position is {self.norm_position!r}; it must be 'pre' or 'post'")
-        if self.norm_position == "post" and self.apply_residual_connection_post_layernorm:
+        positions = get_args(NormPosition)
+        if self.norm_position not in positions:
+            raise ConfigError(f"norm_position is {self.norm_position!r}; it must be one of {', '.join(positions)}")
+        for name in ("apply_residual_connection_post_layernorm", "parallel_residual"):
+            if getattr(self, name) and self.norm_position != "pre":
+                raise ConfigError(
+                    f"{name} is about a layer with norms before attention and MLP alone, and norm_position is "
+                    f"{self.norm_position!r}; leave it at False"
+                )
+        if self.apply_residual_connection_post_layernorm and self.parallel_residual:
             raise ConfigError(
-                "apply_residual_connection_post_layernorm is about the norm before attention and MLP, and with "
-                "norm_position 'post' there is none; leave it at False"
+                "apply_residual_connection_post_layernorm adds to what was normed, and with parallel_residual two "
+                "norms are; leave one of them at False"
             )
 
     def _check_recompute_(self) -> None:
         self.check_recompute_()
         if self.recomputes("layernorm") and (
-            self.norm_position == "post" or self.apply_residual_connection_post_layernorm
+            self.norm_position in ("post", "branch") or self.apply_residual_connection_post_layernorm
         ):
             raise ConfigError(
                 "recompute_modules has 'layernorm', and this model's norms write to the residual stream (norm_position "
@@ -171,6 +200,48 @@ class ModelConfig(LayerConfig, RecomputeConfig):
                     "a token, -1 for no bound"
                 )
             self.window_size = (window[0], window[1])
+
+    def _check_layers(self) -> None:
+        for name in ("windowed_layers", "rotary_layers"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if len(value) != self.num_layers or not all(isinstance(each, bool) for each in value):
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be a bool for each of the {self.num_layers} layers, or None for all"
+                )
+            setattr(self, name, tuple(value))
+        if self.windowed_layers is not None and self.window_size is None:
+            raise ConfigError("windowed_layers says which layers window_size bounds, and window_size is None; set both")
+        if self.qk_layernorm_over_heads and not (self.qk_layernorm and self.normalization == "RMSNorm"):
+            raise ConfigError(
+                "qk_layernorm_over_heads is about the norms of qk_layernorm with RMSNorm; qk_layernorm is "
+                f"{self.qk_layernorm}, and normalization {self.normalization!r}"
+            )
+
+    def _check_factors(self) -> None:
+        for name in ("residual_multiplier", "embedding_multiplier", "logits_scaling"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be over 0")
+        for name in ("final_logit_softcap", "attention_logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be over 0, or None for none")
+        if self.attention_logit_softcap is not None and self.attention_backend not in ("auto", "local"):
+            raise ConfigError(
+                f"attention_logit_softcap is {self.attention_logit_softcap}, which PyTorch's kernels do not have, and "
+                f"attention_backend {self.attention_backend!r} asks for one; use 'auto'"
+            )
+
+    def windows(self, layer_number: int) -> bool:
+        """Whether ``window_size`` bounds the layer ``layer_number``, from 1."""
+        if self.window_size is None:
+            return False
+        return self.windowed_layers is None or self.windowed_layers[layer_number - 1]
+
+    def rotates(self, layer_number: int) -> bool:
+        """Whether the layer ``layer_number``, from 1, rotates queries and keys, where there are rotary positions."""
+        return self.rotary_layers is None or self.rotary_layers[layer_number - 1]
 
     def _derive_sizes(self) -> None:
         if self.kv_channels is None:

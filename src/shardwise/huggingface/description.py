@@ -62,12 +62,23 @@ class ModelDescription:
     mlp_bias: bool = False
     softmax_scale: float | None = None
     window_size: tuple[int, int] | None = None
+    windowed_layers: tuple[bool, ...] | None = None
+    rotary_layers: tuple[bool, ...] | None = None
+    qk_layernorm_over_heads: bool = False
+    parallel_residual: bool = False
+    residual_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    final_logit_softcap: float | None = None
+    attention_logit_softcap: float | None = None
+    position_offset: int = 0
     share_embeddings_and_output_weights: bool = False
     position_embedding_type: str = "learned_absolute"
     rotary_percent: float = 1.0
     rotary_base: float = 10000.0
     rotary_interleaved: bool = False
     rope_scaling: RotaryScaling | None = None
+    window_rotary_base: float | None = None
     num_tokentypes: int = 0
     add_binary_head: bool = False
     hidden_dropout: float = dataclasses.field(default=0.0, compare=False)

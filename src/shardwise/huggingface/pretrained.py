@@ -40,6 +40,9 @@ class PretrainedConfig:
     values: Mapping[str, Any]
 
 
+_NUM_REASONS = 3
+
+
 def read_config(folder: str | Path) -> PretrainedConfig:
     """Read the ``config.json`` of a Hugging Face folder.
 
@@ -117,8 +120,11 @@ def config_to_json(
             return _written_as(candidate, description, dtype, base)
         except ConfigError as error:
             attempts[candidate.model_type] = str(error)
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in attempts.items())
-    raise ConfigError(f"the model cannot be written as a Hugging Face architecture ({reasons})")
+    # The shortest reasons are those of the architectures that come closest.
+    closest = sorted(attempts, key=lambda name: len(attempts[name]))
+    reasons = "; ".join(f"{name}: {attempts[name]}" for name in closest[:_NUM_REASONS])
+    others = f"; nor as {', '.join(closest[_NUM_REASONS:])}" if len(closest) > _NUM_REASONS else ""
+    raise ConfigError(f"the model cannot be written as a Hugging Face architecture ({reasons}{others})")
 
 
 def _written_as(

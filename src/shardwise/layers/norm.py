@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import ModelConfig, Normalization
 from shardwise.errors import ConfigError
 from shardwise.kernels.rms_norm import add_rms_norm, rms_norm
+from shardwise.sharding import Interval
 
 
 class ZeroCenteredLayerNorm(nn.LayerNorm):
@@ -43,6 +45,64 @@ class ZeroCenteredRMSNorm(RMSNorm):
     def forward(self, input_: Tensor) -> Tensor:
         """``[..., n]`` to the same."""
         return rms_norm(input_, self.weight + 1, self.eps)
+
+
+class HeadsRMSNorm(nn.Module):
+    """RMSNorm over all heads of a token together, of which each rank of a group holds some.
+
+    The mean square is that of all heads, so a rank's squares are summed over the group. Every rank holds the weight
+    whole and uses the part of its own heads: gradients are partial sums (``param.sequence_parallel``).
+
+    Args:
+        width: of all heads together.
+        heads: this rank's, as an interval of all heads.
+        num_counted: how many of them, the last ones, no rank before this one holds too.
+        head_dim: width of a head.
+        eps: added to the mean square.
+        zero_centered: keep the weight minus 1.
+        dtype: of the weight.
+
+    Attributes:
+        weight: ``[width]``.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: Interval,
+        num_counted: int,
+        head_dim: int,
+        *,
+        eps: float,
+        zero_centered: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.heads, self.num_counted, self.head_dim = heads, num_counted, head_dim
+        self.eps, self.zero_centered = eps, zero_centered
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The whole weight is 1."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+
+    def squares(self, input_: Tensor) -> Tensor:
+        """The sum of the squares of ``[s, b, heads, d]`` that this rank contributes, ``[s, b]``, in fp32 or fp64."""
+        counted = input_[:, :, input_.size(2) - self.num_counted :]
+        return _wide(counted).square().sum(dim=(2, 3))
+
+    def forward(self, input_: Tensor, squares: Tensor) -> Tensor:
+        """``[s, b, heads, d]`` to the same, where ``squares``, ``[s, b]``, are those of all heads."""
+        start, stop = (self.head_dim * head for head in self.heads)
+        weight = self.weight[start:stop].view(-1, self.head_dim)
+        scale = torch.rsqrt(squares / self.weight.size(0) + self.eps)[:, :, None, None]
+        wide = _wide(weight)
+        return (_wide(input_) * scale * (wide + 1 if self.zero_centered else wide)).to(input_.dtype)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 _NORMS: dict[tuple[Normalization, bool], type[nn.LayerNorm] | type[RMSNorm]] = {

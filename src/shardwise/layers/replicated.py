@@ -55,9 +55,9 @@ class ReplicatedEmbedding(ShardedModule):
         check_ids_alike(input_, num_embeddings, what=self.what, group=self.group)
         return F.embedding(safe_to_look_up(input_, num_embeddings), self.weight)
 
-    def first(self, count: int) -> Tensor:
-        """The first ``count`` rows, ``[count, h]``: a view, without a look at any number."""
-        return self.weight[:count]
+    def first(self, count: int, start: int = 0) -> Tensor:
+        """``count`` rows from ``start``, ``[count, h]``: a view, without a look at any number."""
+        return self.weight[start : start + count]
 
 
 class ReplicatedLinear(ShardedModule):

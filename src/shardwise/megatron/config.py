@@ -119,6 +119,9 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
         use_inference_optimized_layers: in evaluation mode ``GPTModel`` uses layers for inference, which share its
             weights and have no gradient.
         inference_fuse_tp_communication: in these each half block makes one exchange.
+        window_attn_skip_freq: which layers ``window_size`` bounds: with ``n``, all but every n-th; with a list, those
+            with a 1.
+        no_rope_freq: which layers rotate nothing: every n-th, or those with a 1.
 
     Other fields are accepted for programs that set them, as there.
 
@@ -129,10 +132,32 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
     use_inference_optimized_layers: bool = field(default=False, kw_only=True)
     inference_fuse_tp_communication: bool = field(default=False, kw_only=True)
 
+    window_attn_skip_freq: int | list[int] | None = field(default=None, kw_only=True)
+    no_rope_freq: int | list[int] | None = field(default=None, kw_only=True)
+
     def __post_init__(self) -> None:
+        if self.window_size is not None and self.window_attn_skip_freq is not None:
+            skipped = _is_each(self.window_attn_skip_freq, self.num_layers, "window_attn_skip_freq")
+            is_list = isinstance(self.window_attn_skip_freq, list)
+            self.windowed_layers = tuple(each == is_list for each in skipped)
+        if self.no_rope_freq:
+            self.rotary_layers = tuple(
+                not each for each in _is_each(self.no_rope_freq, self.num_layers, "no_rope_freq")
+            )
         super().__post_init__()
         if self.inference_fuse_tp_communication and not self.use_inference_optimized_layers:
             raise ConfigError(
                 "inference_fuse_tp_communication is set, and use_inference_optimized_layers is not; set both"
             )
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+
+def _is_each(frequency: int | list[int], num_layers: int, name: str) -> list[bool]:
+    """For each layer whether it is one of every ``frequency``-th, or has a 1 in the list."""
+    if isinstance(frequency, list):
+        if len(frequency) != num_layers or any(each not in (0, 1) for each in frequency):
+            raise ConfigError(f"{name} is {frequency!r}; it must be 0 or 1 for each of the {num_layers} layers")
+        return [bool(each) for each in frequency]
+    if frequency < 1:
+        raise ConfigError(f"{name} is {frequency!r}; it must be at least 1, or a list of 0 and 1")
+    return [(layer + 1) % frequency == 0 for layer in range(num_layers)]

@@ -181,8 +181,8 @@ class Bert(TransformerModel):
         hidden = self.encoder(
             hidden,
             attention_mask=AttentionMask(_padding(attention_mask, hidden.size(1), s), alibi_slopes=self.alibi_slopes),
-            rotary=self._rotary(position_ids, s, hidden),
             sequence_length=s,
+            **self._rotary(position_ids, s, hidden),
         )
         if not self.post_process:
             return hidden

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -27,6 +28,8 @@ PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
 class TokenEmbedding(GroupModule):
     """Words, learned positions and token types, their sum normed (``config.embedding_layernorm``) and dropped out.
 
+    Words are multiplied by ``config.embedding_multiplier``.
+
     Args:
         config: width, dtype, dropout, norm and sequence parallelism.
         vocab_size: number of token ids, of any size.
@@ -35,6 +38,7 @@ class TokenEmbedding(GroupModule):
         num_tokentypes: number of token types; 0 for none.
         scatter_to_sequence_parallel: with ``config.sequence_parallel``, return this rank's shard of the sequence.
         tp_group: tensor-parallel group.
+        position_offset: further rows of that table, before the row of position 0.
 
     Attributes:
         word_embeddings: split over the vocabulary.
@@ -53,14 +57,19 @@ class TokenEmbedding(GroupModule):
         scatter_to_sequence_parallel: bool = True,
         *,
         tp_group: ProcessGroup,
+        position_offset: int = 0,
     ) -> None:
         super().__init__()
-        if num_tokentypes < 0:
-            raise ConfigError(f"num_tokentypes is {num_tokentypes}; it must not be negative")
+        for name, value in (("num_tokentypes", num_tokentypes), ("position_offset", position_offset)):
+            if value < 0:
+                raise ConfigError(f"{name} is {value}; it must not be negative")
         init = config.init_method
         assert init is not None
         self.tp_group = tp_group
         self.num_tokentypes = num_tokentypes
+        self.position_offset = position_offset
+        # Rounded as a tensor of that dtype would be, which is what others multiply by.
+        self.multiplier = torch.tensor(config.embedding_multiplier, dtype=config.params_dtype, device="cpu").item()
         self.max_sequence_length = max_sequence_length
         learned = position_embedding_type == "learned_absolute"
         self.scatters = config.sequence_parallel and scatter_to_sequence_parallel and self.tp_group.size() > 1
@@ -78,7 +87,7 @@ class TokenEmbedding(GroupModule):
         def table(rows: int, what: str) -> ReplicatedEmbedding:
             return ReplicatedEmbedding(rows, config.hidden_size, what=what, init=init, **arguments)
 
-        self.position_embeddings = table(max_sequence_length, "position") if learned else None
+        self.position_embeddings = table(self.position_offset + max_sequence_length, "position") if learned else None
         self.tokentype_embeddings = table(num_tokentypes, "token type") if num_tokentypes > 0 else None
         self.layernorm: nn.Module | None = None
         if config.embedding_layernorm:
@@ -113,13 +122,16 @@ class TokenEmbedding(GroupModule):
                 "tokentype_ids are given, but the model has no token types; make it with num_tokentypes"
             )
         hidden: Tensor = self.word_embeddings(input_ids)
+        if self.multiplier != 1.0:
+            hidden = hidden * self.multiplier
         if not self.word_embeddings.sequence_parallel:
             if self.tokentype_embeddings is not None:
                 kinds = self.tokentype_embeddings
                 hidden = hidden + (kinds.first(1) if tokentype_ids is None else kinds(tokentype_ids))
             if self.position_embeddings is not None:
-                places = self.position_embeddings
-                hidden = hidden + (places.first(s) if position_ids is None else places(position_ids))
+                places, offset = self.position_embeddings, self.position_offset
+                positions = places.first(s, offset) if position_ids is None else places(position_ids + offset)
+                hidden = hidden + positions
             hidden = hidden.transpose(0, 1).contiguous()
             if self.scatters:
                 hidden = moves.scatter(hidden, dim=0, group=self.tp_group)

@@ -25,6 +25,8 @@ class GPT(TransformerModel):
         rotary_percent: share of a head that is rotated.
         rotary_base: base of the rotary wavelengths.
         rope_scaling: lowers the rotary frequencies, for longer contexts.
+        window_rotary_base: base of the rotary wavelengths of layers with a window, if they have one of their own.
+        position_offset: rows of a table of learned positions before that of position 0 (OPT has 2).
         vp_stage: which of the stage's chunks this is, with interleaving.
 
     Attributes:
@@ -78,9 +80,9 @@ class GPT(TransformerModel):
         hidden = self.decoder(
             hidden,
             attention_mask=AttentionMask(attention_mask, document_ids=document_ids, alibi_slopes=self.alibi_slopes),
-            rotary=self._rotary(position_ids, s, hidden),
             cache=cache,
             sequence_length=s,
+            **self._rotary(position_ids, s, hidden),
         )
         if not self.post_process:
             return hidden

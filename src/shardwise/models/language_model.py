@@ -64,6 +64,9 @@ class LanguageModel(GroupModule):
         config = self.config
         for name, lacks in (
             ("qk_layernorm", config.qk_layernorm),
+            ("attention_logit_softcap", config.attention_logit_softcap is not None),
+            ("final_logit_softcap", config.final_logit_softcap is not None),
+            ("logits_scaling", config.logits_scaling != 1.0),
             ("gradient_accumulation_fusion", config.gradient_accumulation_fusion),
             ("delay_wgrad_compute", config.delay_wgrad_compute),
             ("defer_embedding_wgrad_compute", config.defer_embedding_wgrad_compute),
@@ -99,13 +102,21 @@ class LanguageModel(GroupModule):
         device = parameter_device(self.tp_group, on_cpu=self.config.use_cpu_initialization)
         check_attention_backend(self.config, device, masked=self._attention_is_masked)
 
-    def loss_of_logits(self, labels: Tensor, logits: Tensor, *, inplace_: bool = False) -> Tensor:
+    @property
+    def _loss_options(self) -> dict[str, Any]:
+        """What the loss does with logits as the output layer gives them."""
+        return {"softcap": self.config.final_logit_softcap, "temperature": self.config.logits_scaling}
+
+    def loss_of_logits(
+        self, labels: Tensor, logits: Tensor, *, inplace_: bool = False, is_scaled: bool = True
+    ) -> Tensor:
         """Cross entropy of each token.
 
         Args:
             labels: ``[b, s]`` global ids; -100 costs nothing.
             logits: ``[s, b, v/t]``; not modified, unless ``inplace_``.
             inplace_: the logits' memory may become their gradient's.
+            is_scaled: ``config.final_logit_softcap`` and ``config.logits_scaling`` are in the logits already.
 
         Returns:
             ``[b, s]``, fp32 (fp64 for fp64 logits), the same on every rank.
@@ -120,6 +131,7 @@ class LanguageModel(GroupModule):
             group=self.tp_group,
             vocab_size=self.vocab_size,
             inplace_=inplace_,
+            **({} if is_scaled else self._loss_options),
         )
         return loss.t().contiguous()
 
@@ -167,6 +179,7 @@ class LanguageModel(GroupModule):
             reduction=reduction,
             sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
+            **self._loss_options,
         )
         return loss.t().contiguous() if reduction == "none" else loss
 

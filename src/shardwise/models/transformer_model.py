@@ -16,6 +16,7 @@ from shardwise.layers.weight_gradient import WeightGradientQueue
 from shardwise.models.embedding import PositionEmbedding, TokenEmbedding
 from shardwise.models.language_model import LanguageModel
 from shardwise.topology import Groups
+from shardwise.transformer.activations import softcap
 from shardwise.transformer.alibi import local_alibi_slopes
 from shardwise.transformer.block import TransformerBlock, layers_of_this_stage
 from shardwise.transformer.fixed import FixedTensors, on_default_device
@@ -43,6 +44,9 @@ class TransformerModel(FixedTensors, LanguageModel):
         share_embeddings_and_output_weights: the output layer uses the embedding's weight.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, ``"alibi"`` or ``"none"``.
         rotary_percent, rotary_base, rope_scaling: see ``RotaryEmbedding``.
+        window_rotary_base: the base of layers with a window, which are then not scaled (Gemma 3); as the others' if
+            None.
+        position_offset: rows of a table of learned positions before that of position 0.
         groups: process groups.
         vp_stage: which of the stage's chunks this is, with interleaving.
 
@@ -75,11 +79,15 @@ class TransformerModel(FixedTensors, LanguageModel):
         rotary_percent: float = 1.0,
         rotary_base: float = 10000.0,
         rope_scaling: RotaryScaling | None = None,
+        window_rotary_base: float | None = None,
+        position_offset: int = 0,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, groups)
         # Megatron passes False for none.
         self.rope_scaling = rope_scaling or None
+        self.window_rotary_base = window_rotary_base
+        self.position_offset = position_offset
         self._check(vocab_size, max_sequence_length, position_embedding_type)
         if config.sequence_parallel and groups.tp.size() == 1:
             # With one rank there is nothing to split.
@@ -110,11 +118,15 @@ class TransformerModel(FixedTensors, LanguageModel):
                     position_embedding_type,
                     self.num_tokentypes,
                     tp_group=self.tp_group,
+                    position_offset=position_offset,
                 )
         self.rotary: RotaryEmbedding | None = None
+        self.window_rotary: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
             with device:
                 self.rotary = RotaryEmbedding(config.heads[2], rotary_percent, rotary_base, self.rope_scaling)
+                if window_rotary_base is not None:
+                    self.window_rotary = RotaryEmbedding(config.heads[2], rotary_percent, window_rotary_base)
         self.alibi_slopes: Tensor | None = None
         if position_embedding_type == "alibi":
             with device:
@@ -157,6 +169,7 @@ class TransformerModel(FixedTensors, LanguageModel):
     def _logits(self, hidden: Tensor, s: int) -> Tensor:
         """``[s, b, h]``, or this rank's shard, to ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``)."""
         logits: Tensor = self.output_layer(hidden, self.shared_embedding_or_output_weight(), sequence_length=s)
+        logits = self._scaled(logits)
         return logits if self.parallel_output else self.output_layer.gather(logits)
 
     def _loss(self, hidden: Tensor, labels: Tensor, s: int) -> Tensor:
@@ -165,11 +178,18 @@ class TransformerModel(FixedTensors, LanguageModel):
         if not self.fuses_output_layer_and_loss:
             logits = self.output_layer(hidden, weight, sequence_length=s)
             # Only the loss reads these logits, so their memory may be reused for their gradient.
-            return self.loss_of_logits(labels, logits, inplace_=True)
+            return self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
         weight = self.output_layer.weight if weight is None else weight
         assert weight is not None
         bias = self.output_layer.bias
         return self.loss_of_hidden(hidden, labels, weight, bias=bias, sequence_parallel=self.sequence_parallel)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Logits as the config caps and scales them."""
+        cap, scaling = self.config.final_logit_softcap, self.config.logits_scaling
+        if cap is not None:
+            logits = softcap(logits, cap)
+        return logits if scaling == 1.0 else logits / scaling
 
     def finish_weight_gradients(self) -> None:
         """Compute the output layer's weight gradients that wait (``config.defer_embedding_wgrad_compute``).
@@ -197,11 +217,12 @@ class TransformerModel(FixedTensors, LanguageModel):
                 f"rope_scaling is {self.rope_scaling!r}; it must be a shardwise.transformer.rotary.RotaryScaling, such "
                 'as RotaryScaling("linear", 2.0), or None'
             )
-        if self.rope_scaling is not None and position_embedding_type != "rope":
-            raise ConfigError(
-                f"rope_scaling is given, and position_embedding_type is {position_embedding_type!r}; leave it out, or "
-                "use 'rope'"
-            )
+        for name in ("rope_scaling", "window_rotary_base"):
+            if getattr(self, name) is not None and position_embedding_type != "rope":
+                raise ConfigError(
+                    f"{name} is given, and position_embedding_type is {position_embedding_type!r}; leave it out, or "
+                    "use 'rope'"
+                )
 
     def _check_stages(self) -> None:
         num_stages = self.groups.num_stages
@@ -277,13 +298,18 @@ class TransformerModel(FixedTensors, LanguageModel):
             input_tensor = input_tensor[0]
         self._input_tensor = input_tensor
 
-    def _rotary(self, position_ids: Tensor | None, s: int, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sine of the positions, 0 to ``s - 1`` if None; None without rotary positions."""
+    def _rotary(self, position_ids: Tensor | None, s: int, hidden: Tensor) -> dict[str, tuple[Tensor, Tensor] | None]:
+        """Cosine and sine of the positions, 0 to ``s - 1`` if None, as attention takes them; by None there are none."""
         if self.rotary is None:
-            return None
+            return {"rotary": None}
+        length = s
         if position_ids is None:
             position_ids = torch.arange(s, device=hidden.device)
-        rotary: tuple[Tensor, Tensor] = self.rotary(position_ids, hidden.dtype)
+        elif self.rotary.depends_on_length:
+            length = int(position_ids.max()) + 1
+        rotary = {"rotary": self.rotary(position_ids, hidden.dtype, length=length)}
+        if self.window_rotary is not None:
+            rotary["window_rotary"] = self.window_rotary(position_ids, hidden.dtype)
         return rotary
 
     def _input_of_a_later_stage(self) -> Tensor:

@@ -24,6 +24,11 @@ def squared_relu(input_: Tensor) -> Tensor:
     return F.relu(input_).square()
 
 
+def softcap(input_: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)``, which keeps scores and logits under ``cap`` (Gemma 2, arXiv:2408.00118, section 2)."""
+    return (input_ / cap).tanh() * cap
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,

@@ -3,7 +3,7 @@
 import math
 from contextlib import nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,17 +11,30 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention import sdpa_kernel
 
+from shardwise.communication import moves
 from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.rotary import split, split_and_rotate
-from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments, make_norm, parameter_device
+from shardwise.layers import (
+    ColumnLinear,
+    GroupModule,
+    HeadsRMSNorm,
+    RowLinear,
+    layer_arguments,
+    make_norm,
+    parameter_device,
+)
 from shardwise.random import streams
 from shardwise.recompute import recomputed
+from shardwise.transformer.activations import softcap
 from shardwise.transformer.backend import attention_kernels
-from shardwise.transformer.heads import split_heads
+from shardwise.transformer.heads import HeadSplit, split_heads
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.transformer.rotary import apply_rotary
+
+# 64 MiB of fp32.
+_SCORES_OF_BLOCK = 1 << 24
 
 
 class KeyValueCache(Protocol):
@@ -48,9 +61,11 @@ class SelfAttention(GroupModule):
 
     Attributes:
         num_local_groups: key-value heads of this rank.
-        q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of one head each. Every rank holds them whole and
-            applies them to its own heads, so that their gradients are partial sums (``param.sequence_parallel``), with
-            sequence parallelism or without.
+        q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of one head each, or of all heads together. Every
+            rank holds them whole and applies them to its own heads, so that their gradients are partial sums
+            (``param.sequence_parallel``), with sequence parallelism or without.
+        window_size: of this layer; None if none.
+        rotates: whether this layer rotates queries and keys.
 
     Raises:
         ConfigError: fewer query heads than ranks.
@@ -76,7 +91,9 @@ class SelfAttention(GroupModule):
         self._is_even = len(set(self.queries_of_groups)) == 1
         self.dropout = config.attention_dropout
         self.softmax_scale = config.softmax_scale
-        self.window_size = config.window_size
+        self.logit_softcap = config.attention_logit_softcap
+        self.window_size = config.window_size if config.windows(layer_number) else None
+        self.rotates = config.rotates(layer_number)
         self._exact = config.exact_parts is not None
         self.rotary_interleaved = config.rotary_interleaved
         self.recomputes_core = config.recomputes("core_attn")
@@ -98,7 +115,7 @@ class SelfAttention(GroupModule):
         self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
             with parameter_device(group, on_cpu=config.use_cpu_initialization):
-                self.q_layernorm, self.k_layernorm = make_norm(config, head_dim), make_norm(config, head_dim)
+                self.q_layernorm, self.k_layernorm = self._make_norms(config, split)
             for param in (*self.q_layernorm.parameters(), *self.k_layernorm.parameters()):
                 param.sequence_parallel = group.size() > 1  # type: ignore[attr-defined]
         self.linear_proj = RowLinear(
@@ -110,12 +127,29 @@ class SelfAttention(GroupModule):
             **arguments,
         )
 
+    def _make_norms(self, config: ModelConfig, split: HeadSplit) -> tuple[nn.Module, nn.Module]:
+        rank, head_dim = self.group.rank(), self.head_dim
+        if not config.qk_layernorm_over_heads:
+            return make_norm(config, head_dim), make_norm(config, head_dim)
+        options: dict[str, Any] = {
+            "eps": config.layernorm_epsilon,
+            "zero_centered": config.layernorm_zero_centered_gamma,
+            "dtype": config.params_dtype,
+        }
+        num_heads, num_groups, _ = config.heads
+        queries, keys = split.queries[rank], split.groups[rank]
+        return (
+            HeadsRMSNorm(num_heads * head_dim, queries, queries[1] - queries[0], head_dim, **options),
+            HeadsRMSNorm(num_groups * head_dim, keys, split.num_first_groups(rank), head_dim, **options),
+        )
+
     def forward(
         self,
         hidden: Tensor,
         *,
         attention_mask: Tensor | AttentionMask | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
+        window_rotary: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
         sequence_length: int | None = None,
     ) -> Tensor:
@@ -126,6 +160,7 @@ class SelfAttention(GroupModule):
             attention_mask: True where attention is forbidden, beyond what ``attn_mask_type`` and the window forbid,
                 broadcast to ``[b, heads/t, s, keys]``; or with documents and ALiBi, an ``AttentionMask``.
             rotary: cosine and sine of the positions; no rotation if None.
+            window_rotary: the same for layers with a window, where these have their own.
             cache: keys and values of earlier tokens; what is new is appended.
             sequence_length: ``s``, which sequence parallelism must be told where the ranks do not divide it.
 
@@ -137,7 +172,9 @@ class SelfAttention(GroupModule):
         """
         mixed: Tensor = self.linear_qkv(hidden, sequence_length=sequence_length)
         s, b, _ = mixed.shape
-        query, key, value = self._split_heads(mixed, rotary)
+        if self.window_size is not None and window_rotary is not None:
+            rotary = window_rotary
+        query, key, value = self._split_heads(mixed, rotary if self.rotates else None)
         # [s, b, heads, d] -> [b, heads, s, d], as views.
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if cache is not None:
@@ -147,6 +184,17 @@ class SelfAttention(GroupModule):
         context = attend(query, key, value, mask)
         output: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return output
+
+    def _norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """``[s, b, heads/t, d]`` and ``[s, b, groups/t, d]`` to the same."""
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return query, key
+        if not isinstance(self.q_layernorm, HeadsRMSNorm) or not isinstance(self.k_layernorm, HeadsRMSNorm):
+            return self.q_layernorm(query), self.k_layernorm(key)
+        squares = torch.stack((self.q_layernorm.squares(query), self.k_layernorm.squares(key)))
+        # The sum is identical on all ranks, and each uses it for its own heads: the gradient is a partial sum there.
+        squares = moves.copy(moves.reduce(squares, group=self.group), group=self.group)
+        return self.q_layernorm(query, squares[0]), self.k_layernorm(key, squares[1])
 
     def _split_heads(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """``[s, b, rows/t]`` to ``[s, b, heads/t, d]`` and twice ``[s, b, groups/t, d]``, normed and rotated."""
@@ -162,8 +210,7 @@ class SelfAttention(GroupModule):
             sections = [n for queries in self.queries_of_groups for n in (queries, 1, 1)]
             parts = mixed.view(s, b, -1, head_dim).split(sections, dim=2)
             query, key, value = (torch.cat(parts[i::3], dim=2) for i in range(3))
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        query, key = self._norm_heads(query, key)
         if rotary is not None:
             query, key = (
                 apply_rotary(x, rotary, interleaved=interleaved, at_any_size=self._exact) for x in (query, key)
@@ -173,6 +220,8 @@ class SelfAttention(GroupModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         bias, is_causal = mask.bias(query, key.size(2), causal=self.attn_mask_type.is_causal, window=self.window_size)
         dropout = self.dropout if self.training else 0.0
+        if self.logit_softcap is not None:
+            return self._attend_in_blocks(query, key, value, bias, is_causal, dropout)
         if self._backend == "local" or (dropout > 0 and streams().rule == "global"):
             return self._attend_written_out(query, key, value, bias, is_causal, dropout)
         grouped = self.num_local_groups < query.size(1)
@@ -204,6 +253,22 @@ class SelfAttention(GroupModule):
         copies = [heads[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_of_groups)]
         return torch.cat(copies, dim=1)
 
+    def _attend_in_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
+    ) -> Tensor:
+        """Written out for some queries at a time, and again in the backward, so that no more scores are in memory."""
+        b, heads, s, _ = query.shape
+        rows = max(1, _SCORES_OF_BLOCK // max(1, b * heads * key.size(2)))
+        blocks = []
+        for start in range(0, s, rows):
+            some = query[:, :, start : start + rows]
+            part = bias if bias is None or bias.size(-2) == 1 else bias[..., start : start + rows, :]
+            # Of causal attention without a bias, which has as many keys as queries, the later keys are not seen.
+            seen = start + some.size(2) if is_causal else key.size(2)
+            attend = partial(self._attend_written_out, is_causal=is_causal, dropout=dropout)
+            blocks.append(recomputed(attend, some, key[:, :, :seen], value[:, :, :seen], part))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
     def _attend_written_out(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
     ) -> Tensor:
@@ -213,9 +278,12 @@ class SelfAttention(GroupModule):
         key, value = self._for_all_queries(key), self._for_all_queries(value)
         forbidden = blind = None
         if is_causal:
-            forbidden = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).triu(1)
+            new, seen = query.size(2), key.size(2)
+            forbidden = torch.ones(new, seen, dtype=torch.bool, device=query.device).triu(seen - new + 1)
         scale = self.softmax_scale or 1 / math.sqrt(self.head_dim)
         scores = (query @ key.transpose(-1, -2)) * scale
+        if self.logit_softcap is not None:
+            scores = softcap(scores, self.logit_softcap)
         if bias is not None:
             scores = scores + bias
             forbidden = bias == -torch.inf

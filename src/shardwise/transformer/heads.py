@@ -28,6 +28,11 @@ class HeadSplit:
         """For each key-value head of ``rank``, how many of its query heads are there too."""
         return tuple(stop - start for start, stop in self._queries_by_group(rank))
 
+    def num_first_groups(self, rank: int) -> int:
+        """How many of the key-value heads of ``rank``, its last ones, no rank before it holds."""
+        start, stop = self.groups[rank]
+        return stop - (start if rank == 0 else max(start, self.groups[rank - 1][1]))
+
     def query_sizes(self) -> tuple[int, ...]:
         """How many query heads each rank holds."""
         return tuple(stop - start for start, stop in self.queries)

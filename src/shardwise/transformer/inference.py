@@ -44,10 +44,16 @@ class InferenceLayer(TransformerLayer):
             raise ConfigError("layers for inference are made of TransformerLayer with SelfAttention, of no other class")
         if type(layer.mlp) is not MLP:
             raise ConfigError(f"layers for inference are made of MLP, and this is a {type(layer.mlp).__name__}")
-        if layer.input_layernorm is None or layer.pre_mlp_layernorm is None or layer.residual_is_normed:
+        has_other_norms = layer.post_mlp_layernorm is not None or layer.residual_is_normed
+        if layer.input_layernorm is None or layer.pre_mlp_layernorm is None or has_other_norms or layer.is_parallel:
             raise ConfigError(
-                "layers for inference add to what was normed before attention or MLP; a model with norm_position "
-                "'post' or apply_residual_connection_post_layernorm does otherwise"
+                "layers for inference add to what was normed before attention or MLP; a model with another "
+                "norm_position than 'pre', apply_residual_connection_post_layernorm or parallel_residual does otherwise"
+            )
+        if layer.residual_multiplier != 1.0:
+            raise ConfigError(
+                "layers for inference add to the residual stream as it is; a model with residual_multiplier "
+                f"{layer.residual_multiplier} does otherwise"
             )
         attention, mlp = layer.self_attention, layer.mlp
         return sharing(

@@ -74,8 +74,9 @@ class TransformerLayer(GroupModule):
     """Attention and MLP, each with a norm and added to the residual stream.
 
     With ``config.norm_position`` "pre": ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with "post":
-    ``norm(x + attention(x))``, then ``norm(x + mlp(x))``. ``config.apply_residual_connection_post_layernorm`` adds to
-    ``norm(x)`` in place of ``x``.
+    ``norm(x + attention(x))``, then ``norm(x + mlp(x))``; with "branch": ``x + norm(attention(x))``, and with
+    "sandwich": ``x + norm(attention(norm(x)))``. ``config.apply_residual_connection_post_layernorm`` adds to
+    ``norm(x)`` in place of ``x``; ``config.parallel_residual`` gives the layer's input to both, and adds both to it.
 
     Args:
         config: sizes of the model.
@@ -85,8 +86,8 @@ class TransformerLayer(GroupModule):
 
     Attributes:
         layer_number: as given.
-        input_layernorm, pre_mlp_layernorm: the norms of a pre-norm layer, else None.
-        post_self_attn_layernorm, post_mlp_layernorm: those of a post-norm layer, else None.
+        input_layernorm, pre_mlp_layernorm: the norms before attention and MLP, or None.
+        post_self_attn_layernorm, post_mlp_layernorm: those after them, or None.
     """
 
     def __init__(
@@ -97,20 +98,24 @@ class TransformerLayer(GroupModule):
         tp_group: ProcessGroup,
     ) -> None:
         super().__init__()
-        is_pre = config.norm_position == "pre"
+        position = config.norm_position
+        is_before, is_after = position in ("pre", "sandwich"), position != "pre"
         self.layer_number = layer_number
+        self.is_parallel = config.parallel_residual
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
         self._tp_group, self._sequence_parallel = tp_group, config.sequence_parallel
         self._exact = config.exact_parts is not None
+        self.residual_multiplier = config.residual_multiplier
+        self._norms_sum = position == "post"
         self.recomputes_norms, self.recomputes_mlp = config.recomputes("layernorm"), config.recomputes("mlp")
         # What the spec makes knows no group, or may not ask it where its parameters belong.
         with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
-            self.input_layernorm = spec.norm(config) if is_pre else None
+            self.input_layernorm = spec.norm(config) if is_before else None
             self.self_attention = spec.attention(config, layer_number, tp_group)
-            self.post_self_attn_layernorm = None if is_pre else spec.norm(config)
-            self.pre_mlp_layernorm = spec.norm(config) if is_pre else None
+            self.post_self_attn_layernorm = spec.norm(config) if is_after else None
+            self.pre_mlp_layernorm = spec.norm(config) if is_before else None
             self.mlp = spec.mlp(config, tp_group)
-            self.post_mlp_layernorm = None if is_pre else spec.norm(config)
+            self.post_mlp_layernorm = spec.norm(config) if is_after else None
         self.dropout = ResidualDropout(config.hidden_dropout, config.sequence_parallel, tp_group, layer_number)
 
     def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
@@ -122,19 +127,32 @@ class TransformerLayer(GroupModule):
         attended = self.self_attention(input_, sequence_length=sequence_length, **attention)
         if norm is not None:
             norm.discard_(attended)
-        added = self.dropout(attended, sequence_length=sequence_length)
-        residual, input_, norm = self._between(residual, added)
+        added = self._branch(attended, self.post_self_attn_layernorm, sequence_length)
+        if self.is_parallel:
+            residual = residual + added
+            _, input_, norm = self._before(hidden, self.pre_mlp_layernorm)
+        else:
+            residual, input_, norm = self._between(residual, added)
         if self.recomputes_mlp:
             mixed = recomputed(self.mlp, input_, sequence_length=sequence_length)
         else:
             mixed = self.mlp(input_, sequence_length=sequence_length)
         if norm is not None:
             norm.discard_(mixed)
-        added = self.dropout(mixed, sequence_length=sequence_length)
+        added = self._branch(mixed, self.post_mlp_layernorm, sequence_length)
         # The norm after a pre-norm layer's sum is the next layer's: layers are recomputed, sharded and put on stages
         # one by one.
-        norm_after = self.post_mlp_layernorm
+        norm_after = self.post_mlp_layernorm if self._norms_sum else None
         return residual + added if norm_after is None else self._add_and_norm(norm_after, residual, added)[1]
+
+    def _branch(self, output: Tensor, norm: nn.Module | None, sequence_length: int | None) -> Tensor:
+        """What attention or MLP adds to the residual stream."""
+        if norm is not None and not self._norms_sum:
+            output = (self._by_parts(norm) if self._exact else norm)(output)
+        if self.residual_multiplier != 1.0:
+            output = output * self.residual_multiplier
+        added: Tensor = self.dropout(output, sequence_length=sequence_length)
+        return added
 
     def _before(self, hidden: Tensor, norm: nn.Module | None) -> _Input:
         if norm is None:
@@ -146,12 +164,12 @@ class TransformerLayer(GroupModule):
 
     def _between(self, residual: Tensor, added: Tensor) -> _Input:
         """From the sum of the residual stream and attention to the MLP."""
-        if self.recomputes_norms and self.pre_mlp_layernorm is not None:
-            return self._before(residual + added, self.pre_mlp_layernorm)
-        if self.post_self_attn_layernorm is not None:
+        if self._norms_sum:
+            assert self.post_self_attn_layernorm is not None
             _, normed = self._add_and_norm(self.post_self_attn_layernorm, residual, added)
             return _Input(normed, normed, None)
-        assert self.pre_mlp_layernorm is not None
+        if self.recomputes_norms or self.pre_mlp_layernorm is None:
+            return self._before(residual + added, self.pre_mlp_layernorm)
         total, normed = self._add_and_norm(self.pre_mlp_layernorm, residual, added)
         return _Input(normed if self.residual_is_normed else total, normed, None)
 

@@ -26,6 +26,7 @@ class RotaryEmbedding(FixedTensors):
 
     Attributes:
         inverse_frequencies: ``[d/2]`` in fp64, on the module's device; no buffer.
+        depends_on_length: they are those without scaling, which is of the sequence's length.
 
     Raises:
         ConfigError: ``rotary_percent`` is not from 0 to 1, or ``rotary_base`` is not over 1.
@@ -48,24 +49,33 @@ class RotaryEmbedding(FixedTensors):
         rotated = int(head_dim * rotary_percent) // 2 * 2
         # fp64: positions times frequencies lose digits in fp32 long before the context ends.
         frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
+        self._scaling, self._base = rope_scaling, rotary_base
+        # Frequencies that depend on the length are made in each forward.
+        self.depends_on_length = rope_scaling is not None and rope_scaling.depends_on_length
         if rope_scaling is not None:
-            frequencies = rope_scaling.scale(frequencies, rotary_base)
+            scaled = rope_scaling.scale(frequencies, rotary_base)
+            frequencies = frequencies if self.depends_on_length else scaled
         self.inverse_frequencies = on_default_device(frequencies)
         self._factor = 1.0 if rope_scaling is None else rope_scaling.cos_sin_factor
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for each position, times the factor of YaRN's scaling.
+    def forward(self, positions: Tensor, dtype: torch.dtype, *, length: int = 0) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for each position, times the factor of YaRN's or LongRoPE's scaling.
 
         Args:
             positions: ``[s]`` or ``[b, s]`` token positions.
             dtype: dtype of what will be rotated.
+            length: number of positions of the whole sequence; read where ``depends_on_length``.
 
         Returns:
             Two tensors ``[s, 1 or b, 1, d/2]``.
         """
         if positions.dim() == 1:
             positions = positions.unsqueeze(0)
-        angles = positions.t()[:, :, None, None].double() * self.inverse_frequencies.to(positions.device)
+        frequencies = self.inverse_frequencies.to(positions.device)
+        if self.depends_on_length:
+            assert self._scaling is not None
+            frequencies = self._scaling.scale(frequencies, self._base, length)
+        angles = positions.t()[:, :, None, None].double() * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._factor != 1.0:
             cos, sin = cos * self._factor, sin * self._factor

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-RotaryScalingKind = Literal["linear", "llama3", "yarn"]
+RotaryScalingKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,18 @@ class RotaryScaling:
         kind: ``"linear"`` divides every frequency by ``factor`` (Chen et al. 2023, arXiv:2306.15595). ``"llama3"`` and
             ``"yarn"`` divide those that turn seldom over the original context, leave those that turn often, and blend
             in between: by the number of turns (Llama 3.1), or by the frequency's index (Peng et al. 2023,
-            arXiv:2309.00071).
+            arXiv:2309.00071). ``"dynamic"`` raises the base with the length of a sequence beyond the original context
+            (there too, appendix B.2), and ``"longrope"`` divides each frequency by a number of its own, one list of
+            them for sequences within the original context and one for longer ones (Ding et al. 2024,
+            arXiv:2402.13753; Phi-3).
         factor: of the context's growth.
         original_max_position_embeddings: context of the first training; not read by ``"linear"``.
+        short_factor, long_factor: ``"longrope"``: the divisors, one for each frequency.
         low_freq_factor, high_freq_factor: ``"llama3"``: turns up to which a frequency is divided, and from which it is
             left.
         beta_slow, beta_fast: ``"yarn"``: the same.
-        attention_factor: ``"yarn"``: factor of cosine and sine, and so the square root of that of the scores; from
-            ``mscale`` and ``mscale_all_dim``, or from ``factor``, if None.
+        attention_factor: ``"yarn"`` and ``"longrope"``: factor of cosine and sine, and so the square root of that of
+            the scores; from ``mscale`` and ``mscale_all_dim``, or from ``factor``, if None.
         mscale, mscale_all_dim: ``"yarn"``: weights of ``log(factor)`` above and below the line of the attention factor.
         truncate: ``"yarn"``: round the indices where the blend begins and ends outwards.
 
@@ -46,10 +50,13 @@ class RotaryScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3", "yarn"):
-            raise ConfigError(f"kind of rotary scaling is {self.kind!r}; it must be 'linear', 'llama3' or 'yarn'")
+        if self.kind not in get_args(RotaryScalingKind):
+            kinds = ", ".join(get_args(RotaryScalingKind))
+            raise ConfigError(f"kind of rotary scaling is {self.kind!r}; it must be one of {kinds}")
         if not 1 <= self.factor < math.inf:
             raise ConfigError(f"factor of rotary scaling is {self.factor}; it must be at least 1")
         if self.kind == "linear":
@@ -60,18 +67,52 @@ class RotaryScaling:
                 f"rotary scaling of kind {self.kind!r} needs original_max_position_embeddings, the context of the "
                 f"first training, of at least 1; got {context}"
             )
+        if self.kind == "longrope":
+            self._check_lists()
+        if self.kind in ("longrope", "dynamic"):
+            return
         names = ("low_freq_factor", "high_freq_factor") if self.kind == "llama3" else ("beta_slow", "beta_fast")
         low, high = (getattr(self, name) for name in names)
         if not 0 < low < high:
             raise ConfigError(f"{names[0]} {low} and {names[1]} {high} of rotary scaling must be over 0 and ascending")
 
-    def scale(self, frequencies: Tensor, base: float) -> Tensor:
+    def _check_lists(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            values = getattr(self, name)
+            if not values or not all(isinstance(each, int | float) and 0 < each < math.inf for each in values):
+                raise ConfigError(f"{name} of rotary scaling is {values!r}; it must be numbers over 0, for longrope")
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether sequences longer than the original context have other frequencies than shorter ones."""
+        return self.kind in ("dynamic", "longrope")
+
+    def scale(self, frequencies: Tensor, base: float, length: int = 0) -> Tensor:
         """The lowered frequencies.
 
         Args:
             frequencies: ``[d/2]`` angles per position, ``base ** (-2i/d)``; not modified.
             base: of their geometric sequence.
+            length: number of positions of the sequence; read where ``depends_on_length``.
+
+        Raises:
+            ConfigError: lists of divisors of another length than the frequencies.
         """
+        if self.depends_on_length:
+            assert self.original_max_position_embeddings is not None
+            growth = max(1.0, length / self.original_max_position_embeddings)
+            if self.kind == "dynamic":
+                # Raising the base by f ** (d / (d - 2)) multiplies frequency i by f ** (-2i / (d - 2)).
+                count = frequencies.numel()
+                index = torch.arange(count, dtype=frequencies.dtype, device=frequencies.device)
+                return frequencies * (self.factor * growth - (self.factor - 1)) ** (-index / max(count - 1, 1))
+            divisors = self.long_factor if growth > 1 else self.short_factor
+            assert divisors is not None
+            if len(divisors) != frequencies.numel():
+                raise ConfigError(
+                    f"rotary scaling has {len(divisors)} factors, and {frequencies.numel()} frequencies are rotated"
+                )
+            return frequencies / torch.tensor(divisors, dtype=frequencies.dtype, device=frequencies.device)
         lowered = frequencies / self.factor
         if self.kind == "linear":
             return lowered
@@ -84,11 +125,14 @@ class RotaryScaling:
 
     @property
     def cos_sin_factor(self) -> float:
-        """What cosine and sine are multiplied by; 1 but for YaRN."""
-        if self.kind != "yarn":
+        """What cosine and sine are multiplied by; 1 but for YaRN and LongRoPE."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            assert self.original_max_position_embeddings is not None
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
         if self.mscale and self.mscale_all_dim:
             return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
         return self._magnitude(1.0)

@@ -1,6 +1,6 @@
 """Llama 3 and Mistral, and what Qwen shares with them: rotary positions, RMSNorm, SwiGLU, grouped queries."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ TABLE = {
 
 
 def decoder_settings(*, intermediate_size: int, vocab_size: int, max_position_embeddings: int) -> dict[str, Setting]:
-    """The settings that the four have in common, with an architecture's own defaults of these fields."""
+    """The settings that these decoders have in common, with an architecture's own defaults of these fields."""
     return {
         "vocab_size": Setting("vocab_size", vocab_size),
         "hidden_size": Setting("hidden_size", 4096),
@@ -47,7 +47,7 @@ def decoder_settings(*, intermediate_size: int, vocab_size: int, max_position_em
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(Architecture):
-    """What the four have in common.
+    """What these decoders have in common.
 
     Attributes:
         num_key_value_heads: default of that field; the number of query heads if None.
@@ -73,16 +73,17 @@ class Decoder(Architecture):
         groups = fields.optional(int, "num_key_value_heads", self.num_key_value_heads) or heads
         if groups < 1 or heads % groups != 0:
             raise fields.error("num_key_value_heads", groups, f"a divisor of num_attention_heads, {heads}")
-        window = self.read_window(fields, values["num_layers"])
+        window, layers = self.read_window(fields, values["num_layers"])
         others = {
             "num_query_groups": groups,
             "kv_channels": width or hidden // heads,
             # ``ModelConfig`` counts the positions before and after a token that the token attends to.
             "window_size": None if window is None else (window - 1, 0),
+            "windowed_layers": layers,
         }
         if "attention_bias" in values:
             others["qkv_bias"] = values["attention_bias"]
-        return others | read_rope(fields, values["max_sequence_length"])
+        return others | self.read_positions(fields, values["max_sequence_length"])
 
     def write_others(self, model: ModelDescription) -> dict[str, Any]:
         """As ``read_others``."""
@@ -90,24 +91,53 @@ class Decoder(Architecture):
         return {
             "num_key_value_heads": model.num_query_groups,
             "head_dim": model.kv_channels,
-            **self.write_window(window, model.num_layers),
-            **rope_json(model),
+            **self.write_window(window, model.windowed_layers or (window is not None,) * model.num_layers),
+            **self.write_positions(model),
         }
 
-    def read_window(self, fields: Fields, num_layers: int) -> int | None:
-        """How many tokens a token sees, itself included; all if None."""
-        return None
+    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+        """How many tokens a token sees, itself included, and in which layers; all if None."""
+        return None, None
 
-    def write_window(self, window: int | None, num_layers: int) -> dict[str, Any]:
+    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
         """The fields that say so."""
         return {}
 
+    def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
+        """The fields of the description about rotary positions."""
+        return read_rope(fields, longest)
+
+    def write_positions(self, model: ModelDescription) -> dict[str, Any]:
+        """The fields of ``config.json`` that say so."""
+        return rope_json(model)
+
+
+def read_layer_types(
+    fields: Fields, window: int | None, default: Sequence[bool]
+) -> tuple[int | None, tuple[bool, ...] | None]:
+    """The window, and in which layers it is, by ``layer_types``, or by ``default`` where that is missing."""
+    types = fields.values.get("layer_types")
+    names = ("full_attention", "sliding_attention")
+    layers = tuple(default)
+    if types:
+        if not isinstance(types, list) or len(types) != len(layers) or any(each not in names for each in types):
+            raise fields.error("layer_types", types, f"one of {' and '.join(names)} for each of {len(layers)} layers")
+        layers = tuple(each == names[1] for each in types)
+    if window is None or not any(layers):
+        return None, None
+    return window, None if all(layers) else layers
+
+
+def layer_types(layers: Sequence[bool]) -> list[str]:
+    """``layer_types`` of layers that have the window, or not."""
+    return ["sliding_attention" if each else "full_attention" for each in layers]
+
 
 class _Mistral(Decoder):
-    def read_window(self, fields: Fields, num_layers: int) -> int | None:
-        return fields.optional(int, "sliding_window", 4096)
+    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+        return fields.optional(int, "sliding_window", 4096), None
 
-    def write_window(self, window: int | None, num_layers: int) -> dict[str, Any]:
+    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
         return {"sliding_window": window}
 
 

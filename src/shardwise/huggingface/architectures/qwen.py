@@ -1,9 +1,17 @@
 """Qwen 2, Llama with biases on query, key and value; and Qwen 3, Llama with norms of each head's query and key."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.huggingface.architectures.architecture import Setting
-from shardwise.huggingface.architectures.llama import LLAMA, TABLE, Decoder, decoder_settings
+from shardwise.huggingface.architectures.llama import (
+    LLAMA,
+    TABLE,
+    Decoder,
+    decoder_settings,
+    layer_types,
+    read_layer_types,
+)
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.mapping import whole
 
@@ -12,32 +20,22 @@ _LAYER, _STORED = "decoder.layers.{layer}.self_attention.", "model.layers.{layer
 
 
 class _Qwen(Decoder):
-    def read_window(self, fields: Fields, num_layers: int) -> int | None:
-        """The sliding window, which all layers must have or none."""
+    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
         window = fields.optional(int, "sliding_window", 4096)
-        if not fields.get(bool, "use_sliding_window", default=False) or window is None:
-            return None
+        if not fields.get(bool, "use_sliding_window", default=False):
+            return None, None
         first = fields.get(int, "max_window_layers", default=28)
-        kinds = fields.values.get("layer_types") or [
-            "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-        ]
-        if all(kind == "full_attention" for kind in kinds):
-            return None
-        if any(kind != "sliding_attention" for kind in kinds):
-            name = "layer_types" if fields.values.get("layer_types") else "max_window_layers"
-            raise fields.error(
-                name, fields.values.get(name, first), "such that all layers have the sliding window, or none has it"
-            )
-        return window
+        return read_layer_types(fields, window, [layer >= first for layer in range(num_layers)])
 
-    def write_window(self, window: int | None, num_layers: int) -> dict[str, Any]:
+    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
         if window is None:
             return {"use_sliding_window": False, "sliding_window": None}
+        first = next(index for index, windowed in enumerate(layers) if windowed)
         return {
             "use_sliding_window": True,
             "sliding_window": window,
-            "max_window_layers": 0,
-            "layer_types": ["sliding_attention"] * num_layers,
+            "max_window_layers": first,
+            "layer_types": layer_types(layers),
         }
 
 

@@ -86,11 +86,16 @@ class LanguageModule(LanguageModel):
         """
         return self.loss_of_logits(labels, logits)
 
-    def loss_of_logits(self, labels: Tensor, logits: Tensor, *, inplace_: bool = False) -> Tensor:
+    def loss_of_logits(
+        self, labels: Tensor, logits: Tensor, *, inplace_: bool = False, is_scaled: bool = True
+    ) -> Tensor:
         """As the engine's; a program's model may not know the size of its vocabulary."""
         if self.vocab_size is not None:
-            return super().loss_of_logits(labels, logits, inplace_=inplace_)
-        loss = vocab_parallel_cross_entropy(logits, labels.t().contiguous(), tp_group=self.tp_group, inplace_=inplace_)
+            return super().loss_of_logits(labels, logits, inplace_=inplace_, is_scaled=is_scaled)
+        options = {} if is_scaled else self._loss_options
+        loss = vocab_parallel_cross_entropy(
+            logits, labels.t().contiguous(), tp_group=self.tp_group, inplace_=inplace_, **options
+        )
         return loss.t().contiguous()
 
     def compute_output_layer_and_language_model_loss(
@@ -138,7 +143,7 @@ class LanguageModule(LanguageModel):
                 )
             logits, _ = column_parallel_linear(hidden, **(col_linear_kwargs or {}))
             # Only the loss reads these logits, so their memory may become their gradient's.
-            return self.loss_of_logits(labels, logits, inplace_=True)
+            return self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
         if weight is None:
             raise AssertedConfigError("output layer and loss in one need the output layer's weight; pass it")
         return self.loss_of_hidden(
