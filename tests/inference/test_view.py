@@ -126,7 +126,7 @@ def test_layers_that_are_asked_for(group):
     kept, said = on_layers(model, "auto")
     assert kept is model
     assert said.startswith("those of training, since layers for inference add to what was normed")
-    with pytest.raises(ConfigError, match="norm_position 'post'"):
+    with pytest.raises(ConfigError, match="another norm_position than 'pre'"):
         on_layers(model, "fused")
 
 
@@ -134,7 +134,7 @@ def test_layers_that_are_asked_for(group):
 def test_models_that_have_no_view(group):
     model = make_model(Shape(), group, norm_position="post")
     for fused in (False, True):
-        with pytest.raises(ConfigError, match="norm_position 'post' or apply_residual"):
+        with pytest.raises(ConfigError, match="norm_position than 'pre', apply_residual"):
             inference_view(model, fused=fused)
     model = make_model(Shape(), group, final_layernorm=False)
     inference_view(model, fused=False)

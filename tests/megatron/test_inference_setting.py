@@ -103,7 +103,7 @@ def test_settings_that_cannot_be(group):
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     with pytest.raises(ConfigError, match="use_inference_optimized_layers is not; set both"):
         TransformerConfig(inference_fuse_tp_communication=True, **sizes)
-    with pytest.raises(ConfigError, match="norm_position 'post'"):
+    with pytest.raises(ConfigError, match="another norm_position than 'pre'"):
         made(group, fuse=False, norm_position="post")
     with pytest.raises(ConfigError, match="needs a norm after the last layer"):
         made(group, final_layernorm=False)
