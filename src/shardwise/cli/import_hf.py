@@ -21,7 +21,7 @@ class ImportArguments(SplitArguments):
     Hugging Face folder there is shardwise finetune, which needs no import.)
 
     Attributes:
-        folder: of the model: GPT-2, BLOOM, Llama, Mistral, Qwen 2, Qwen 3 or BERT.
+        folder: of the model, of an architecture that docs/huggingface.md lists.
         out: folder for the checkpoint, which must not have one yet.
         dtype: of the weights; the model's own if not given.
     """
