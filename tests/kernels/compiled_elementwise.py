@@ -6,7 +6,7 @@ A process of its own, with a cache folder of its own, and without the interprete
 import json
 import sys
 
-from machine_code import access_widths, compile_for, num_barriers, spilled_bytes, target_of
+from machine_code import access_widths, compile_for, num_barriers, target_of, usage_of
 
 from shardwise.kernels import add_rms_norm_triton, elementwise_triton
 
@@ -77,7 +77,7 @@ def main():
             "target": target_of(asm),
             "reads": access_widths(asm),
             "writes": access_widths(asm, "st"),
-            "spilled": spilled_bytes(asm),
+            "usage": usage_of(asm),
             "barriers": num_barriers(asm),
         }
     json.dump(made, sys.stdout)

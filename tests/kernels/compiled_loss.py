@@ -1,4 +1,4 @@
-"""Run as a program: the Triton kernels compiled to machine code for GPUs that need not be here, as JSON.
+"""Run as a program: the Triton kernels of the loss compiled for GPUs that need not be here; as JSON what they are like.
 
 A process of its own, with a cache folder of its own, and without the interpreter.
 """
@@ -6,89 +6,75 @@ A process of its own, with a cache folder of its own, and without the interprete
 import json
 import sys
 
-import triton
+from machine_code import access_widths, compile_for, num_barriers, target_of, usage_of
 from memory_order import unordered_accesses
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from shardwise.kernels import loss_triton
 
-ARGUMENTS = {
-    "statistics_kernel": {
-        "logits": "*{logits}",
-        "target_local": "*i64",
-        "statistics": "*{wide}",
-        "stride": "i64",
-        "num_columns": "i32",
-        "CAP": None,
-        "TEMPERATURE": None,
-        "WANT_SUM": None,
-        "EXPONENTIATE": None,
-        "BLOCK": None,
-    },
-    "gradient_kernel": {
-        "out": "*{logits}",
-        "logits": "*{logits}",
-        "target_local": "*i64",
-        "shift": "*{wide}",
-        "scale": "*{wide}",
-        "at_target": "*{wide}",
-        "rest": "*{wide}",
-        "out_stride": "i64",
-        "stride": "i64",
-        "num_columns": "i32",
-        "CAP": None,
-        "TEMPERATURE": None,
-        "HAS_REST": None,
-        "BLOCK": None,
-    },
-}
 PLAIN = {"CAP": 0.0, "TEMPERATURE": 1.0, "WANT_SUM": False, "EXPONENTIATE": True, "HAS_REST": False}
 ALL = {"CAP": 30.0, "TEMPERATURE": 0.7, "WANT_SUM": True, "EXPONENTIATE": True, "HAS_REST": True}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
-def compile_for(kernel, capability, logits, values, num_columns=64128, aligned=False):
-    arguments = ARGUMENTS[kernel]
+def compile_kernel(name, capability, logits, options, num_columns, *, vector=None):
+    """For rows that begin at multiples of 16 bytes, or of so many elements as are in ``vector``."""
+    kernel = getattr(loss_triton, name)
     wide = "fp64" if logits == "fp64" else "fp32"
-    values = values | {"BLOCK": loss_triton.block_size(num_columns)}
-    source = ASTSource(
-        getattr(loss_triton, kernel),
-        signature={
-            name: kind.format(logits=logits, wide=wide) if kind else "constexpr" for name, kind in arguments.items()
-        },
-        constexprs={(i,): values[name] for i, (name, kind) in enumerate(arguments.items()) if kind is None},
-        # What Triton finds out of the arguments when a kernel is called, and reads wider where it is so.
-        attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(arguments.values()) if kind and aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm
+    vector = vector or 16 // BYTES[logits]
+    if name == "statistics_kernel":
+        block, depth, num_warps = loss_triton.launch_shape(num_columns, BYTES[wide])
+    else:
+        block, num_warps = loss_triton.gradient_shape(num_columns)
+        depth = 1
+    constants = options | {"VECTOR": vector, "DEPTH": depth, "BLOCK": block}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    kinds = {key: f"*{wide}" for key in kernel.arg_names if key not in constants}
+    kinds |= {key: f"*{logits}" for key in ("out", "logits") if key in kinds}
+    kinds |= {key: "i64" for key in kinds if "stride" in key} | {"target_local": "*i64", "num_columns": "i32"}
+    # A number of columns that is no multiple of anything. PyTorch's own memory begins at multiples of 16 bytes.
+    divisible = {key for key, kind in kinds.items() if kind.startswith("*")}
+    return compile_for(kernel, capability, kinds, constants, num_warps=num_warps, divisible=divisible)
 
 
 def compiled_everywhere():
-    """Each kernel for each kind of GPU and of logits: its target, and the bytes of its machine code."""
+    """Each kernel for each kind of GPU and of logits, at shards of some widths."""
     made = {}
-    for kernel in ARGUMENTS:
-        for capability in (80, 90):
-            for logits in ("bf16", "fp16", "fp32", "fp64"):
-                for name, values in (("plain", PLAIN), ("all", ALL)):
-                    asm = compile_for(kernel, capability, logits, values)
-                    target = next(line for line in asm["ptx"].splitlines() if line.startswith(".target"))
-                    made[f"{kernel}, {capability}, {logits}, {name}"] = [target, len(asm["cubin"])]
+
+    def add(name, capability, logits, options, num_columns, what, **vector):
+        asm = compile_kernel(name, capability, logits, options, num_columns, **vector)
+        made[f"{name}, {capability}, {logits}, {num_columns}, {what}"] = {
+            "target": target_of(asm),
+            "usage": usage_of(asm),
+            "barriers": num_barriers(asm),
+            "reads": access_widths(asm),
+            "writes": access_widths(asm, "st"),
+        }
+
+    for name in ("statistics_kernel", "gradient_kernel"):
+        for logits in BYTES:
+            add(name, 90, logits, ALL, 131073, "all")
+        # Each of the table's shapes.
+        for num_columns in (201, 801, 6283, 25129) if name == "statistics_kernel" else ():
+            add(name, 90, "fp32", ALL, num_columns, "all")
+        for logits in ("bf16", "fp64"):
+            add(name, 80, logits, PLAIN, 131073, "plain")
+        for num_columns in (8192, 32768, 131072):
+            add(name, 90, "bf16", PLAIN, num_columns, "plain")
+        add(name, 90, "bf16", PLAIN, 25129, "any stride", vector=1)
     return made
 
 
 def order_of_accesses():
     """What ``row_statistics`` that exponentiates might read of a row after another thread has overwritten it.
 
-    Once as it is, and once without barriers.
-
-    From fewer columns than a program has threads to several blocks of them.
+    Once as it is, and once without barriers, from fewer columns than a program has threads to several blocks of them.
     """
     found = {}
     for logits in ("bf16", "fp32", "fp64"):
         for num_columns in (10, 100, 1000, 64128):
-            for aligned in (False, True):
-                ptx = compile_for("statistics_kernel", 90, logits, PLAIN, num_columns, aligned)["ptx"]
-                found[f"{logits}, {num_columns} columns{', aligned' * aligned}"] = [
+            for vector in (1, 16 // BYTES[logits]):
+                ptx = compile_kernel("statistics_kernel", 90, logits, PLAIN, num_columns, vector=vector)["ptx"]
+                found[f"{logits}, {num_columns} columns in vectors of {vector}"] = [
                     unordered_accesses(ptx),
                     unordered_accesses(ptx.replace("bar.sync", "// bar.sync")),
                 ]

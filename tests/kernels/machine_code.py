@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+from memory_order import BARRIERS, statements_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -44,21 +45,28 @@ def target_of(asm):
     return next(line for line in asm["ptx"].splitlines() if line.startswith(".target"))
 
 
-def spilled_bytes(asm):
-    """Memory of each thread for what its registers do not hold."""
+def usage_of(asm):
+    """``(registers, bytes)``: of a thread, and its memory for what registers do not hold."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
         done = subprocess.run(
             [_TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         )
-    usage = dict(re.findall(r"(STACK|LOCAL):(\d+)", done.stdout))
-    return int(usage["STACK"]) + int(usage["LOCAL"])
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
 
 
 def num_barriers(asm):
-    """Places in the code where threads wait for each other."""
-    return len(re.findall(r"^\s*(?:@!?%p\d+ )?(?:bar|barrier)\.(?:cta\.)?sync", asm["ptx"], re.MULTILINE))
+    """Places in the code where threads wait for each other, and how many of them lie in a loop."""
+    statements, labels = statements_of(asm["ptx"])
+    places = [i for i, (_, operation, _) in enumerate(statements) if operation.startswith(BARRIERS)]
+    loops = [
+        (labels[operands.strip()], i)
+        for i, (_, operation, operands) in enumerate(statements)
+        if operation.startswith("bra") and labels[operands.strip()] <= i
+    ]
+    return len(places), sum(any(start <= place <= stop for start, stop in loops) for place in places)
 
 
 def access_widths(asm, operation="ld"):

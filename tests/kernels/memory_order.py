@@ -7,12 +7,14 @@ barrier may be another thread's to write.
 
 import re
 
+BARRIERS = ("bar.sync", "barrier.sync")
+
 _STATEMENT = re.compile(r"(?:@(?P<guard>!?%p\d+)\s+)?(?P<operation>[a-z][\w.:]*)\s*(?P<operands>[^;]*);")
 _ADDRESS = re.compile(r"\[\s*(%\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
 _REGISTER = re.compile(r"%\w+")
 
 
-def _statements(ptx):
+def statements_of(ptx):
     """``(guard, operation, operands)`` of a kernel's statements in order, and where its labels are."""
     body = ptx[ptx.index(".entry") :]
     body = body[body.index("\n{") :]
@@ -59,7 +61,7 @@ def unordered_accesses(ptx, parameter=0):
         Of each such write the address that it writes and those that were read, since the last barrier on some way
         through the kernel, and that the same thread does not write.
     """
-    statements, labels = _statements(ptx)
+    statements, labels = statements_of(ptx)
     pointers = _registers_from(statements, parameter)
     reads, writes = {}, {}
     for i, (_, operation, operands) in enumerate(statements):
@@ -77,7 +79,7 @@ def unordered_accesses(ptx, parameter=0):
         if i == len(statements):
             continue
         guard, operation, operands = statements[i]
-        after = set() if operation.startswith(("bar.sync", "barrier.sync")) else pending[i] | ({reads.get(i)} - {None})
+        after = set() if operation.startswith(BARRIERS) else pending[i] | ({reads.get(i)} - {None})
         following = []
         if operation.startswith("bra"):
             following.append(labels[operands.strip()])
