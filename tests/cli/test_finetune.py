@@ -185,3 +185,76 @@ def test_settings_from_flags_and_file(tmp_path):
         parse_command(
             FinetuneArguments, ["base", "--data", "a", "--optimizer.learning-rate", "-1"], "shardwise finetune"
         )
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """A model with a chat template, and chats of which one has no answer."""
+    folder = tmp_path_factory.mktemp("chats")
+    turns = [[{"from": "human", "value": f"{n} + 1?"}, {"from": "gpt", "value": f"{n + 1}."}] for n in range(20)]
+    records = [{"conversations": each} for each in [*turns[:2], turns[2][:1], *turns[3:]]]
+    (folder / "chats.json").write_text(json.dumps(records))
+    (folder / "held-out.jsonl").write_text('{"prompt": "1 + 1 =", "completion": " 2"}\n')
+    save_model("llama", folder / "base", vocab_size=301)
+    Tokenizer.train([json.dumps(turns)], 280, ("<|im_end|>", "<|im_start|>")).save(folder / "base")
+    (folder / "base" / "chat_template.jinja").write_text(CHATML)
+    return folder
+
+
+def chat_arguments(folder, *more):
+    return ["finetune", str(folder / "base"), "--data", str(folder / "chats.json"), "--device", "cpu", *more]
+
+
+@pytest.mark.parametrize("coloured", [False, True])
+def test_samples_are_shown(chats, capsys, monkeypatch, coloured):
+    monkeypatch.setenv("FORCE_COLOR" if coloured else "NO_COLOR", "1")
+    assert main(chat_arguments(chats, "--show", "3", "--tp", "2", "--out", str(chats / "none"))) == 0
+    out = capsys.readouterr().out
+    learned = "\033[32m1.<|im_end|>\033[0m" if coloured else "[[1.<|im_end|>\n]]"
+    assert learned in out
+    assert "record 3" in out
+    assert "is left out: no turn of the assistant" in out
+    assert "record 4" in out
+    assert "record 5" not in out
+    assert not (chats / "none").exists()
+
+
+def test_what_is_shown_does_nothing_to_a_terminal(chats, capsys, tmp_path):
+    (tmp_path / "evil.jsonl").write_text(json.dumps({"prompt": "\033[2J\a", "completion": "\u202eabc"}) + "\n")
+    assert main([*chat_arguments(chats)[:3], str(tmp_path / "evil.jsonl"), "--show", "1", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert not {"\033", "\a", "\u202e"} & set(out)
+    assert r"\x1b[2J\x07" in out
+
+
+@pytest.mark.slow
+def test_chats_from_the_command_line(chats, capsys):
+    out = chats / "tuned"
+    more = ("--held-out", chats / "held-out.jsonl", "--epochs", "2", "--packing", "--out", out, "--tp", "2")
+    command = chat_arguments(
+        chats, *map(str, more), "--model.sequence-length", "64", "--training.global-batch-size", "2"
+    )
+    printed = run("-m", "shardwise", *command, SHARDWISE_CACHE=chats / "cache").stdout
+    assert "note   1 of 20 samples to train on left out: 1 since no turn of the assistant (first: " in printed
+    assert "chats.json, 1 file, 20 samples" in printed
+    assert "bits per byte" in printed
+    steps = len((out / "metrics.jsonl").read_text().splitlines())
+    # 19 samples in two epochs, two rows to a step, and more than one sample in a row.
+    assert 4 < steps < 19
+    assert json.loads((out / "settings.json").read_text())["training"]["steps"] == steps
+    assert (out / "chat_template.jinja").read_text() == CHATML
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CACHE", str(chats / "cache"))
+        assert main([*command[:-4], "--tp", "1", "--resume", "auto", *command[-4:]]) == 0
+    assert f"resumed at step {steps}" in capsys.readouterr().out
+
+
+def test_epochs_and_steps_exclude_each_other(chats, capsys):
+    assert main(chat_arguments(chats, "--epochs", "2", "--training.steps", "3")) == 2
+    assert "--epochs 2 and --training.steps 3 exclude each other" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Continue a text: what the ranks of ``shardwise generate`` do."""
 
-import contextlib
-import io
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +8,7 @@ from pathlib import Path
 from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
 from shardwise.cli.generate import GenerateArguments
 from shardwise.cli.reporting import print_line
+from shardwise.cli.streams import allow_any_character
 from shardwise.communication.agreement import agree
 from shardwise.errors import ConfigError, DataError
 from shardwise.huggingface.generation_config import GenerationChoice
@@ -98,7 +97,7 @@ def generate_text(arguments: GenerateArguments) -> None:
         if ranks.is_first:
             for note in (*_notes(task, model.max_sequence_length), f"layers: {layers}"):
                 print_line(f"shardwise generate: {note}")
-            _allow_any_character()
+            allow_any_character()
             _show(arguments.prompt)
         try:
             # Not limited: the first rank waits with everybody for a terminal that is paused.
@@ -116,13 +115,6 @@ def generate_text(arguments: GenerateArguments) -> None:
             # After Ctrl-C too, so that the shell's prompt begins a line of its own.
             if ranks.is_first:
                 _show(text.finish() + "\n")
-
-
-def _allow_any_character() -> None:
-    """Where the terminal's encoding lacks a character, show a question mark and go on."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        with contextlib.suppress(OSError):
-            sys.stdout.reconfigure(errors="replace")
 
 
 def _show(piece: str) -> None:

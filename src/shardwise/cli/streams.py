@@ -1,6 +1,7 @@
 """Standard input and outputs that are closed, or that nobody reads any more."""
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -78,3 +79,10 @@ def lasting_outputs() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = out, err
+
+
+def allow_any_character() -> None:
+    """Where the terminal's encoding lacks a character, show a question mark and go on."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):
+            sys.stdout.reconfigure(errors="replace")

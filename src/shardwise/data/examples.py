@@ -54,7 +54,16 @@ class Example:
         return not isinstance(self.completion, str)
 
 
-def is_plain_text(record: Record, text_key: str) -> bool:
+def has_text(record: Record, text_key: str) -> bool:
+    """Whether there is anything in a record; see ``text_of`` for what is raised of a plain text."""
+    return not is_plain_text(record) or not _names_its_text(record, text_key) or bool(text_of(record, text_key))
+
+
+def _names_its_text(record: Record, text_key: str) -> bool:
+    return not isinstance(record.value, dict) or text_key in record.value
+
+
+def is_plain_text(record: Record) -> bool:
     """Whether a record is a text and nothing else."""
     value = record.value
     if not isinstance(value, dict):
@@ -69,8 +78,8 @@ def example_of(record: Record, text_key: str) -> Example:
         DataError: it has none of the forms above, or messages that are none. The message says where.
     """
     where, value = record.where, record.value
-    if is_plain_text(record, text_key):
-        if isinstance(value, dict) and text_key not in value:
+    if is_plain_text(record):
+        if not _names_its_text(record, text_key):
             keys = ", ".join(map(repr, list(value)[:5])) or "none"
             raise DataError(
                 f"{where}: neither 'messages' nor 'prompt' and 'completion' nor {text_key!r} (its keys: {keys}); "

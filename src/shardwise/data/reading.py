@@ -61,6 +61,15 @@ def read_corpus(paths: AnyPath | Iterable[AnyPath], *, text_key: str = "text") -
         ConfigError: no paths given.
     """
     name, records = read_records(paths, has_text=lambda record: bool(text_of(record, text_key)))
+    return corpus_of(name, records, text_key)
+
+
+def corpus_of(name: str, records: Iterable[Record], text_key: str) -> Corpus:
+    """The corpus of records that are texts, whose size follows their name in its own.
+
+    Raises:
+        DataError: a record that has no text, or no text in any.
+    """
     documents = tuple(text_of(record, text_key) for record in records)
     return Corpus(f"{name}, {text_size(documents)}", documents)
 

@@ -340,6 +340,11 @@ class Tokenizer:
         return encoding.ids, encoding.offsets
 
     @cached_property
+    def added_names(self) -> dict[int, str]:
+        """The names of tokens that are found in a text as they are, special ones or not, by their ids."""
+        return {number: str(token.content) for number, token in self._backend.get_added_tokens_decoder().items()}
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids of special tokens."""
         added = self._backend.get_added_tokens_decoder()
@@ -348,8 +353,7 @@ class Tokenizer:
     @cached_property
     def special_names(self) -> tuple[str, ...]:
         """The names of special tokens."""
-        added = self._backend.get_added_tokens_decoder()
-        return tuple(str(added[token_id].content) for token_id in sorted(self.special_ids))
+        return tuple(self.added_names[token_id] for token_id in sorted(self.special_ids))
 
     @cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:

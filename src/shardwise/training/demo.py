@@ -10,7 +10,7 @@ from shardwise.training.parity import Parity, check_parity
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
 from shardwise.training.session import Session
-from shardwise.training.texts import Texts
+from shardwise.training.texts import TrainingData
 from shardwise.training.wording import banner, compared
 
 
@@ -23,7 +23,7 @@ class Demo(Recipe):
 
     parity: Parity
 
-    def read_texts(self, ranks: Ranks) -> Texts:
+    def read_texts(self, ranks: Ranks) -> TrainingData:
         """The standard library's; it is said, as it takes a while."""
         if ranks.is_first:
             print("reading the standard library and learning its vocabulary (kept for the next time) ...", flush=True)
@@ -43,7 +43,7 @@ class Demo(Recipe):
 
     def report(self, session: Session, outcome: Outcome) -> str:
         """The demo's last screen."""
-        held_out, settings, bits = session.texts.held_out, session.settings, outcome.held_out_bits_per_byte
+        held_out, settings, bits = session.texts.held_out_bytes, session.settings, outcome.held_out_bits_per_byte
         tokens = settings.training.steps * settings.training.global_batch_size * settings.sequence_length
         beaten = {name: 1 - bits / value for name, value in outcome.references.items() if bits < value}
         under = ", ".join(f"{share:.0%} under {name}" for name, share in beaten.items())
@@ -53,7 +53,7 @@ class Demo(Recipe):
             "parity": self.parity.line(),
             "loss": f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f} nats per token, {tokens:,} tokens in "
             f"{outcome.seconds:.0f} s",
-            "held out": f"{bits:.3f} bits per byte on {held_out.num_bytes:,} bytes it never saw",
+            "held out": f"{bits:.3f} bits per byte on {len(held_out):,} bytes it never saw",
             "": f"the same bytes: {compared(outcome)}" + (f"; the model is {under}" if under else ""),
             "traffic": f"{outcome.collectives_per_step} collectives and {outcome.bytes_per_step / 1e6:.1f} MB per rank "
             "and step",

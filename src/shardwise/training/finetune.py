@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from shardwise.communication.agreement import agree, barrier
+from shardwise.data import Corpus, Example, ExampleEncoder, example_of, read_records
+from shardwise.data.examples import has_text, is_plain_text
+from shardwise.data.json_records import Record
+from shardwise.data.reading import corpus_of
 from shardwise.errors import ConfigError
 from shardwise.huggingface import load_pretrained, save_pretrained
 from shardwise.huggingface.description import ModelDescription
@@ -22,14 +28,15 @@ from shardwise.lora import LoraConfig, add_lora_, merge_lora_, remove_lora_, sav
 from shardwise.lora.adapter_files import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
-from shardwise.tokenizer import PaddedTokenizer
+from shardwise.tokenizer import ChatTemplate, PaddedTokenizer
 from shardwise.topology import Groups
 from shardwise.training.build import config_fields
 from shardwise.training.finetune_settings import FinetuneSettings
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
+from shardwise.training.samples import Samples, prepare_samples
 from shardwise.training.session import Session
-from shardwise.training.texts import Texts, encode_texts, read_data, share_texts
+from shardwise.training.texts import STDLIB, Texts, TrainingData, encode_texts, read_data, share_texts
 
 _USUAL_SEQUENCE_LENGTH = 512
 _LOOKED_AT_BYTES = 1 << 20
@@ -100,15 +107,66 @@ class Finetuning(Recipe):
         model = dataclasses.replace(settings.model, sequence_length=length)
         super().__init__(dataclasses.replace(settings, model=model))
 
-    def read_texts(self, ranks: Ranks) -> Texts:
-        """The text, split and encoded by the model's tokenizer; see ``Recipe``."""
+    def read_texts(self, ranks: Ranks) -> TrainingData:
+        """The text or the samples, split and encoded by the model's tokenizer; see ``Recipe``."""
+        texts: TrainingData = share_texts(self._prepare, ranks)
         settings = self.settings
+        if settings.samples.epochs is not None:
+            num_samples = settings.samples.epochs * texts.loader(settings).schedule.num_samples
+            steps = max(1, math.ceil(num_samples / settings.training.global_batch_size))
+            self.settings = dataclasses.replace(
+                settings,
+                training=dataclasses.replace(settings.training, steps=steps),
+                samples=dataclasses.replace(settings.samples, epochs=None),
+            )
+        return texts
 
-        def prepare() -> Texts:
-            corpus = read_data(settings.data, settings.corpus)
-            return encode_texts(corpus, self.tokenizer, settings.corpus, parse_special=settings.special_tokens)
+    def encoder(self) -> ExampleEncoder:
+        """What turns examples into tokens. Raises DataError if the folder's chat template is none."""
+        settings = self.settings
+        return ExampleEncoder(
+            self.tokenizer,
+            ChatTemplate.load(self.folder.path),
+            mask_prompts=settings.samples.mask_prompts,
+            parse_special=settings.special_tokens,
+        )
 
-        return share_texts(prepare, ranks)
+    def examples(self) -> list[Example]:
+        """What the data has to learn from, in its order. Raises as ``read_records`` and ``example_of``."""
+        settings, key = self.settings, self.settings.corpus.text_key
+        if STDLIB in settings.data:
+            return [Example(STDLIB, None, each) for each in read_data(settings.data, settings.corpus).documents]
+        return [example_of(record, key) for record in self._records(settings.data)[1]]
+
+    def _records(self, paths: Sequence[str]) -> tuple[str, list[Record]]:
+        return read_records(paths, has_text=partial(has_text, text_key=self.settings.corpus.text_key))
+
+    def _prepare(self) -> Texts | Samples:
+        settings, key = self.settings, self.settings.corpus.text_key
+        measured = settings.samples.held_out
+        if STDLIB in (*settings.data, *measured):
+            held_out = read_data(measured, settings.corpus) if measured else None
+            return self._texts(read_data(settings.data, settings.corpus), held_out)
+        name, records = self._records(settings.data)
+        others = self._records(measured)[1] if measured else None
+        if all(is_plain_text(record) for record in (*records, *(others or ()))):
+            held_out = None if others is None else corpus_of("held out", others, key)
+            return self._texts(corpus_of(name, records, key), held_out)
+        return prepare_samples(
+            name,
+            [example_of(record, key) for record in records],
+            None if others is None else [example_of(record, key) for record in others],
+            self.encoder(),
+            settings.samples,
+            sequence_length=settings.sequence_length,
+            held_out_fraction=settings.corpus.held_out_fraction,
+        )
+
+    def _texts(self, corpus: Corpus, held_out: Corpus | None) -> Texts:
+        settings = self.settings
+        return encode_texts(
+            corpus, self.tokenizer, settings.corpus, parse_special=settings.special_tokens, held_out=held_out
+        )
 
     def describe(self, vocab_size: int) -> ModelDescription:
         """The folder's model, with the dropout of the settings."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -12,6 +12,7 @@ from shardwise.training.optimizer_settings import DECAY, RATE, OptimizerSettings
 from shardwise.training.settings import SEQUENCE, RunSettings, TrainingSettings
 
 _BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
+_STEPS = 200
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
 
 
@@ -66,6 +67,28 @@ class LoraSettings(Checked, prefix="--"):
 
 
 @dataclass(frozen=True)
+class SampleSettings(Checked, prefix="--"):
+    """Chats and instructions, and how long to train on them.
+
+    Attributes:
+        mask_prompts: learn what the assistant says, and completions, only; with --no-mask-prompts all of the text.
+        packing: put several samples into one row, kept apart by masks, with positions of their own: no time is spent on
+            filling up short ones. A step's samples are rows then.
+        too_long: what becomes of a sample that is longer than model.sequence-length: its beginning, parts of it, or
+            nothing.
+        held_out: files and folders to measure on, in the forms of data; a share of the data (corpus.held-out-fraction)
+            if not given.
+        epochs: how often to train on all of the data, in place of training.steps.
+    """
+
+    mask_prompts: bool = True
+    packing: bool = False
+    too_long: Literal["cut", "split", "drop"] = "cut"
+    held_out: tuple[str, ...] = ()
+    epochs: Annotated[float | None, Range(0, 1e6, low_included=False)] = None
+
+
+@dataclass(frozen=True)
 class FinetuneOptimizerSettings(OptimizerSettings):
     """AdamW or Muon, and the learning rate of each step.
 
@@ -91,6 +114,7 @@ class FinetuneSettings(RunSettings):
             transformers does; as letters with --no-special-tokens, for text of people whom you don't trust.
         model: what of the model may be chosen.
         lora: low-rank adapters.
+        samples: chats and instructions, and how long to train on them.
     """
 
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR"), _BASE] = ""
@@ -99,9 +123,10 @@ class FinetuneSettings(RunSettings):
     model: PretrainedSettings = field(default_factory=PretrainedSettings)
     optimizer: FinetuneOptimizerSettings = field(default_factory=FinetuneOptimizerSettings)
     training: TrainingSettings = field(
-        default_factory=lambda: TrainingSettings(steps=200, global_batch_size=8, eval_every=50)
+        default_factory=lambda: TrainingSettings(steps=_STEPS, global_batch_size=8, eval_every=50)
     )
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
+    samples: Annotated[SampleSettings, tyro.conf.arg(name="")] = field(default_factory=SampleSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,6 +136,11 @@ class FinetuneSettings(RunSettings):
             raise ConfigError(
                 "--optimizer.name muon is for the weight matrices of transformer layers, and --lora-rank leaves them "
                 "as they are; use adamw"
+            )
+        if self.samples.epochs is not None and self.training.steps != _STEPS:
+            raise ConfigError(
+                f"--epochs {self.samples.epochs:g} and --training.steps {self.training.steps} exclude each other; "
+                "leave one of them out"
             )
         if self.optimizer.learning_rate is None:
             rate = _LEARNING_RATE if self.lora.lora_rank is None else _LORA_LEARNING_RATE

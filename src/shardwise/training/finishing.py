@@ -73,11 +73,11 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
             notes.append(f"no {what}: {type(error).__name__}{': ' if reason else ''}{reason}")
 
     def draw() -> None:
-        rows, title = read_metrics(session.out / "metrics.jsonl"), session.texts.corpus.name
+        rows, title = read_metrics(session.out / "metrics.jsonl"), session.texts.name
         if note := draw_loss(rows, session.out / "loss.png", references=references, title=title):
             notes.append(note)
 
-    attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.texts.held_out.to_bytes())))
+    attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.texts.held_out_bytes)))
     if session.ranks.is_first:
         attempt("picture", draw)
     if session.settings.parallel.pp == 1:

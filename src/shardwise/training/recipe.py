@@ -9,7 +9,7 @@ from shardwise.huggingface.description import ModelDescription
 from shardwise.training.build import build_model, describe
 from shardwise.training.ranks import Ranks
 from shardwise.training.settings import RunSettings, Settings
-from shardwise.training.texts import Texts, prepare_texts, share_texts
+from shardwise.training.texts import TrainingData, prepare_texts, share_texts
 from shardwise.training.wording import summary
 
 if TYPE_CHECKING:
@@ -36,8 +36,11 @@ class Recipe:
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
 
-    def read_texts(self, ranks: Ranks) -> Texts:
-        """What is trained and measured on; every rank calls. Raises as ``share_texts``."""
+    def read_texts(self, ranks: Ranks) -> TrainingData:
+        """What is trained and measured on; every rank calls. Raises as ``share_texts``.
+
+        ``settings`` may be others afterwards, if the number of steps depends on what there is.
+        """
         settings = self.settings
         assert isinstance(settings, Settings)
         return share_texts(lambda: prepare_texts(settings), ranks)

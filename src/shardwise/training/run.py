@@ -136,8 +136,7 @@ class _Training:
         )
 
     def _step(self, step: int, metrics: MetricsWriter | None, progress: Progress) -> None:
-        session, settings, tokens = self.session, self.session.settings.training, self.session.texts.train_tokens
-        bits_per_nat = tokens.num_tokens / tokens.num_bytes / math.log(2)
+        session, settings = self.session, self.session.settings.training
         self._started = time.perf_counter()
         is_first = step == self.first_step
         with (
@@ -156,10 +155,10 @@ class _Training:
             self._losses.append(result.loss)
         values = {
             "loss": result.loss,
-            "bits_per_byte": result.loss * bits_per_nat,
+            "bits_per_byte": result.loss * session.texts.bits_per_nat,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
-            "tokens_per_second": settings.global_batch_size * session.settings.sequence_length / seconds,
+            "tokens_per_second": session.loader.num_tokens(step) / seconds,
         }
         values |= session.utilisation.metrics(seconds) | {peak_memory(session.ranks.device)[0]: self._peak_memory}
         if result.loss_scale is not None:

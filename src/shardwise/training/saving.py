@@ -200,7 +200,8 @@ def find_newest(settings: RunSettings) -> Path | None:
 def _identity(session: Session) -> dict[str, Any]:
     return {
         **session.recipe.identity,
-        "corpus_sha256": session.texts.corpus.sha256,
+        **session.texts.identity,
+        "corpus_sha256": session.texts.sha256,
         "tokenizer_sha256": session.texts.tokenizer.sha256,
         "vocab_size": session.texts.tokenizer.vocab_size,
     }

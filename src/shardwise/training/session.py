@@ -12,14 +12,14 @@ from torch import nn
 from shardwise.accounting.flops import model_flops_per_token
 from shardwise.communication.agreement import agree, gather_objects
 from shardwise.communication.transports import transport_name
-from shardwise.data import DataLoader, EvaluationWindows, TokenDataset
+from shardwise.data import DataLoader, SampleLoader, Windows
 from shardwise.layers import named_param_layouts
 from shardwise.topology import Groups, Topology
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
 from shardwise.training.settings import RunSettings
-from shardwise.training.texts import Texts
+from shardwise.training.texts import TrainingData
 from shardwise.training.trainer import Trainer
 from shardwise.training.utilisation import Utilisation, peak_of
 
@@ -46,9 +46,9 @@ class Session:
     settings: RunSettings
     ranks: Ranks
     topology: Topology
-    texts: Texts
-    loader: DataLoader
-    windows: EvaluationWindows
+    texts: TrainingData
+    loader: DataLoader | SampleLoader
+    windows: Windows
     trainer: Trainer
     transport: str
     num_parameters: int
@@ -78,12 +78,10 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
         DataError: the text is too short for the settings.
     """
     recipe = agree(lambda: recipe_of(settings), group=ranks.control)
-    settings = recipe.settings
     texts = recipe.read_texts(ranks)
+    settings = recipe.settings
     settings.check_world(ranks.world_size)
-    train = TokenDataset(texts.train_tokens, settings.sequence_length)
-    loader = DataLoader(train, settings.training.global_batch_size, settings.training.seed)
-    windows = EvaluationWindows(texts.held_out_tokens, settings.sequence_length)
+    loader, windows = texts.loader(settings), texts.windows(settings)
     topology = Topology.create(tp=settings.parallel.tp, pp=settings.parallel.pp, validate=settings.validate)
     groups = Groups.of(topology)
     torch.default_generator.manual_seed(settings.training.seed)

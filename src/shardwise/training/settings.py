@@ -235,7 +235,8 @@ class RunSettings(Checked):
     """What a run is told whatever model it trains.
 
     Attributes:
-        data: files and folders of text, JSON lines or JSON arrays; "stdlib" is this machine's Python standard library.
+        data: files and folders of text, JSON lines, JSON arrays, Parquet or Arrow; "stdlib" is this machine's Python
+            standard library.
         out: folder for checkpoints, metrics, pictures and the tokenizer.
         resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
             a folder that has checkpoints; "restart" starts anew and deletes them.

@@ -27,7 +27,7 @@ def banner(session: Session) -> str:
         zero = " (optimizer state split)" if dp > 1 else " (--zero 1 does nothing with one data-parallel rank)"
     stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
     return (
-        f"text   {texts.corpus.name}, sha256 {texts.corpus.sha256[:12]}\n"
+        f"text   {texts.name}, sha256 {texts.sha256[:12]}\n"
         f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
         f"vocabulary {texts.tokenizer.vocab_size:,}\n"
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
