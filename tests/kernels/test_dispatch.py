@@ -1,9 +1,12 @@
 """Which kernels are chosen, from plain values, and what is said when they are not the fastest."""
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from harness.program import run
 
 from shardwise.kernels import dispatch, loss_reference, main_grad
 from shardwise.kernels.dispatch import LOSS_CPU, LOSS_TRITON, PATHS, Call, FastPath, loss_kernels, report
@@ -103,7 +106,38 @@ def test_without_triton_the_reference_runs_and_the_reason_is_told(monkeypatch, w
 def test_triton_runs_where_it_can(monkeypatch, capability, dtype, reason):
     pytest.importorskip("triton", reason="the kernels need Triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dispatch._module("triton_trial"), "why_not", lambda device_index: None)
     assert LOSS_TRITON.why_not(Call("cuda", dtype)) == reason
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_reference_runs_and_the_reason_is_told(tmp_path):
+    """As in slim images: Triton imports, and there is no C compiler, or no assembler."""
+    pytest.importorskip("triton", reason="Triton must import")
+    program = Path(__file__).with_name("without_compiler.py")
+    # Triton looks for the driver's library before it looks for a compiler.
+    variables = {"TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path), "PATH": str(tmp_path)}
+    unset = dict.fromkeys(("CC", "TRITON_INTERPRET", "SHARDWISE_TRITON"))
+    found = json.loads(run("-W", "error", program, OMP_NUM_THREADS="1", **variables, **unset).stdout)
+    cannot = "Triton cannot run a kernel here: RuntimeError: "
+    assert found["no C compiler"].startswith(cannot + "Failed to find C compiler.")
+    assert found["no ptxas"].startswith(cannot + "Cannot find ptxas")
+    assert found["falls back"]
+
+
+def test_triton_can_be_left_out(monkeypatch):
+    monkeypatch.setenv("SHARDWISE_TRITON", "0")
+    paths = [path for path in (*PATHS, dispatch.REDUCE_NORM) if path.device_type == "cuda"]
+    assert len(paths) == 4
+    for path in paths:
+        assert path.why_not(Call("cuda", torch.bfloat16)) == "SHARDWISE_TRITON is 0"
+
+
+def test_the_definition_takes_larger_blocks_on_a_gpu():
+    """Each operation there takes microseconds to launch, whatever it does."""
+    for device, elements in (("cpu", 1 << 18), ("meta", 1 << 24)):
+        blocks = list(loss_reference.row_blocks(torch.empty(8192, 131072, device=device)))
+        assert [rows.start for rows in blocks] == list(range(0, 8192, elements // 131072))
 
 
 def test_the_compiler_gets_the_reference(monkeypatch):

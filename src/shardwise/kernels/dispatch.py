@@ -8,6 +8,7 @@ tensor subclasses, and all that ``torch.compile`` traces, for which the compiler
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,7 @@ from torch.nn import Parameter
 from shardwise.kernels import loss_reference
 
 _WIDEST_OF_FLASH = 256
+_TRITON_SWITCH = "SHARDWISE_TRITON"
 # Of a row in the type in which it is computed: with more, a program's registers do not hold it.
 _MAX_NORM_BYTES = 1 << 15
 
@@ -130,6 +132,9 @@ def _module(name: str) -> Any:
 
 @cache
 def _no_triton(device_index: int) -> str | None:
+    """Why Triton's kernels do not run on a CUDA device; None if they do. One is tried."""
+    if os.environ.get(_TRITON_SWITCH) == "0":
+        return f"{_TRITON_SWITCH} is 0"
     try:
         _module("loss_triton")
     # Whatever is wrong with an optional package, the reference runs.
@@ -138,7 +143,8 @@ def _no_triton(device_index: int) -> str | None:
     major, minor = torch.cuda.get_device_capability(torch.device("cuda", device_index))
     if (major, minor) < (8, 0) and torch.version.hip is None:
         return f"Triton's kernels need compute capability 8.0, and cuda:{device_index} has {major}.{minor}"
-    return None
+    why_not: str | None = _module("triton_trial").why_not(device_index)
+    return why_not
 
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

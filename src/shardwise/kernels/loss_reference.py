@@ -4,8 +4,8 @@ A logit ``x`` enters the softmax as ``y = softcap(x) / temperature`` with ``soft
 ``dy/dx = (1 - tanh²(x / c)) / temperature``. All is computed in fp32 (fp64 for fp64 logits), whatever the logits are.
 Targets are this rank's column numbers, and -1 where another rank holds the target.
 
-Rows are taken in blocks that fit the cache, so that no copy of the logits is made; while ``torch.compile`` traces they
-are taken at once, since the compiler makes its own loops.
+Rows are taken in blocks that suit the device, so that no copy of the logits is made; while ``torch.compile`` traces
+they are taken at once, since the compiler makes its own loops.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of one block: 1 MiB of fp32, about a core's second-level cache.
+# Elements of one block on a CPU: 1 MiB of fp32, about a core's second-level cache.
 BLOCK_ELEMENTS = 1 << 18
+# Elsewhere 64 MiB of it: enough that each operation keeps a GPU busy for longer than it takes to launch.
+GPU_BLOCK_ELEMENTS = 1 << 24
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -22,12 +24,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_blocks(num_rows: int, num_columns: int, num_elements: int | None = None) -> Iterator[slice]:
-    """Consecutive rows of about ``num_elements`` elements (``BLOCK_ELEMENTS`` if None); all under ``torch.compile``."""
+def row_blocks(matrix: Tensor) -> Iterator[slice]:
+    """Consecutive rows whose temporaries suit the matrix' device; all of them under ``torch.compile``."""
+    num_rows, num_columns = matrix.shape
     if torch.compiler.is_compiling():
         yield slice(0, num_rows)
         return
-    rows = max(1, (num_elements or BLOCK_ELEMENTS) // max(num_columns, 1))
+    rows = max(1, (BLOCK_ELEMENTS if matrix.is_cpu else GPU_BLOCK_ELEMENTS) // max(num_columns, 1))
     for start in range(0, num_rows, rows):
         yield slice(start, min(start + rows, num_rows))
 
@@ -66,7 +69,7 @@ def row_statistics(
         return statistics
     elsewhere = target_local < 0
     columns = target_local.clamp(min=0).unsqueeze(1)
-    for rows in row_blocks(num_rows, num_columns):
+    for rows in row_blocks(logits):
         y, slope = transformed(logits[rows], softcap, temperature)
         maximum = y.amax(dim=1)
         out = statistics[rows]
@@ -111,8 +114,7 @@ def gradient_(
         softcap: as in ``row_statistics``.
         temperature: as in ``row_statistics``.
     """
-    num_rows, num_columns = logits.shape
-    if num_columns == 0:
+    if logits.size(1) == 0:
         return
     owned = target_local >= 0
     columns = target_local.clamp(min=0).unsqueeze(1)
@@ -120,7 +122,7 @@ def gradient_(
     if rest is not None:
         nothing &= rest == 0
     shift, scale, nothing, owned = (x.unsqueeze(1) for x in (finite(shift), scale, nothing, owned))
-    for rows in row_blocks(num_rows, num_columns):
+    for rows in row_blocks(logits):
         y, slope = transformed(logits[rows], softcap, temperature)
         result = (y - shift[rows]).exp_().mul_(scale[rows])
         if rest is not None:

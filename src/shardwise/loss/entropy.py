@@ -43,7 +43,7 @@ class _VocabParallelEntropy(Function):
         source = flat_rows(logits)
         result = torch.zeros_like(source)
         scale = grad_output.reshape(-1).to(sum_exp.dtype) / sum_exp
-        for rows in row_blocks(source.size(0), ctx.num_valid):
+        for rows in row_blocks(source[:, : ctx.num_valid]):
             y, slope = transformed(source[rows, : ctx.num_valid], ctx.options.softcap, ctx.options.temperature)
             shifted = y - finite(maximum[rows]).unsqueeze(1)
             exponentials = shifted.exp()
@@ -60,7 +60,7 @@ def _statistics(flat: Tensor, options: LossOptions) -> Tensor:
     if flat.size(1) == 0:
         statistics[:, 0] = -torch.inf
         return statistics
-    for rows in row_blocks(*flat.shape):
+    for rows in row_blocks(flat):
         y, _ = transformed(flat[rows], options.softcap, options.temperature)
         maximum = y.amax(dim=1)
         shifted = y - finite(maximum).unsqueeze(1)

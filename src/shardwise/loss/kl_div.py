@@ -57,7 +57,7 @@ class _VocabParallelKLDiv(Function):
             for x, needed in zip((flat, flat_teacher), ctx.needs_input_grad, strict=False)
         ]
         options, valid = ctx.options, slice(0, ctx.num_valid)
-        for rows in row_blocks(flat.size(0), ctx.num_valid):
+        for rows in row_blocks(flat[:, valid]):
             y, slope = transformed(flat[rows, valid], options.softcap, options.temperature)
             z, teacher_slope = transformed(flat_teacher[rows, valid], options.softcap, options.temperature)
             y, z = y - finite(maximum[rows]), z - finite(of_teacher[rows])
@@ -87,7 +87,7 @@ def _statistics(flat: Tensor, teacher: Tensor, options: LossOptions) -> Tensor:
     if flat.size(1) == 0:
         statistics[:, :2] = -torch.inf
         return statistics
-    for rows in row_blocks(*flat.shape):
+    for rows in row_blocks(flat):
         y, _ = transformed(flat[rows], options.softcap, options.temperature)
         z, _ = transformed(teacher[rows], options.softcap, options.temperature)
         maximum, of_teacher = y.amax(dim=1), z.amax(dim=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +22,6 @@ from shardwise.loss.combine import Combined, combine
 from shardwise.loss.finite import check_finite_logits
 from shardwise.loss.options import LossOptions
 from shardwise.sharding import Interval
-
-# Elements of one block on a GPU: 64 MiB of fp32.
-_GPU_BLOCK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -97,16 +94,10 @@ class Head:
         return slope / self.options.temperature
 
 
-def _blocks(matrix: Tensor) -> Iterator[slice]:
-    """Runs of rows whose temporaries are small beside the matrix, and few enough to keep a GPU busy with each."""
-    num_elements = None if matrix.is_cpu else _GPU_BLOCK_ELEMENTS
-    return row_blocks(matrix.size(0), matrix.size(1), num_elements)
-
-
 def times_rows(matrix: Tensor, factor: Tensor) -> Tensor:
     """``matrix · factor`` with one factor for each row, multiplied in the factor's dtype and rounded once."""
     result = torch.empty_like(matrix)
-    for rows in _blocks(matrix):
+    for rows in row_blocks(matrix):
         result[rows] = matrix[rows] * factor[rows].unsqueeze(1)
     return result
 
@@ -114,7 +105,7 @@ def times_rows(matrix: Tensor, factor: Tensor) -> Tensor:
 def sum_of_rows(matrix: Tensor, factor: Tensor) -> Tensor:
     """``Σ matrix[n] · factor[n]`` over the rows, in the factor's dtype."""
     total = factor.new_zeros(matrix.size(1))
-    for rows in _blocks(matrix):
+    for rows in row_blocks(matrix):
         total = total + (matrix[rows] * factor[rows].unsqueeze(1)).sum(dim=0)
     return total
 
@@ -145,7 +136,7 @@ def finished_hidden_gradient(
     result = product if product.dtype == weight.dtype else torch.empty_like(product, dtype=weight.dtype)
     columns = target_local.clamp(min=0)
     at_target = at_target.masked_fill(target_local < 0, 0.0)
-    for rows in _blocks(product):
+    for rows in row_blocks(product):
         part = product[rows].to(compute_dtype(weight.dtype)) * factor[rows].unsqueeze(1)
         if weight.size(0):
             part.addcmul_(weight[columns[rows]].to(part.dtype), at_target[rows].unsqueeze(1))
