@@ -5,7 +5,6 @@ Read with ``pyarrow``, which is imported only where there is such a file.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,10 +80,9 @@ def _batches(arrow: Any, opened: Any, is_parquet: bool) -> Iterator[Any]:
         yield from pyarrow.parquet.ParquetFile(opened).iter_batches(batch_size=_ROWS)
         return
     # A dataset's files are streams; others write the random-access form, which begins with a word of its own.
-    with contextlib.closing(
-        arrow.ipc.open_file(opened) if opened.peek(6)[:6] == b"ARROW1" else arrow.ipc.open_stream(opened)
-    ) as reader:
-        if hasattr(reader, "num_record_batches"):
+    is_file = opened.peek(6)[:6] == b"ARROW1"
+    with arrow.ipc.open_file(opened) if is_file else arrow.ipc.open_stream(opened) as reader:
+        if is_file:
             yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
         else:
             yield from reader

@@ -1,0 +1,84 @@
+"""Records of Parquet and Arrow files, and of folders that the library datasets saves."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from shardwise.data import example_of, read_corpus, read_records
+from shardwise.errors import ConfigError, DataError
+
+CHATS = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    {"messages": [{"role": "user", "content": "c", "name": "d"}, {"role": "assistant", "content": "\N{SNOWMAN}"}]},
+]
+
+
+def write_arrow(path, rows, *, stream=True):
+    table = pyarrow.Table.from_pylist(rows)
+    writer = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with path.open("wb") as file, writer(file, table.schema) as opened:
+        opened.write_table(table, max_chunksize=1)
+
+
+def messages_in(path):
+    return [[dict(message) for message in example_of(record, "text").completion] for record in read_records(path)[1]]
+
+
+def test_rows_are_records(tmp_path):
+    table = pyarrow.Table.from_pylist(CHATS)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1)
+    write_arrow(tmp_path / "b.arrow", CHATS)
+    write_arrow(tmp_path / "c.arrow", CHATS, stream=False)
+    # A column of some rows only is missing in the others.
+    expected = [chat["messages"] for chat in CHATS]
+    for name in ("a.parquet", "b.arrow", "c.arrow"):
+        assert messages_in(tmp_path / name) == expected
+    assert messages_in(tmp_path) == expected, "of a folder, Parquet files are read"
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x", "y"]}), tmp_path / "d.parquet")
+    assert read_corpus(tmp_path / "d.parquet", text_key="body").documents == ("x", "y")
+    with pytest.raises(DataError, match=r"d\.parquet', row 1: no key 'text' \(its keys: 'body'\)"):
+        read_corpus(tmp_path / "d.parquet")
+
+
+def test_a_saved_dataset_is_read_as_it_says(tmp_path):
+    for name, chat in zip(("y.arrow", "x.arrow", "stale.arrow"), (*CHATS, CHATS[0]), strict=True):
+        write_arrow(tmp_path / name, [chat])
+    state = {"_data_files": [{"filename": "y.arrow"}, {"filename": "x.arrow"}]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    assert messages_in(tmp_path) == [chat["messages"] for chat in CHATS]
+    for wrong in ([{"filename": "../y.arrow"}], [{}], [], "y.arrow"):
+        (tmp_path / "state.json").write_text(json.dumps({"_data_files": wrong}))
+        with pytest.raises(DataError, match="which names no files beside it"):
+            read_records(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"ARROW1\0\0garbage", b"\xff\xff\xff\xff\xff\xff\xff\x7f" * 4, None])
+def test_garbage_is_one_error(tmp_path, suffix, content):
+    path = tmp_path / f"x.{suffix}"
+    if content is None:
+        # Cut off in the middle.
+        rows = [{"text": "word " * 999} for _ in range(9)]
+        if suffix == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        else:
+            write_arrow(path, rows)
+        content = path.read_bytes()[: path.stat().st_size // 2]
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"x\.{suffix}' (is no|has no text|.* or a damaged one)"):
+        read_records(path)
+
+
+def test_without_pyarrow(tmp_path, monkeypatch):
+    (tmp_path / "x.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        ConfigError, match=r"read with pyarrow, which is not installed; pip install 'shardwise\[data\]'"
+    ):
+        read_records(tmp_path / "x.parquet")
