@@ -24,6 +24,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": LLAMA | {"qk_layernorm": True, "kv_channels": 10},
     "bloom": BIASES
     | {"embedding_layernorm": True, "position_embedding_type": "alibi", "share_embeddings_and_output_weights": True},
+    "gemma": LLAMA
+    | {
+        "norm_position": "sandwich",
+        "attention_logit_softcap": 50.0,
+        "final_logit_softcap": 30.0,
+        "window_size": (3, 0),
+        "windowed_layers": (True, False, True),
+        "window_rotary_base": 100.0,
+        "embedding_multiplier": 2.0,
+    },
+    "olmo2": LLAMA | {"norm_position": "branch", "qk_layernorm": True, "qk_layernorm_over_heads": True},
+    "smollm3": LLAMA | {"rotary_layers": (True, False, True), "residual_multiplier": 0.5},
+    "gpt_neox": BIASES | {"position_embedding_type": "rope", "parallel_residual": True},
+    "opt": BIASES | {"position_offset": 2},
     "one key-value head": {"num_query_groups": 1},
 }
 # What 2, 3 and 4 ranks divide, and what none of them does.

@@ -86,7 +86,7 @@ def _layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int
             for pp in _divisors(world_size // tp, model.num_layers):
                 dp = world_size // (tp * pp)
                 for sequence_parallel in (False, True)[: 1 + (tp > 1)]:
-                    for zero, fsdp in _sharded(dp, pp):
+                    for zero, fsdp in _sharded(workload, like, dp, pp):
                         for recomputation in again:
                             yield replace(
                                 like,
@@ -102,12 +102,11 @@ def _layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int
                             )
 
 
-def _sharded(dp: int, pp: int) -> Iterator[tuple[int, bool]]:
+def _sharded(workload: Workload, like: Layout, dp: int, pp: int) -> Iterator[tuple[int, bool]]:
     yield 0, False
-    if dp > 1:
-        yield 1, False
-        if pp == 1:
-            yield 0, True
+    # fully_shard sums a layer's gradients when its backward ends, and Muon needs whole matrices.
+    if dp > 1 and workload.optimizer != "muon" and not (pp > 1 and like.schedule == "zero-bubble"):
+        yield 0, True
 
 
 def _divisors(number: int, largest: int) -> list[int]:

@@ -105,6 +105,7 @@ def attention_core(
     *,
     is_rotary: bool = False,
     norms: str | None = None,
+    norms_over_heads: bool = False,
     mask: Literal["window", "alibi"] | None = None,
     dropout: bool = False,
     dropout_is_global: bool = False,
@@ -116,6 +117,7 @@ def attention_core(
         x: the rank's share.
         is_rotary: queries and keys are rotated.
         norms: the kind of norm on queries and keys, if there is one.
+        norms_over_heads: these norms are one over all heads of a token.
         mask: what is forbidden, or added, beside what comes after a token.
         dropout: on the attention weights.
         dropout_is_global: its masks are those of one rank.
@@ -130,7 +132,13 @@ def attention_core(
     else:
         q, k, v = "q", "k", "v"
     kept, extra = set(), 0
-    if norms is not None:
+    if norms is not None and norms_over_heads:
+        # Single operations: the square, the normalised heads, and in 16 bits all of them wide, with the weight.
+        kept |= set() if x.e < x.wide else {q, k}
+        copies = 1 if x.e == x.wide else 3
+        weight = (x.a + x.g) * x.d if x.e < x.wide else 0
+        extra += x.wide * (copies * (queries + keys) + 2 * tokens + weight)
+    elif norms is not None:
         if norms == "RMSNorm" and x.e == 2:
             extra += 8 * (queries + keys)
         else:
@@ -194,16 +202,20 @@ def fused_loss(x: Share, memory_budget: int) -> int:
 def shared_by_layers(x: Share, workload: Workload) -> int:
     """What all layers of a micro-batch read: cosines and sines of rotary positions, and the mask of a window."""
     model = workload.model
-    shared = x.e * x.s * x.d if model.position_embedding_type == "rope" else 0
-    if _mask(model, x.s) == "window" and not (model.attention_dropout > 0 and workload.dropout_is_global):
+    tables = (model.position_embedding_type == "rope") + (model.window_rotary_base is not None)
+    shared = tables * x.e * x.s * x.d
+    if any(_mask(model, x.s, index) == "window" for index in range(model.num_layers)) and not (
+        model.attention_dropout > 0 and workload.dropout_is_global
+    ):
         shared += x.e * x.s * x.s
     return shared
 
 
-def _mask(model: ModelDescription, s: int) -> Literal["window", "alibi"] | None:
+def _mask(model: ModelDescription, s: int, index: int) -> Literal["window", "alibi"] | None:
     if model.position_embedding_type == "alibi":
         return "alibi"
-    before = -1 if model.window_size is None else model.window_size[0]
+    windows = model.windowed_layers is None or model.windowed_layers[index]
+    before = model.window_size[0] if model.window_size is not None and windows else -1
     return "window" if 0 <= before < s - 1 else None
 
 
@@ -220,42 +232,50 @@ def mlp(x: Share, workload: Workload, recomputation: Recomputation) -> int:
     return column_linear(x) + activation(x, gated=gated, keeps_activated_gate=not fuses) + row_linear(x, x.f)
 
 
-def layer(x: Share, workload: Workload, recomputation: Recomputation) -> int:
-    """A transformer layer of which the parts that are named are recomputed."""
+def layer(x: Share, workload: Workload, recomputation: Recomputation, index: int = 0) -> int:
+    """The layer ``index`` of the model, counted from 0, of which the parts that are named are recomputed."""
     model = workload.model
+    rotates = model.rotary_layers is None or model.rotary_layers[index]
     core = attention_core(
         x,
-        is_rotary=model.position_embedding_type == "rope",
+        is_rotary=model.position_embedding_type == "rope" and rotates,
         norms=model.normalization if model.qk_layernorm else None,
-        mask=_mask(model, x.s),
+        norms_over_heads=model.qk_layernorm_over_heads,
+        mask=_mask(model, x.s, index),
         dropout=model.attention_dropout > 0,
         dropout_is_global=workload.dropout_is_global,
-        is_recomputed=recomputation.recomputes("core_attn"),
+        # Scores with a soft cap are computed again in any case.
+        is_recomputed=recomputation.recomputes("core_attn") or model.attention_logit_softcap is not None,
     )
     kept = core + column_linear(x) + mlp(x, workload, recomputation)
     # Of a norm that is recomputed its input is kept in place of its output, which the linear layers would keep.
-    if not recomputation.recomputes("layernorm"):
-        kept += 2 * norm(x, model.normalization)
+    is_before, is_after = model.norm_position in ("pre", "sandwich"), model.norm_position != "pre"
+    before = 2 * is_before * (not recomputation.recomputes("layernorm"))
+    kept += (before + 2 * is_after) * norm(x, model.normalization)
+    if model.parallel_residual and before and not (model.normalization == "RMSNorm" and x.e == 2):
+        # Both norms have one input.
+        kept -= column_linear(x)
     if model.hidden_dropout > 0:
         kept += 2 * residual_dropout(x, is_global=workload.dropout_is_global)
     return kept
 
 
-def layers(x: Share, workload: Workload, recomputation: Recomputation, number: int) -> int:
-    """``number`` layers, one after the other, of a stage or of its chunk."""
-    whole = layer(x, workload, recomputation)
+def layers(x: Share, workload: Workload, recomputation: Recomputation, indices: range) -> int:
+    """Layers, one after the other, of a stage or of its chunk."""
+    number = len(indices)
     if recomputation.granularity != "full":
-        return number * whole
+        return sum(layer(x, workload, recomputation, index) for index in indices)
     if recomputation.method == "uniform":
         return -(-number // recomputation.num_layers) * column_linear(x)
     recomputed = min(number, recomputation.num_layers)
-    return recomputed * column_linear(x) + (number - recomputed) * whole
+    left = sum(layer(x, workload, recomputation, index) for index in indices[recomputed:])
+    return recomputed * column_linear(x) + left
 
 
 def part(x: Share, workload: Workload, recomputation: Recomputation, part: Part) -> int:
     """All of a pipeline stage, or of one of its chunks."""
     model = workload.model
-    kept = layers(x, workload, recomputation, len(part.layers))
+    kept = layers(x, workload, recomputation, part.layers)
     kept += shared_by_layers(x, workload)
     if part.is_first:
         kept += embedding(x)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.huggingface.description import ModelDescription
-from shardwise.sharding import ParamLayout, stage_layers
+from shardwise.sharding import ParamLayout, holders, stage_layers
 from shardwise.transformer.heads import split_heads
 
 
@@ -21,6 +21,8 @@ class Parameter:
         shape: of this rank's part.
         is_matrix: a linear layer's weight in a transformer layer, which Muon updates.
         is_partial: with sequence parallelism its gradient is a sum over the tensor-parallel ranks.
+        is_of_heads: it is so in any case, since each rank applies it to its own heads.
+        num_shared: elements, of all ranks, that several of them hold: copies of key-value heads.
         is_copy: of a weight that is another stage's too.
     """
 
@@ -28,6 +30,8 @@ class Parameter:
     shape: tuple[int, ...]
     is_matrix: bool = False
     is_partial: bool = False
+    is_of_heads: bool = False
+    num_shared: int = 0
     is_copy: bool = False
 
     @property
@@ -92,9 +96,10 @@ class _Split:
 
     def linear(self, name: str, layout: ParamLayout, bias: bool) -> Iterator[Parameter]:
         rows, width = layout.local_shape(self.rank)
-        yield Parameter(f"{name}.weight", (rows, width), is_matrix=True)
+        shared = sum(stop - start for (start, stop), ranks in holders(layout).items() if len(ranks) > 1)
+        yield Parameter(f"{name}.weight", (rows, width), is_matrix=True, num_shared=shared * width)
         if bias:
-            yield Parameter(f"{name}.bias", (rows,))
+            yield Parameter(f"{name}.bias", (rows,), num_shared=shared)
 
 
 def _norm(name: str, model: ModelDescription, width: int | None = None) -> Iterator[Parameter]:
@@ -110,7 +115,9 @@ def _parameters(model: ModelDescription, part: Part, split: _Split) -> Iterator[
     if part.is_first:
         yield Parameter("embedding.word_embeddings.weight", vocabulary)
         if model.position_embedding_type == "learned_absolute":
-            yield Parameter("embedding.position_embeddings.weight", (model.max_sequence_length, h))
+            yield Parameter(
+                "embedding.position_embeddings.weight", (model.position_offset + model.max_sequence_length, h)
+            )
         if model.embedding_layernorm:
             yield from _norm("embedding.layernorm", model)
     for index in range(len(part.layers)):
@@ -127,20 +134,26 @@ def _layer(prefix: str, model: ModelDescription, split: _Split) -> Iterator[Para
     h, d, f = model.hidden_size, model.kv_channels, model.ffn_hidden_size
     sections = 2 if model.gated_linear_unit else 1
     heads = split_heads(model.num_attention_heads, model.num_query_groups, split.tp)
-    is_pre = model.norm_position == "pre"
+    is_before, is_after = model.norm_position in ("pre", "sandwich"), model.norm_position != "pre"
     attention, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
-    if is_pre:
+    if is_before:
         yield from _norm(f"{prefix}input_layernorm", model)
     yield from split.linear(f"{attention}linear_qkv", heads.qkv_layout((h,), d), model.qkv_bias)
     if model.qk_layernorm:
-        for name in ("q_layernorm", "k_layernorm"):
-            yield from _norm(f"{attention}{name}", model, d)
+        counts = {"q_layernorm": model.num_attention_heads, "k_layernorm": model.num_query_groups}
+        for name, count in counts.items():
+            width = d * count if model.qk_layernorm_over_heads else d
+            for param in _norm(f"{attention}{name}", model, width):
+                yield replace(param, is_partial=False, is_of_heads=True)
     sizes = [n * d for n in heads.query_sizes()]
     yield from split.row(
         f"{attention}linear_proj", h, model.num_attention_heads * d, bias=model.attention_bias, sizes=sizes
     )
-    yield from _norm(f"{prefix}{'pre_mlp_layernorm' if is_pre else 'post_self_attn_layernorm'}", model)
+    if is_after:
+        yield from _norm(f"{prefix}post_self_attn_layernorm", model)
+    if is_before:
+        yield from _norm(f"{prefix}pre_mlp_layernorm", model)
     yield from split.column(f"{mlp}linear_fc1", sections * f, h, bias=model.mlp_bias, sections=sections)
     yield from split.row(f"{mlp}linear_fc2", h, f, bias=model.mlp_bias)
-    if not is_pre:
+    if is_after:
         yield from _norm(f"{prefix}post_mlp_layernorm", model)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from shardwise.accounting import kept
 from shardwise.accounting.kept import Share
 from shardwise.accounting.parameters import Part, parameters_of, parts_of
-from shardwise.accounting.state import StateBytes, largest_unsharded_bytes, state_bytes
+from shardwise.accounting.state import gathered_bytes, state_bytes
 from shardwise.accounting.traffic import Traffic, traffic_of
 from shardwise.accounting.workload import Layout, Workload
 from shardwise.pipeline_parallel.actions import Kind
@@ -27,7 +27,7 @@ class RankPlan:
         activations: bytes that are kept for the backward, of all micro-batches in flight at one time.
         in_flight: micro-batches of which activations are held at one time, counted once per chunk.
         working: bytes of what is there only for a moment: a layer that is being recomputed with the gathered inputs of
-            its linear layers; with fsdp the parameters that are gathered.
+            its linear layers; with fsdp the parameters that are gathered, and gradients that accumulate.
         traffic: what it sends in a step.
     """
 
@@ -116,13 +116,14 @@ def distinct_ranks(workload: Workload, layout: Layout) -> list[int]:
 def plan_rank(workload: Workload, layout: Layout, stage: int, parts: tuple[Part, ...], rank: int) -> RankPlan:
     """What tensor-parallel rank ``rank`` of a stage needs."""
     x = _share(workload, layout, rank)
-    params = [param for part in parts for param in parameters_of(workload.model, part, tp=layout.tp, rank=rank)]
-    state: StateBytes = state_bytes(workload, layout, params)
+    by_part = [parameters_of(workload.model, part, tp=layout.tp, rank=rank) for part in parts]
+    params = [param for own in by_part for param in own]
+    state = state_bytes(workload, layout, params)
     of_chunks = [kept.part(x, workload, layout.recomputation, part) for part in parts]
     in_flight, activations = _in_flight(workload, layout, stage, of_chunks)
     working = kept.recomputed_at_a_time(x, workload, layout.recomputation, max(len(part.layers) for part in parts))
-    if layout.fsdp and layout.dp > 1:
-        working += largest_unsharded_bytes(workload, params)
+    if layout.shards_fully:
+        working += gathered_bytes(workload, layout, parts, by_part)
     return RankPlan(
         stage,
         rank,
@@ -134,7 +135,7 @@ def plan_rank(workload: Workload, layout: Layout, stage: int, parts: tuple[Part,
         activations,
         in_flight,
         working,
-        traffic_of(workload, layout, parts, stage, x, params),
+        traffic_of(workload, layout, parts, x, by_part),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.accounting.parameters import Parameter
+from shardwise.accounting.parameters import Parameter, Part
 from shardwise.accounting.workload import Layout, Workload
 from shardwise.data_parallel.bucket_bounds import place
 from shardwise.data_parallel.gradient_buffers import DEFAULT_BUCKET_SIZE
@@ -36,12 +36,13 @@ class StateBytes:
 def state_bytes(workload: Workload, layout: Layout, params: Sequence[Parameter]) -> StateBytes:
     """Of a rank with the parameters ``params``, all of which are trained."""
     e, wide = workload.element_bytes, workload.gradient_bytes
-    if layout.fsdp:
-        params = [_rows_of_first_rank(param, layout.dp) for param in params]
+    if layout.shards_fully:
+        # Those of the first data-parallel rank, which has the most; weights of 16 bits are kept in fp32.
+        elements = sum(rows_of_first_rank(param, layout.dp) for param in params)
+        return StateBytes(wide * elements, wide * elements, 0, 2 * wide * elements + _STEP_BYTES * len(params))
     elements = sum(param.numel for param in params)
     held = elements
-    buffered = has_buffers(workload, layout)
-    gradients = buffer_elements(params, layout.dp) if buffered else elements
+    gradients = buffer_elements(params, layout.dp) if has_buffers(workload, layout) else elements
     kinds = 2 * elements
     steps = len(params)
     if workload.optimizer == "muon":
@@ -61,7 +62,7 @@ def state_bytes(workload: Workload, layout: Layout, params: Sequence[Parameter])
 
 def has_buffers(workload: Workload, layout: Layout) -> bool:
     """Whether gradients lie in buffers: where they are reduced, or summed in another dtype than the parameters'."""
-    return (layout.dp > 1 or workload.has_masters) and not layout.fsdp
+    return (layout.dp > 1 or workload.has_masters) and not layout.shards_fully
 
 
 def buffer_elements(params: Sequence[Parameter], dp: int) -> int:
@@ -74,17 +75,40 @@ def _buffer_elements(sizes: tuple[int, ...], dp: int) -> int:
     return place(sizes, bucket_size=DEFAULT_BUCKET_SIZE, world_size=dp).bounds[-1] if sizes else 0
 
 
-def _rows_of_first_rank(param: Parameter, dp: int) -> Parameter:
-    """What the first rank, which has the most, holds of a parameter whose rows are dealt out in equal chunks."""
+def rows_of_first_rank(param: Parameter, dp: int) -> int:
+    """Elements that the first rank, which has the most, holds of a parameter whose rows are dealt out."""
     rows, *rest = param.shape
-    return Parameter(param.name, (-(-rows // dp), *rest), param.is_matrix, param.is_partial, param.is_copy)
+    return -(-rows // dp) * math.prod(rest)
 
 
-def largest_unsharded_bytes(workload: Workload, params: Sequence[Parameter]) -> int:
-    """With fsdp: parameters of the largest group that is gathered at one time, a layer or the embedding."""
-    groups: dict[str, int] = {}
+def units_of(
+    workload: Workload, part: Part, params: Sequence[Parameter]
+) -> tuple[list[Parameter], list[list[Parameter]]]:
+    """What fsdp gathers together: the rest of a part, which stays whole, and its layers and an embedding of its own."""
+    tied = workload.model.share_embeddings_and_output_weights
+    rest: list[Parameter] = []
+    units: dict[str, list[Parameter]] = {}
     for param in params:
         words = param.name.split(".")
-        group = ".".join(words[:3]) if words[1] == "layers" else words[0]
-        groups[group] = groups.get(group, 0) + math.prod(param.shape)
-    return workload.element_bytes * max(groups.values(), default=0)
+        if words[1] == "layers":
+            units.setdefault(words[2], []).append(param)
+        elif words[0] == "embedding" and not tied:
+            units.setdefault("embedding", []).append(param)
+        else:
+            rest.append(param)
+    return rest, list(units.values())
+
+
+def gathered_bytes(
+    workload: Workload, layout: Layout, parts: Sequence[Part], params: Sequence[Sequence[Parameter]]
+) -> int:
+    """With fsdp, what is whole at one time: the rest of each part, the largest unit, and gradients that accumulate."""
+    whole = largest = 0
+    for part, own in zip(parts, params, strict=True):
+        rest, units = units_of(workload, part, own)
+        whole += sum(param.numel for param in rest)
+        largest = max([largest, *(sum(param.numel for param in unit) for unit in units)])
+    accumulated = 0
+    if layout.num_micro_batches(workload) > 1:
+        accumulated = workload.gradient_bytes * sum(param.numel for own in params for param in own)
+    return workload.element_bytes * (whole + largest) + accumulated

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from shardwise.accounting.kept import Share
 from shardwise.accounting.parameters import Parameter, Part
-from shardwise.accounting.state import buffer_elements, has_buffers
+from shardwise.accounting.state import buffer_elements, rows_of_first_rank, units_of
 from shardwise.accounting.workload import Layout, Workload
 
 
@@ -55,29 +55,34 @@ def _sent_in_ring(name: str, num_bytes: int, ranks: int) -> int:
 
 
 def traffic_of(
-    workload: Workload, layout: Layout, parts: Sequence[Part], stage: int, x: Share, params: Sequence[Parameter]
+    workload: Workload, layout: Layout, parts: Sequence[Part], x: Share, params: Sequence[Sequence[Parameter]]
 ) -> Traffic:
-    """What the rank of ``stage`` that holds ``parts`` and ``params`` sends in a step."""
+    """What a rank sends in a step that holds ``parts`` with the parameters ``params``."""
     traffic = Traffic()
+    all_params = [param for own in params for param in own]
     times = layout.num_micro_batches(workload)
     if layout.tp > 1:
         for part in parts:
             _tensor_parallel(traffic, workload, layout, part, x, times)
-        partial = [param.numel for param in params if param.is_partial] if layout.splits_sequence else []
-        traffic.add("tp", "all_reduce", workload.gradient_bytes * sum(partial))
+        summed = 0
+        for param in all_params:
+            if param.is_of_heads or (param.is_partial and layout.splits_sequence):
+                summed += rows_of_first_rank(param, layout.dp) if layout.shards_fully else param.numel
+            summed += param.num_shared
+        traffic.add("tp", "all_reduce", workload.gradient_bytes * summed)
         if workload.optimizer == "muon":
             # Shards to the ranks that have whole matrices, and about as much back.
-            matrices = sum(param.numel for param in params if param.is_matrix)
+            matrices = sum(param.numel for param in all_params if param.is_matrix)
             traffic.add("tp", "all_to_all", workload.element_bytes * matrices, 2)
     if layout.pp > 1:
         hidden = x.e * x.own * x.h
         for part in parts:
             traffic.add("pp", "send", hidden, times * ((not part.is_last) + (not part.is_first)))
-        for param in params:
+        for param in all_params:
             if param.is_copy or (workload.model.share_embeddings_and_output_weights and _is_embedding(param)):
                 traffic.add("pp", "all_reduce", workload.gradient_bytes * param.numel)
     if layout.dp > 1:
-        _data_parallel(traffic, workload, layout, params, times)
+        _data_parallel(traffic, workload, layout, parts, params, times)
     return traffic
 
 
@@ -93,6 +98,10 @@ def _tensor_parallel(traffic: Traffic, workload: Workload, layout: Layout, part:
     number = len(part.layers)
     reductions += 4 * number + repeated_reductions(workload, layout, number)
     gathers += 6 * number
+    if model.qk_layernorm_over_heads:
+        # The squares of queries and keys, of all heads of a token.
+        again = number if layout.recomputation.granularity == "full" else 0
+        traffic.add("tp", "all_reduce", 2 * x.wide * x.s * x.b, times * (2 * number + again))
     learned = model.position_embedding_type == "learned_absolute"
     if part.is_first:
         if layout.splits_sequence and learned:
@@ -126,16 +135,23 @@ def repeated_reductions(workload: Workload, layout: Layout, number: int) -> int:
 
 
 def _data_parallel(
-    traffic: Traffic, workload: Workload, layout: Layout, params: Sequence[Parameter], times: int
+    traffic: Traffic,
+    workload: Workload,
+    layout: Layout,
+    parts: Sequence[Part],
+    params: Sequence[Sequence[Parameter]],
+    times: int,
 ) -> None:
     e, wide = workload.element_bytes, workload.gradient_bytes
-    if layout.fsdp:
-        elements = sum(param.numel for param in params)
-        traffic.add("dp", "all_gather", e * elements // layout.dp, 2 * times)
-        traffic.add("dp", "reduce_scatter", wide * elements)
+    if layout.shards_fully:
+        for part, own in zip(parts, params, strict=True):
+            rest, units = units_of(workload, part, own)
+            for unit, gathers in ((rest, 1), *((unit, 2) for unit in units)):
+                elements = sum(rows_of_first_rank(param, layout.dp) for param in unit)
+                traffic.add("dp", "all_gather", e * elements, gathers * times)
+                traffic.add("dp", "reduce_scatter", wide * elements * layout.dp)
         return
-    elements = buffer_elements(params, layout.dp)
-    assert has_buffers(workload, layout)
+    elements = buffer_elements([param for own in params for param in own], layout.dp)
     if layout.zero:
         traffic.add("dp", "reduce_scatter", wide * elements)
         traffic.add("dp", "all_gather", e * elements // layout.dp)

@@ -119,6 +119,11 @@ class Layout:
         """On one rank there is nothing to split."""
         return self.sequence_parallel and self.tp > 1
 
+    @property
+    def shards_fully(self) -> bool:
+        """With one data-parallel rank ``fsdp`` does nothing."""
+        return self.fsdp and self.dp > 1
+
     def num_micro_batches(self, workload: Workload) -> int:
         """Of a step, on each data-parallel rank."""
         return workload.global_batch_size // (self.dp * self.micro_batch_size)
