@@ -15,8 +15,8 @@ NUM_RANKS = 2
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
-def join_ranks(store: str, rank: int) -> Topology:
-    """Join the gloo group of all ranks, which meet through the file ``store``, and split every layer over them."""
+def join_ranks(store: str, rank: int, *, tp: int = NUM_RANKS) -> Topology:
+    """Join the gloo group of all ranks, which meet through the file ``store``, and split every layer over ``tp``."""
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, NUM_RANKS),  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ def join_ranks(store: str, rank: int) -> Topology:
         world_size=NUM_RANKS,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    return Topology.create(tp=NUM_RANKS, timeout=COLLECTIVE_TIMEOUT)
+    return Topology.create(tp=tp, timeout=COLLECTIVE_TIMEOUT)
 
 
 def leave_ranks(topology: Topology) -> None:

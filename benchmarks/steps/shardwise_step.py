@@ -40,8 +40,25 @@ _NAMES = {
 
 def make_shardwise(problem: Problem, topology: Topology, *, sequence_parallel: bool = False) -> Step:
     """Tensor parallelism, with or without sequence parallelism."""
-    sizes = problem.sizes
     tp_group, dp_group = topology.group("tp"), topology.group("dp")
+    model = make_model(problem, topology, sequence_parallel=sequence_parallel)
+    optimizer = make_optimizer(model)
+
+    def step() -> tuple[Tensor, Tensor]:
+        loss = model(problem.ids, labels=problem.labels).mean()
+        loss.backward()
+        finalize_gradients_(model, tp_group=tp_group, dp_group=dp_group)
+        norm = clip_grad_norm_(model, MAX_GRAD_NORM, tp_group=tp_group)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    return step
+
+
+def make_model(problem: Problem, topology: Topology, *, sequence_parallel: bool = False) -> GPT:
+    """This rank's part of the model, with the weights of ``problem``."""
+    sizes, tp_group = problem.sizes, topology.group("tp")
     config = ModelConfig(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden_size,
@@ -69,18 +86,12 @@ def make_shardwise(problem: Problem, topology: Topology, *, sequence_parallel: b
     with torch.no_grad():
         for name, param, layout in named_param_layouts(model, tp_group.size()):
             param.copy_(layout.take(_whole_weight(name, problem.weights, sizes), tp_group.rank()))
-    optimizer = AdamW(model, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=BETAS, epsilon=ADAM_EPSILON)
+    return model
 
-    def step() -> tuple[Tensor, Tensor]:
-        loss = model(problem.ids, labels=problem.labels).mean()
-        loss.backward()
-        finalize_gradients_(model, tp_group=tp_group, dp_group=dp_group)
-        norm = clip_grad_norm_(model, MAX_GRAD_NORM, tp_group=tp_group)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach(), norm
 
-    return step
+def make_optimizer(model: GPT) -> AdamW:
+    """As every variant has it."""
+    return AdamW(model, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=BETAS, epsilon=ADAM_EPSILON)
 
 
 def _whole_weight(name: str, weights: Weights, sizes: LlamaSizes) -> Tensor:
