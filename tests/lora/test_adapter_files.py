@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from harness.parity import assert_bit_equal, assert_close_to
+from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 from lora.tiny_models import VOCABULARY, make_model, read_adapters, save_model, with_adapters
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +22,10 @@ from shardwise.lora import (
     read_adapter_config,
     remove_lora_,
     save_adapter,
+    unmerge_lora_,
 )
+from shardwise.lora.model import sites_of
+from shardwise.optimizer.gradients import finalize_gradients_
 from shardwise.topology import Groups, Topology
 
 KINDS = ("llama", "gpt2", "bloom")
@@ -105,7 +108,7 @@ def test_an_adapter_written_again_is_the_same(group, folders, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ranks(1)
-def test_an_adapter_for_a_pattern_is_written_with_its_paths(group, folders, tmp_path):
+def test_an_adapter_for_a_pattern_is_written_with_it(group, folders, tmp_path):
     architecture = read_config(folders / "llama").architecture
     pattern = r".*layers\.1\..*(q_proj|down_proj)"
     with_adapters(make_model("llama"), targets=pattern).save_pretrained(tmp_path / "theirs")
@@ -113,11 +116,72 @@ def test_an_adapter_for_a_pattern_is_written_with_its_paths(group, folders, tmp_
     load_adapter_(model, tmp_path / "theirs", architecture)
     save_adapter(model, tmp_path / "ours", architecture)
     values = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
-    assert values["target_modules"] == ["model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj"]
+    assert values["target_modules"] == pattern
     ids = load_file(folders / "llama" / "expected")["ids"]
     theirs = read_adapters(make_model("llama"), tmp_path / "ours")
     with torch.no_grad():
         assert_close_to(logits_of(model, ids), theirs(ids).logits, rtol_of_norm=CLOSE)
+
+
+@pytest.fixture(scope="module")
+def folders_of_variants(tmp_path_factory):
+    """DoRA with other ranks and strengths for some layers, by peft: logits, and the gradient of each factor."""
+    root = tmp_path_factory.mktemp("variants")
+    ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(7))
+    for kind, options in VARIANTS.items():
+        adapted = with_adapters(save_model(kind, root / kind), use_dora=True, **options)
+        adapted.save_pretrained(root / kind / "adapter")
+        logits = adapted(ids).logits
+        logits.log_softmax(-1)[..., 3].mean().backward()
+        gradients = {
+            f"gradient.{name.replace('.default', '').removesuffix('.weight')}": param.grad
+            for name, param in adapted.named_parameters()
+            if param.requires_grad
+        }
+        save_file({"ids": ids, "after": logits.detach(), **gradients}, root / kind / "expected")
+    return root
+
+
+VARIANTS = {
+    "llama": {
+        "targets": r".*(q_proj|v_proj|o_proj|gate_proj|down_proj)",
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.gate_proj": 5},
+        "alpha_pattern": {"v_proj": 11, "down_proj": 3},
+    },
+    "gpt2": {"alpha_pattern": {"c_attn": 9}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_dora_and_patterns_are_those_of_peft(group, folders_of_variants, tmp_path):
+    for kind in VARIANTS:
+        folder = folders_of_variants / kind
+        expected = load_file(folder / "expected")
+        architecture = read_config(folder).architecture
+        model = load(folder, group, sequence_parallel=group.size() > 1)
+        load_adapter_(model, folder / "adapter", architecture)
+        model.parallel_output = False
+        logits = model(expected["ids"]).transpose(0, 1)
+        assert_close_to(logits.detach(), expected["after"], rtol_of_norm=CLOSE, name=kind)
+        logits.log_softmax(-1)[..., 3].mean().backward()
+        finalize_gradients_(model, tp_group=group, dp_group=None)
+        for site in sites_of(model, architecture):
+            for name, layout in () if site.adapter is None else site.adapter.param_layouts.items():
+                gradient = gather_shards(site.adapter.get_parameter(name).grad, layout, group)
+                key = f"gradient.base_model.model.{site.path}.{name}"
+                assert_close_to(gradient, expected[key], rtol_of_norm=10 * CLOSE, name=f"{key} at {group.size()}")
+        save_adapter(model, tmp_path / kind, architecture)
+        dist.barrier(group=group)
+        ours, theirs = (load_file(each / "adapter_model.safetensors") for each in (tmp_path / kind, folder / "adapter"))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert_bit_equal(ours[name], tensor, name=name)
+        merge_lora_(model)
+        merged = logits_of(model, expected["ids"])
+        assert_close_to(merged, expected["after"], rtol_of_norm=CLOSE, name=f"{kind} merged")
+        unmerge_lora_(model)
+        assert_close_to(logits_of(model, expected["ids"]), expected["after"], rtol_of_norm=CLOSE, name=kind)
 
 
 @pytest.mark.ranks(2)
@@ -136,6 +200,12 @@ def test_adapters_of_one_stage_only(group, folders, tmp_path):
         assert {name.partition(".lora_")[0] for name in stored} == {f"base_model.model.model.{target}"}
         with pytest.raises(ConfigError, match=r"no linear layer 'layers\.2\.mlp\.down_proj'"):
             add_lora_(model, LoraConfig(r=3, target_modules=("layers.2.mlp.down_proj",)), architecture)
+    with pytest.raises(
+        ConfigError, match=r"adapters on the embedding \(model.embed_tokens\) are not supported, and '\.\*'"
+    ):
+        add_lora_(model, LoraConfig(target_modules=".*"), architecture)
+    with pytest.raises(ConfigError, match="rank_pattern has 'qproj', which names no layer with an adapter"):
+        add_lora_(model, LoraConfig(rank_pattern={"qproj": 2}), architecture)
     with pytest.raises(ConfigError, match="no adapters to save"):
         save_adapter(load_pretrained(folders / "llama", groups=groups), tmp_path / "none", architecture)
 
@@ -219,9 +289,13 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
             lambda config, tensors: tensors.update({first.replace("0", "7"): tensors[first].clone()}))  # fmt: skip
     refused(CheckpointError, "lacks every tensor", lambda config, tensors: tensors.clear())
     refused(ConfigError, "the LoRA rank is 0", lambda config, tensors: config.update(r=0))
-    refused(
-        ConfigError, "use_dora is True, which is not supported", lambda config, tensors: config.update(use_dora=True)
-    )
+    refused(CheckpointError, r"lacks 'base_model.*lora_magnitude_vector'|lacks base_model.*lora_magnitude_vector",
+            lambda config, tensors: config.update(use_dora=True))  # fmt: skip
+    refused(CheckpointError, r"q_proj.lora_A.weight' has shape \[4, 36\], this model needs \[5, 36\]",
+            lambda config, tensors: config.update(rank_pattern={"q_proj": 5}))  # fmt: skip
+    refused(CheckpointError, "rank_pattern: q_proj is \"5\"; it must be an integer",
+            lambda config, tensors: config.update(rank_pattern={"q_proj": "5"}))  # fmt: skip
+    refused(ConfigError, "lora_bias is True, which is not supported", lambda config, _: config.update(lora_bias=True))
     refused(ConfigError, "bias is 'all'", lambda config, tensors: config.update(bias="all"))
     refused(ConfigError, "peft_type is 'IA3'", lambda config, tensors: config.update(peft_type="IA3"))
     refused(ConfigError, "init_lora_weights is 'pissa'", lambda config, tensors: config.update(init_lora_weights="pissa"))  # fmt: skip # noqa: E501
@@ -229,8 +303,16 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
         load_adapter_(model, folders / "gpt2" / "adapter", architecture)
     with pytest.raises(CheckpointError, match=r"there is no folder .*nowhere"):
         load_adapter_(model, folders / "nowhere", architecture)
-    with pytest.raises(ConfigError, match="no linear layer 'qproj' to adapt; it has down_proj, gate_proj, k_proj"):
+    with pytest.raises(
+        ConfigError, match=r"no linear layer .qproj. to adapt; did you mean q_proj\?; it has down_proj, gate_"
+    ):
         add_lora_(model, LoraConfig(target_modules=("v_proj", "qproj")), architecture)
+    with pytest.raises(
+        ConfigError, match=r"adapters on the embedding \(model.embed_tokens\) are not supported, and '\.\*'"
+    ):
+        add_lora_(model, LoraConfig(target_modules=".*"), architecture)
+    with pytest.raises(ConfigError, match="rank_pattern has 'qproj', which names no layer with an adapter"):
+        add_lora_(model, LoraConfig(rank_pattern={"qproj": 2}), architecture)
     with pytest.raises(ConfigError, match="no adapters to save"):
         save_adapter(model, tmp_path / "none", architecture)
     # Nothing of all this has touched it.

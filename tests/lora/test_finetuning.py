@@ -159,11 +159,12 @@ def test_ten_steps_are_those_of_transformers_and_peft(group, root, tmp_path, mon
     expected = json.loads((root / "expected.json").read_text())
     kinds_and_options = itertools.product(KINDS, (None, LORA), {False, group.size() > 1})
     for kind, lora, sequence_parallel in kinds_and_options:
+        started = LoraSettings(lora_from=str(root / kind / "adapter")) if lora is not None and kind == "llama" else lora
         settings = settings_of(
-            root, kind, tmp_path / "run", tp=group.size(), sequence_parallel=sequence_parallel, lora=lora
+            root, kind, tmp_path / "run", tp=group.size(), sequence_parallel=sequence_parallel, lora=started
         )
         session, base = open_run(settings, root, monkeypatch)
-        if lora is not None:
+        if started is LORA:
             start_from(root / kind / "adapter", session, base)
         losses = losses_of(session)
         theirs = expected[kind]["full" if lora is None else "lora"]
@@ -263,6 +264,13 @@ def test_settings_that_contradict_each_other():
         ({"lora_alpha": 3.0}, "--lora-alpha without --lora-rank"),
         ({"lora_rank": 2, "lora_dropout": 1.0}, "--lora-dropout is 1.0"),
         ({"lora_rank": 2, "lora_targets": ()}, "--lora-targets names no layer"),
+        ({"lora_merge": True}, "--lora-merge without --lora-rank"),
+        ({"lora_from": "x", "lora_rank": 2}, "--lora-rank beside --lora-from"),
+        ({"lora_rank": 2, "lora_target_pattern": "("}, "'\\(' is no regular expression: missing \\)"),
+        ({"lora_rank": 2, "lora_target_pattern": "a", "lora_targets": ("b",)}, "leave one out"),
+        ({"lora_rank": 2, "lora_rank_pattern": ("q_proj",)}, "--lora-rank-pattern has 'q_proj'; write a name and"),
+        ({"lora_rank": 2, "lora_rank_pattern": ("q_proj=0",)}, "the LoRA rank is 0"),
+        ({"lora_rank": 2, "lora_alpha_pattern": ("q_proj=nan",)}, "lora_alpha is nan"),
     ):
         with pytest.raises(ConfigError, match=message):
             LoraSettings(**options)
@@ -274,7 +282,13 @@ def test_settings_that_contradict_each_other():
         PretrainedSettings(sequence_length=1)
     assert FinetuneSettings(base="x", data=("y",)).optimizer.learning_rate == 2e-5
     assert FinetuneSettings(base="x", data=("y",), lora=LoraSettings(lora_rank=1)).optimizer.learning_rate == 2e-4
-    once = FinetuneSettings(base="x", data=("y",), lora=LORA)
+    patterns = {"lora_rank_pattern": (r"layers\.1\..*=4",), "lora_alpha_pattern": ("v_proj=0.5",)}
+    lora = LoraSettings(lora_rank=3, lora_target_pattern=".*_proj", lora_dora=True, **patterns)
+    config = lora.config()
+    assert (config.target_modules, config.use_dora) == (".*_proj", True)
+    first, second = (config.at(f"model.layers.{layer}.self_attn.v_proj") for layer in range(2))
+    assert [(each.r, each.lora_alpha) for each in (first, second)] == [(3, 0.5), (4, 0.5)]
+    once = FinetuneSettings(base="x", data=("y",), lora=lora)
     assert FinetuneSettings.from_json(once.to_json()) == once
 
 

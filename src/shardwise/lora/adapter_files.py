@@ -27,7 +27,7 @@ from shardwise.huggingface.ranks import gather_from_stages, model_groups
 from shardwise.huggingface.reading import read_json, weight_dtype
 from shardwise.lora.config import ALL_LINEAR, LoraConfig
 from shardwise.lora.layers import LoraLinear
-from shardwise.lora.model import Site, add_adapters_, all_paths, is_chosen, layers_without_adapters, sites_of
+from shardwise.lora.model import Site, add_adapters_, all_paths, layers_without_adapters, sites_of
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.sharded_state import gather_parameter
@@ -39,13 +39,12 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _ANY_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:lora_\w+|modules_to_save)\b.*")
 _MERGE_FIRST = "merge them into the model with peft (merge_and_unload, then save_pretrained) and use that folder"
-_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(lora_[AB])\.weight")
+_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:(lora_[AB])\.weight|(lora_magnitude_vector)(?:\.weight)?)")
 # Initialisations that leave the base weights unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 # Fields that would make an adapter compute something other than B A.
 _VARIANTS = (
     "alora_invocation_tokens",
-    "alpha_pattern",
     "arrow_config",
     "kasa_config",
     "layer_replication",
@@ -53,11 +52,9 @@ _VARIANTS = (
     "megatron_config",
     "modules_to_save",
     "monteclora_config",
-    "rank_pattern",
     "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
-    "use_dora",
     "use_qalora",
     "velora_config",
 )
@@ -103,17 +100,28 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
 
 def _lora_arguments(fields: Fields) -> dict[str, Any]:
     targets = fields.values.get("target_modules")
-    # PEFT also accepts a pattern (a string); the names of the tensors say which layers it matched.
-    targets = [targets] if isinstance(targets, str) else targets
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise fields.error("target_modules", targets, "a list of names")
+    if not isinstance(targets, str):
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            raise fields.error("target_modules", targets, "a list of names, or a regular expression")
+        targets = tuple(targets)
     return {
         "r": fields.get(int, "r"),
         "lora_alpha": fields.get(float, "lora_alpha"),
         "lora_dropout": fields.get(float, "lora_dropout", default=0.0),
-        "target_modules": tuple(targets),
+        "target_modules": targets,
         "use_rslora": fields.get(bool, "use_rslora", default=False),
+        "use_dora": fields.get(bool, "use_dora", default=False),
+        "rank_pattern": _pattern(fields, "rank_pattern", int),
+        "alpha_pattern": _pattern(fields, "alpha_pattern", float),
     }
+
+
+def _pattern(fields: Fields, name: str, kind: type[Any]) -> dict[str, Any]:
+    values = fields.values.get(name) or {}
+    if not isinstance(values, Mapping):
+        raise fields.error(name, values, "an object of numbers by name")
+    numbers = Fields(values, f"{fields.where}: {name}")
+    return {key: numbers.get(kind, key) for key in values}
 
 
 def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
@@ -165,9 +173,7 @@ def save_adapter(
     """
     pairs = [(site, adapter) for site in sites_of(model, architecture) if (adapter := site.adapter) is not None]
     tensors = {
-        f"{_PREFIX}{site.path}.{name}.weight": gather_parameter(
-            adapter.get_parameter(name), layout, group=model.tp_group
-        ).cpu()
+        _key_of(site.path, name): gather_parameter(adapter.get_parameter(name), layout, group=model.tp_group).cpu()
         for site, adapter in pairs
         for name, layout in adapter.param_layouts.items()
     }
@@ -178,8 +184,8 @@ def save_adapter(
     if not facts:
         raise ConfigError("the model has no adapters to save")
     paths = sorted({match[1] for key in tensors if (match := _KEY.fullmatch(key))})
-    named = {path for path in all_paths(model, architecture) if is_chosen(path, facts[0][0].target_modules)}
-    # BERT's heads have layers of the same names, and PEFT's patterns are not preserved; then full paths are written.
+    named = set(filter(facts[0][0].chooses, all_paths(model, architecture)))
+    # BERT's heads have layers of the same names; then full paths are written.
     exact = isinstance(model, GPT) and named == set(paths)
     config = _config_json(*facts[0], paths, names_will_do=exact, base_model=base_model)
     config["task_type"] = "CAUSAL_LM" if isinstance(model, GPT) else None
@@ -197,9 +203,13 @@ def _config_json(
 ) -> dict[str, Any]:
     """What ``adapter_config.json`` says about a model with adapters at ``paths``."""
     alpha = int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha
-    targets = sorted(config.target_modules)
-    if ALL_LINEAR in targets:
-        targets = sorted({path.rpartition(".")[2] for path in paths})
+    targets: list[str] | str
+    if isinstance(config.target_modules, str):
+        targets = config.target_modules
+    else:
+        targets = sorted(config.target_modules)
+        if ALL_LINEAR in targets:
+            targets = sorted({path.rpartition(".")[2] for path in paths})
     if not names_will_do:
         targets = paths
     return {
@@ -210,6 +220,9 @@ def _config_json(
         "lora_alpha": alpha,
         "lora_dropout": config.lora_dropout,
         "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
         "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": transposed,
@@ -245,11 +258,7 @@ def _read(
     """The configuration, and by path and factor the whole tensors of this stage; checked."""
     config = read_adapter_config(folder)
     path = folder / WEIGHTS_NAME
-    shapes = {
-        (site.path, name): shape
-        for site in sites
-        for name, shape in zip(("lora_A", "lora_B"), _shapes(site, config.r), strict=True)
-    }
+    shapes = {(site.path, name): shape for site in sites for name, shape in _shapes(site, config.at(site.path)).items()}
     found: set[tuple[str, str]] = set()
     if not path.exists():
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}")
@@ -266,7 +275,7 @@ def _read(
             raise CheckpointError(
                 f"{str(path)!r} is of another model: it has {key!r}, for which this model has no place"
             )
-        place = match[1], match[2]
+        place = match[1], match[2] or match[3]
         found.add(place)
         if place not in shapes:
             continue  # Of another pipeline stage.
@@ -277,17 +286,22 @@ def _read(
             )
         weight_dtype(stored)
         chosen[place] = stored
-    lacking = sorted(
-        f"{_PREFIX}{place}.{other}.weight"
-        for place, name in found
-        if (place, other := {"lora_A": "lora_B", "lora_B": "lora_A"}[name]) not in found
-    )
+    names = ("lora_A", "lora_B", *(("lora_magnitude_vector",) if config.use_dora else ()))
+    lacking = sorted(_key_of(place, name) for place, _ in found for name in names if (place, name) not in found)
     if lacking or not found:
         raise CheckpointError(f"{str(path)!r} lacks {lacking[0] if lacking else 'every tensor'}")
     whole = {place: read_box(stored, [0] * len(stored.shape), stored.shape) for place, stored in chosen.items()}
     return config, whole
 
 
-def _shapes(site: Site, r: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _shapes(site: Site, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     output_size, input_size = site.layer.param_layouts["weight"].global_shape
-    return (r, input_size), (output_size if site.section is None else len(site.section), r)
+    if site.section is not None:
+        output_size = len(site.section)
+    shapes: dict[str, tuple[int, ...]] = {"lora_A": (config.r, input_size), "lora_B": (output_size, config.r)}
+    return shapes | ({"lora_magnitude_vector": (output_size,)} if config.use_dora else {})
+
+
+def _key_of(path: str, name: str) -> str:
+    """A tensor's name in a file; the vector is the one that ``peft`` writes without ``weight``."""
+    return f"{_PREFIX}{path}.{name}" + ("" if name == "lora_magnitude_vector" else ".weight")

@@ -1,7 +1,12 @@
 """What adapters are: their rank, their strength, and which linear layers get one."""
 
+from __future__ import annotations
+
+import dataclasses
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from shardwise.errors import ConfigError
 
@@ -20,34 +25,70 @@ class LoraConfig:
         lora_alpha: strength of the product; see ``scaling``.
         lora_dropout: probability of dropping an element of the input of ``A``, in training.
         target_modules: the linear layers by their Hugging Face names, such as ``("q_proj", "v_proj")``; a name stands
-            for all whose path ends with it. ``("all-linear",)`` is all of the transformer layers.
+            for all whose path ends with it. ``("all-linear",)`` is all of the transformer layers. A string that is not
+            in a tuple is a regular expression of whole paths.
         use_rslora: divide the strength by ``sqrt(r)`` in place of ``r``.
+        use_dora: learn the length of each row of the weight apart from its direction: the layer's weight is
+            ``m * (W + scaling * B A) / n``, where ``n`` is the length of each row of the sum and ``m`` is learned, and
+            starts as that of ``W``. ``n`` counts as a constant in the backward, as in ``peft``.
+        rank_pattern: other ranks, by a name or a regular expression of the end of a path; the first that fits counts.
+        alpha_pattern: other strengths, likewise.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value out of range, or a regular expression that is none.
 
-    Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for ``use_rslora``.
+    Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for ``use_rslora``; Liu et al. 2024
+    (arXiv:2402.09353), section 4, for ``use_dora``.
     """
 
     r: int = 8
     lora_alpha: float = 16
     lora_dropout: float = 0.0
-    target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    target_modules: tuple[str, ...] | str = (ALL_LINEAR,)
     use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ConfigError(f"the LoRA rank is {self.r}; it must be at least 1")
+        for rank in (self.r, *self.rank_pattern.values()):
+            if rank < 1:
+                raise ConfigError(f"the LoRA rank is {rank}; it must be at least 1")
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and under 1")
-        if not math.isfinite(self.lora_alpha):
-            raise ConfigError(f"lora_alpha is {self.lora_alpha}; it must be a number")
-        if isinstance(self.target_modules, str) or not self.target_modules or not all(self.target_modules):
+        for alpha in (self.lora_alpha, *self.alpha_pattern.values()):
+            if not math.isfinite(alpha):
+                raise ConfigError(f"lora_alpha is {alpha}; it must be a number")
+        if self.target_modules == ALL_LINEAR:
+            object.__setattr__(self, "target_modules", (ALL_LINEAR,))
+        if not self.target_modules or not all(self.target_modules):
             raise ConfigError(
                 f"the LoRA targets are {self.target_modules!r}; name at least one linear layer, such as ('q_proj',)"
             )
+        targets = [self.target_modules] if isinstance(self.target_modules, str) else []
+        for pattern in (*targets, *self.rank_pattern, *self.alpha_pattern):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"{pattern!r} is no regular expression: {error}") from error
 
     @property
     def scaling(self) -> float:
         """Factor of ``B A x``."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+    def chooses(self, path: str) -> bool:
+        """Whether a linear layer of that path gets an adapter."""
+        if isinstance(self.target_modules, str):
+            return re.fullmatch(self.target_modules, path) is not None
+        return any(target == ALL_LINEAR or f".{path}".endswith(f".{target}") for target in self.target_modules)
+
+    def at(self, path: str) -> LoraConfig:
+        """The configuration of the adapter at ``path``: with its own rank and strength, and without patterns."""
+        rank = self.rank_pattern.get(_pattern_of(self.rank_pattern, path) or "", self.r)
+        alpha = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, path) or "", self.lora_alpha)
+        return dataclasses.replace(self, r=rank, lora_alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+
+def _pattern_of(patterns: Iterable[str], path: str) -> str | None:
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), None)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from shardwise.communication import moves
+from shardwise.communication.collectives import all_reduce
 from shardwise.dropout import sharded_dropout
 from shardwise.errors import ConfigError
 from shardwise.layers import ColumnLinear, LinearParallelism, RowLinear, ShardedModule
@@ -54,8 +55,11 @@ class LoraAdapter(ShardedModule):
         section: which rows of a column-parallel layer's output they add to, in their order; all in order if None.
 
     Attributes:
+        r, scaling: rank, and factor of the product.
         lora_A: ``[r, i]`` of a column-parallel layer, ``[r, i/t]`` of a row-parallel one.
         lora_B: ``[o/t, r]`` of a column-parallel layer, ``[o, r]`` of a row-parallel one; starts as 0.
+        lora_magnitude_vector: with ``use_dora``, ``[o/t]`` or ``[o]``: the lengths of the weight's rows, which are what
+            they start as.
         places: ``[o/t]``, the rows of the rank's part of the layer's output; None if these are all, in order.
     """
 
@@ -88,10 +92,21 @@ class LoraAdapter(ShardedModule):
             layout_a = ParamLayout((config.r, input_size), 1, weight_layout.intervals, t, weight_layout.stride)
             layout_b = ParamLayout.replicated((output_size, config.r), t)
             partial_a, partial_b = False, t > 1
+        self.r, self.scaling = config.r, config.scaling
         self._make_parameter("lora_A", layout_a, _INIT_A, partial_gradient=partial_a)
         self._make_parameter("lora_B", layout_b, init.zeros_, partial_gradient=partial_b)
         self.lora_A: nn.Parameter
         self.lora_B: nn.Parameter
+        if config.use_dora:
+            layout_m = ParamLayout(
+                layout_b.global_shape[:1], layout_b.dim, layout_b.intervals, layout_b.world_size, layout_b.stride
+            )
+            lengths = row_lengths(layer, layer.weight.detach())
+            own = lengths if places is None else lengths[places.to(lengths.device)]
+            self._make_parameter("lora_magnitude_vector", layout_m, init.zeros_, partial_gradient=partial_b)
+            self.lora_magnitude_vector: nn.Parameter
+            with torch.no_grad():
+                self.lora_magnitude_vector.copy_(own)
         self.register_buffer("places", None if places is None else places.to(layer.weight.device), persistent=False)
 
     def extra_repr(self) -> str:
@@ -119,15 +134,22 @@ class LoraLinear(ParallelLinear):
     lora_config: LoraConfig
     lora_enabled: bool
     lora_merged: bool
+    lora_row_factors: Tensor
 
     @staticmethod
-    def add(layer: nn.Module, config: LoraConfig, sections: Mapping[str, Tensor | None]) -> LoraLinear:
-        """Give a linear layer adapters, in place.
+    def add(
+        layer: nn.Module,
+        config: LoraConfig,
+        sections: Mapping[str, Tensor | None],
+        paths: Mapping[str, str] | None = None,
+    ) -> LoraLinear:
+        """Give a linear layer adapters, in place. With ``config.use_dora`` collective over the layer's group.
 
         Args:
             layer: a ColumnLinear or a RowLinear, or of a class derived from one of them.
             config: rank, strength and dropout.
             sections: for each adapter's name the rows of the layer's output that it adds to; None for all in order.
+            paths: for each adapter's name its path in Hugging Face's model, of which the patterns of the config are.
 
         Returns:
             ``layer``, now of a class with adapters.
@@ -143,7 +165,10 @@ class LoraLinear(ParallelLinear):
             raise ConfigError("the layer has no weight of its own, so it cannot have adapters")
         if layer.parallelism is LinearParallelism.LOCAL and layer.group.size() > 1:
             raise ConfigError("the layer leaves its communication to its caller, so it cannot have adapters")
-        adapters = {name: LoraAdapter(layer, config, section) for name, section in sections.items()}
+        adapters = {
+            name: LoraAdapter(layer, config.at(name if paths is None else paths[name]), section)
+            for name, section in sections.items()
+        }
         adapted: Any = layer
         plain: Any = type(layer)
         adapted.__class__ = _with_adapters(plain)
@@ -168,7 +193,7 @@ class LoraLinear(ParallelLinear):
         return [adapter for adapter in self.lora.values() if isinstance(adapter, LoraAdapter)]
 
     def _low_rank(self, input_: Tensor, *, dim: int | None, sizes: Sequence[int] | None) -> Tensor:
-        """``A x`` of all adapters side by side, ``[..., n * r]``; ``dim`` and ``sizes`` say how ``x`` is split."""
+        """``A x`` of all adapters side by side, ``[..., ranks]``; ``dim`` and ``sizes`` say how ``x`` is split."""
         adapters, p = self._adapters(), self.lora_config.lora_dropout
         if not self.training or p == 0:
             return F.linear(input_, _side_by_side([adapter.lora_A for adapter in adapters], 0).to(input_.dtype))
@@ -179,10 +204,15 @@ class LoraLinear(ParallelLinear):
         return _side_by_side(parts, -1)
 
     def _up(self) -> Tensor:
-        """``B`` of all adapters as one matrix ``[o/t, n * r]`` over the layer's output, 0 where an adapter has none."""
-        columns = []
-        for adapter in self._adapters():
+        """``B`` of all adapters as one matrix ``[o/t, ranks]`` over the layer's output, 0 where an adapter has none.
+
+        Those with another strength than the first are multiplied by the ratio of both.
+        """
+        columns, adapters = [], self._adapters()
+        for adapter in adapters:
             factor: Tensor = adapter.lora_B
+            if adapter.scaling != adapters[0].scaling:
+                factor = factor * (adapter.scaling / adapters[0].scaling)
             if adapter.places is not None:
                 whole = factor.new_zeros(self.weight.size(0), factor.size(1))
                 factor = whole.index_copy(0, adapter.places, factor)
@@ -193,29 +223,52 @@ class LoraLinear(ParallelLinear):
         """``output + scaling * B z``, in one product."""
         up = self._up().to(output.dtype)
         flat = torch.addmm(
-            output.flatten(0, -2), low_rank.flatten(0, -2).to(output.dtype), up.t(), alpha=self.lora_config.scaling
+            output.flatten(0, -2), low_rank.flatten(0, -2).to(output.dtype), up.t(), alpha=self._adapters()[0].scaling
         )
         return flat.view(output.shape)
+
+    def _row_factors(self) -> Tensor:
+        """With ``use_dora``, ``m / n`` of each of this rank's rows, ``[o/t]``; 1 where there is no adapter."""
+        with torch.no_grad():
+            lengths = row_lengths(self, self.weight + self.delta())
+        factors = torch.ones_like(lengths)
+        for adapter in self._adapters():
+            if adapter.places is None:
+                return adapter.lora_magnitude_vector / lengths
+            factors = factors.index_copy(0, adapter.places, adapter.lora_magnitude_vector / lengths[adapter.places])
+        return factors
 
     @torch.no_grad()
     def delta(self) -> Tensor:
         """This rank's part of what the adapters add to the weight, ``scaling * B A``, in fp32 or wider."""
         down = _side_by_side([adapter.lora_A for adapter in self._adapters()], 0)
         wide = torch.promote_types(down.dtype, torch.float32)
-        return self.lora_config.scaling * (self._up().to(wide) @ down.to(wide))
+        return self._adapters()[0].scaling * (self._up().to(wide) @ down.to(wide))
 
     @torch.no_grad()
     def merge_(self) -> None:
-        """Add the adapters' product to the weight, in place; afterwards ``forward`` costs what it did without them."""
+        """Add the adapters' product to the weight, in place; afterwards ``forward`` costs what it did without them.
+
+        With ``use_dora`` rows get their learned lengths too. Collective then, of a row-parallel layer.
+        """
         if not self.lora_merged:
-            self.weight.copy_(self.weight + self.delta())
+            whole = self.weight + self.delta()
+            if self.lora_config.use_dora:
+                # Kept, because the lengths before cannot be told from the product.
+                self.lora_row_factors = self._row_factors()
+                whole = whole * self.lora_row_factors[:, None]
+            self.weight.copy_(whole)
             self.lora_merged = True
 
     @torch.no_grad()
     def unmerge_(self) -> None:
         """Subtract the product again, in place: the weight is what it was up to one rounding."""
         if self.lora_merged:
-            self.weight.copy_(self.weight - self.delta())
+            whole: Tensor = self.weight
+            if self.lora_config.use_dora:
+                whole = whole / self.lora_row_factors[:, None]
+                del self.lora_row_factors
+            self.weight.copy_(whole - self.delta())
             self.lora_merged = False
 
 
@@ -232,7 +285,9 @@ class LoraColumn(LoraLinear):
         sequence_length: int | None = None,
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
-        output = super()._multiply(input_, weight, bias, sequence_length, parallelism)
+        is_dora = self._is_active and self.lora_config.use_dora
+        # The factors of DoRA are not of the bias.
+        output = super()._multiply(input_, weight, None if is_dora else bias, sequence_length, parallelism)
         if not self._is_active:
             return output
         t, sizes = self.group.size(), None
@@ -244,7 +299,11 @@ class LoraColumn(LoraLinear):
             low_rank = moves.gather(low_rank, dim=0, group=self.group, sizes=uneven, partial_gradient=True)
         elif t > 1:
             low_rank = moves.copy(low_rank, group=self.group)
-        return self._add_up(output, low_rank)
+        output = self._add_up(output, low_rank)
+        if is_dora:
+            output = output * self._row_factors().to(output.dtype)
+            output = output if bias is None else output + bias.to(output.dtype)
+        return output
 
 
 class LoraRow(LoraLinear):
@@ -262,8 +321,12 @@ class LoraRow(LoraLinear):
     ) -> Tensor:
         if not self._is_active:
             return super()._multiply(input_, weight, bias, sequence_length, parallelism)
-        output = super()._multiply(input_, weight, bias, parallelism=LinearParallelism.LOCAL)
+        is_dora = self.lora_config.use_dora
+        output = super()._multiply(input_, weight, None if is_dora else bias, parallelism=LinearParallelism.LOCAL)
         output = self._add_up(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes))
+        if is_dora:
+            output = output * self._row_factors().to(output.dtype)
+            output = output if bias is None else output + bias.to(output.dtype)
         return reduce_product(output, self.parallelism, self.group)
 
 
@@ -272,6 +335,17 @@ def _with_adapters(plain: type[nn.Module]) -> type[nn.Module]:
     """The class of a ``plain`` layer with adapters."""
     base = LoraColumn if issubclass(plain, ColumnLinear) else LoraRow
     return type(f"Lora{plain.__name__}", (base, plain), {"__doc__": f"A {plain.__name__} with adapters."})
+
+
+def row_lengths(layer: ParallelLinear, weight: Tensor) -> Tensor:
+    """The 2-norm of each of this rank's rows of a weight of ``layer``'s layout, ``[o/t]`` or ``[o]``, in fp32 or wider.
+
+    Of a row-parallel layer a row is split over the ranks, and its squares are summed over them.
+    """
+    squares = weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(dim=1)
+    if isinstance(layer, RowLinear) and layer.group.size() > 1:
+        squares = all_reduce(squares, group=layer.group)
+    return squares.sqrt()
 
 
 def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:

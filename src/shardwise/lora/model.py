@@ -1,6 +1,8 @@
 """Adapters on a whole model, by the names that Hugging Face gives its linear layers."""
 
 import contextlib
+import dataclasses
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,33 +101,40 @@ def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Archite
     Raises:
         ConfigError: a target that the model lacks, or a model that has adapters already.
     """
-    check_targets(all_paths(model, architecture), config.target_modules, layers_without_adapters(model, architecture))
-    add_adapters_(model, config, choose(sites_of(model, architecture), config.target_modules))
+    check_targets(all_paths(model, architecture), config, layers_without_adapters(model, architecture))
+    add_adapters_(model, config, [site for site in sites_of(model, architecture) if config.chooses(site.path)])
 
 
-def check_targets(paths: Iterable[str], targets: Iterable[str], others: Mapping[str, str]) -> None:
-    """Raise ConfigError for a target that names none of ``paths``, those of all stages, or one of the ``others``."""
+def check_targets(paths: Iterable[str], config: LoraConfig, others: Mapping[str, str]) -> None:
+    """Check what the targets and patterns name.
+
+    Args:
+        paths: the linear layers of all stages that can have adapters.
+        config: whose targets they are.
+        others: layers that cannot have adapters, and what each is.
+
+    Raises:
+        ConfigError: a target that names none of ``paths``, or one of the ``others``; a pattern of no chosen layer.
+    """
     paths = list(paths)
-    known = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
-    for target in targets:
+    known = sorted({path.rpartition(".")[2] for path in paths})
+    targets = config.target_modules
+    for target in [targets] if isinstance(targets, str) else targets:
         if target == ALL_LINEAR:
             continue
-        other = next((what for path, what in others.items() if _names(target, path)), None)
+        alone = dataclasses.replace(config, target_modules=targets if isinstance(targets, str) else (target,))
+        other = next((f"{what} ({path})" for path, what in others.items() if alone.chooses(path)), None)
         if other is not None:
-            raise ConfigError(f"adapters on {other} ({target}) are not supported; choose among {known}")
-        if not any(_names(target, path) for path in paths):
-            raise ConfigError(f"the model has no linear layer {target!r} to adapt; it has {known}")
-
-
-def is_chosen(path: str, targets: Iterable[str]) -> bool:
-    """Whether a target names the path, as ``peft`` reads it: a target is a path or the end of one."""
-    return any(target == ALL_LINEAR or _names(target, path) for target in targets)
-
-
-def choose(sites: Iterable[Site], targets: Iterable[str]) -> list[Site]:
-    """The sites that the targets name; none on a stage without any."""
-    targets = list(targets)
-    return [site for site in sites if is_chosen(site.path, targets)]
+            raise ConfigError(f"adapters on {other} are not supported, and {target!r} names it; choose among {known}")
+        if not any(map(alone.chooses, paths)):
+            near = difflib.get_close_matches(target, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"the model has no linear layer {target!r} to adapt{hint}; it has {', '.join(known)}")
+    for name in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, name):
+            one = dataclasses.replace(config, r=1, lora_alpha=0.0, rank_pattern={pattern: 2}, alpha_pattern={})
+            if not any(one.chooses(path) and one.at(path).r == 2 for path in paths):
+                raise ConfigError(f"{name} has {pattern!r}, which names no layer with an adapter; it has {known}")
 
 
 def add_adapters_(model: TransformerModel, config: LoraConfig, chosen: Iterable[Site]) -> None:
@@ -142,8 +151,9 @@ def add_adapters_(model: TransformerModel, config: LoraConfig, chosen: Iterable[
     model.requires_grad_(False)
     seed = draw_seed()
     for sites in together.values():
+        sections, paths = {site.name: site.section for site in sites}, {site.name: site.path for site in sites}
         with part_seeded(seed, sites[0].path):
-            LoraLinear.add(sites[0].layer, config, {site.name: site.section for site in sites})
+            LoraLinear.add(sites[0].layer, config, sections, paths)
 
 
 def lora_layers(model: nn.Module) -> Iterator[LoraLinear]:
@@ -180,10 +190,6 @@ def lora_disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, enabled in before:
             layer.lora_enabled = enabled
-
-
-def _names(target: str, path: str) -> bool:
-    return f".{path}".endswith(f".{target}")
 
 
 def _sites_of_layer(

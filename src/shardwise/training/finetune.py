@@ -24,7 +24,7 @@ from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.pretrained import CONFIG_NAME
 from shardwise.huggingface.saving import COPIED_FILES
-from shardwise.lora import LoraConfig, add_lora_, merge_lora_, remove_lora_, save_adapter
+from shardwise.lora import add_lora_, load_adapter_, merge_lora_, remove_lora_, save_adapter
 from shardwise.lora.adapter_files import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
@@ -103,7 +103,7 @@ class Finetuning(Recipe):
         if length > longest:
             raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
         _check_out(Path(settings.out), path)
-        self.trains_weights = settings.lora.lora_rank is None
+        self.trains_weights = not settings.lora.is_on
         model = dataclasses.replace(settings.model, sequence_length=length)
         super().__init__(dataclasses.replace(settings, model=model))
 
@@ -187,17 +187,13 @@ class Finetuning(Recipe):
         model = ModelChunks(loaded) if isinstance(loaded, list) else loaded
         assert isinstance(model, GPT | ModelChunks)
         lora = settings.lora
-        if lora.lora_rank is not None:
+        if lora.is_on:
             assert isinstance(model, GPT)
             torch.default_generator.manual_seed(settings.training.seed)
-            config = LoraConfig(
-                r=lora.lora_rank,
-                lora_alpha=2 * lora.lora_rank if lora.lora_alpha is None else lora.lora_alpha,
-                lora_dropout=lora.lora_dropout,
-                target_modules=lora.lora_targets,
-                use_rslora=lora.lora_rslora,
-            )
-            add_lora_(model, config, self.folder.architecture)
+            if lora.lora_from is None:
+                add_lora_(model, lora.config(), self.folder.architecture)
+            else:
+                load_adapter_(model, lora.lora_from, self.folder.architecture)
         return model
 
     def after(self, session: Session) -> None:
@@ -210,7 +206,7 @@ class Finetuning(Recipe):
         """
         settings, model, out = self.settings, session.trainer.model, session.out
         control, architecture = session.ranks.control, self.folder.architecture
-        if settings.lora.lora_rank is not None:
+        if settings.lora.is_on:
             assert isinstance(model, GPT)
             if not settings.lora.lora_merge:
                 # Beside a model of an earlier run they would be taken for that one's.

@@ -8,6 +8,7 @@ import tyro
 
 from shardwise.errors import ConfigError
 from shardwise.training.bounds import PROBABILITY, STEPS, Checked, Folder, Range
+from shardwise.training.lora_settings import LoraSettings
 from shardwise.training.optimizer_settings import DECAY, RATE, OptimizerSettings
 from shardwise.training.settings import SEQUENCE, RunSettings, TrainingSettings
 
@@ -28,42 +29,6 @@ class PretrainedSettings(Checked, prefix="model."):
 
     sequence_length: Annotated[int | None, SEQUENCE] = None
     dropout: Annotated[float | None, PROBABILITY] = None
-
-
-@dataclass(frozen=True)
-class LoraSettings(Checked, prefix="--"):
-    """Low-rank adapters.
-
-    Attributes:
-        lora_rank: train adapters of this rank and leave the model's weights; all weights are trained if not given.
-        lora_alpha: strength of the adapters, whose product counts lora_alpha / lora_rank; twice the rank if not given.
-        lora_dropout: probability of dropping an element of an adapter's input.
-        lora_targets: linear layers that get adapters, by the folder's own names (q_proj, v_proj, ...); "all-linear" is
-            all of the transformer layers.
-        lora_rslora: divide the strength by the square root of the rank, so that high ranks learn as well.
-        lora_merge: write the whole model with the adapters merged into its weights, in place of the adapters.
-    """
-
-    lora_rank: Annotated[int | None, Range(1, 65_536)] = None
-    lora_alpha: Annotated[float | None, Range(-1e6, 1e6)] = None
-    lora_dropout: Annotated[float, PROBABILITY] = 0.0
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    lora_rslora: bool = False
-    lora_merge: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lora_rank is None:
-            changed = [
-                f"--{setting.name.replace('_', '-')}"
-                for setting in dataclasses.fields(self)
-                if getattr(self, setting.name) != setting.default
-            ]
-            if changed:
-                raise ConfigError(f"{', '.join(changed)} without --lora-rank: without a rank there are no adapters")
-            return
-        if not self.lora_targets:
-            raise ConfigError("--lora-targets names no layer; name at least one, such as q_proj")
 
 
 @dataclass(frozen=True)
@@ -130,11 +95,11 @@ class FinetuneSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lora.lora_rank is not None and self.parallel.virtual_stages > 1:
-            raise ConfigError("--lora-rank and --virtual-stages over 1 exclude each other; use another schedule")
-        if self.lora.lora_rank is not None and self.optimizer.name == "muon":
+        if self.lora.is_on and self.parallel.virtual_stages > 1:
+            raise ConfigError("adapters and --virtual-stages over 1 exclude each other; use another schedule")
+        if self.lora.is_on and self.optimizer.name == "muon":
             raise ConfigError(
-                "--optimizer.name muon is for the weight matrices of transformer layers, and --lora-rank leaves them "
+                "--optimizer.name muon is for the weight matrices of transformer layers, and adapters leave them "
                 "as they are; use adamw"
             )
         if self.samples.epochs is not None and self.training.steps != _STEPS:
@@ -143,7 +108,7 @@ class FinetuneSettings(RunSettings):
                 "leave one of them out"
             )
         if self.optimizer.learning_rate is None:
-            rate = _LEARNING_RATE if self.lora.lora_rank is None else _LORA_LEARNING_RATE
+            rate = _LORA_LEARNING_RATE if self.lora.is_on else _LEARNING_RATE
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, learning_rate=rate))
 
     @property
@@ -155,6 +120,4 @@ class FinetuneSettings(RunSettings):
     @property
     def model_name(self) -> str:
         """The folder's name, and what is trained."""
-        lora = self.lora
-        what = "all weights" if lora.lora_rank is None else f"adapters of rank {lora.lora_rank} ({', '.join(lora.lora_targets)})"  # fmt: skip # noqa: E501
-        return f"{self.base}, {what}"
+        return f"{self.base}, {self.lora.describe()}"
