@@ -204,6 +204,8 @@ def test_adapters_of_one_stage_only(group, folders, tmp_path):
         ConfigError, match=r"adapters on the embedding \(model.embed_tokens\) are not supported, and '\.\*'"
     ):
         add_lora_(model, LoraConfig(target_modules=".*"), architecture)
+    with pytest.raises(ConfigError, match=r"a regular expression of whole paths; \('q_proj',\) is a name"):
+        add_lora_(model, LoraConfig(target_modules="q_proj"), architecture)
     with pytest.raises(ConfigError, match="rank_pattern has 'qproj', which names no layer with an adapter"):
         add_lora_(model, LoraConfig(rank_pattern={"qproj": 2}), architecture)
     with pytest.raises(ConfigError, match="no adapters to save"):
@@ -311,6 +313,8 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
         ConfigError, match=r"adapters on the embedding \(model.embed_tokens\) are not supported, and '\.\*'"
     ):
         add_lora_(model, LoraConfig(target_modules=".*"), architecture)
+    with pytest.raises(ConfigError, match=r"a regular expression of whole paths; \('q_proj',\) is a name"):
+        add_lora_(model, LoraConfig(target_modules="q_proj"), architecture)
     with pytest.raises(ConfigError, match="rank_pattern has 'qproj', which names no layer with an adapter"):
         add_lora_(model, LoraConfig(rank_pattern={"qproj": 2}), architecture)
     with pytest.raises(ConfigError, match="no adapters to save"):

@@ -239,7 +239,9 @@ def test_what_cannot_be_is_said_on_every_rank(group, root, tmp_path, monkeypatch
             open_run(dataclasses.replace(settings, base=str(root / base)), root, monkeypatch)
 
     lora = LoraSettings(lora_rank=2, lora_targets=("q_proj",))
-    refused(ConfigError, "no linear layer 'q_proj' to adapt; it has c_attn, c_fc, c_proj", lora=lora)
+    refused(
+        ConfigError, "no linear layer 'q_proj' to adapt; did you mean c_proj.; it has c_attn, c_fc, c_proj", lora=lora
+    )
     refused(ConfigError, "is the model's own folder", out=root / "gpt2")
     refused(ConfigError, r"has a config\.json, which no run put there", out=root / "llama")
     refused(ConfigError, "of 2 data-parallel|multiple of the 2 data-parallel", tp=1, global_batch_size=3)

@@ -315,7 +315,8 @@ def test_impossible_settings():
         ({"lora_dropout": 1.0}, r"lora_dropout is 1\.0"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
         ({"target_modules": ()}, "name at least one"),
-        ({"target_modules": "q_proj"}, "name at least one"),
+        ({"target_modules": "*_proj"}, "'\\*_proj' is no regular expression: nothing to repeat"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "lora_alpha is inf"),
     ):
         with warnings.catch_warnings(), pytest.raises(ConfigError, match=message):
             LoraConfig(**options)

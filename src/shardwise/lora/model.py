@@ -129,6 +129,8 @@ def check_targets(paths: Iterable[str], config: LoraConfig, others: Mapping[str,
         if not any(map(alone.chooses, paths)):
             near = difflib.get_close_matches(target, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
+            if isinstance(targets, str):
+                hint = f"; a string is a regular expression of whole paths; ({target!r},) is a name" if near else ""
             raise ConfigError(f"the model has no linear layer {target!r} to adapt{hint}; it has {', '.join(known)}")
     for name in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, name):
