@@ -27,10 +27,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,6 +67,33 @@ def join(backend: str = "cuda:fake", *, world_size: int = 1, rank: int = 0) -> P
 
 
 @contextmanager
+def ranks_alike() -> Iterator[None]:
+    """Let every rank that this one exchanges objects with say what it says."""
+
+    def gather(value: Any, gathered: list[Any] | None = None, **options: Any) -> None:
+        if gathered is not None:
+            gathered[:] = [value] * len(gathered)
+
+    def nothing(*args: Any, **options: Any) -> None:
+        pass
+
+    stand_ins = {
+        "gather_object": gather,
+        "all_gather_object": lambda gathered, value, **options: gather(value, gathered),
+        "broadcast_object_list": nothing,
+        "barrier": nothing,
+    }
+    before = {name: getattr(dist, name) for name in stand_ins}
+    for name, stand_in in stand_ins.items():
+        setattr(dist, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(dist, name, original)
+
+
+@contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Let every tensor that is made inside be a fake one."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -79,8 +107,9 @@ class StepRecorder(TorchDispatchMode):
     ``"transformer/masks.py:120"``, or ``"autograd"``.
 
     Attributes:
-        waits: how often the host reads a value and so waits for the GPU, by operator and place.
+        waits: how often the host reads values and so waits for the GPU, by operator and place.
         copies: copies from one device to another, by ``"cpu to cuda"`` and place.
+        pageable: those of them for which the host waits, since its memory is not pinned or it was not told to go on.
         operators: how often each operator with a tensor on the GPU ran, by name.
         made: operators that made a tensor from none, by device, dtype, shape and place.
     """
@@ -89,6 +118,7 @@ class StepRecorder(TorchDispatchMode):
         super().__init__()
         self.waits: collections.Counter[tuple[str, str]] = collections.Counter()
         self.copies: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.pageable: collections.Counter[tuple[str, str]] = collections.Counter()
         self.operators: collections.Counter[str] = collections.Counter()
         self.made: collections.Counter[tuple[str, str, tuple[int, ...], str]] = collections.Counter()
 
@@ -100,8 +130,14 @@ class StepRecorder(TorchDispatchMode):
             self.operators[name] += 1
             if _reads_values(name, args):
                 self.waits[name, _place()] += 1
-        if name == "aten._local_scalar_dense.default":
+        if name == "aten._local_scalar_dense.default" and isinstance(args[0], FakeTensor):
             return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        if name == "aten.record_stream.default":
+            return None
+        if name == "aten._pin_memory.default":
+            pinned = torch.empty_like(args[0])
+            pinned.is_pinned_here = True
+            return pinned
         result = func(*args, **kwargs)
         if not given:
             for tensor in _tensors(result):
@@ -110,7 +146,11 @@ class StepRecorder(TorchDispatchMode):
         elif name in ("aten._to_copy.default", "aten.copy_.default"):
             source, target = (args[0], result) if name == "aten._to_copy.default" else (args[1], args[0])
             if source.device.type != target.device.type:
-                self.copies[f"{source.device.type} to {target.device.type}", _place()] += 1
+                copy = f"{source.device.type} to {target.device.type}", _place()
+                self.copies[copy] += 1
+                non_blocking = kwargs.get("non_blocking") or (name == "aten.copy_.default" and args[2:] == (True,))
+                if not (non_blocking and any(hasattr(tensor, "is_pinned_here") for tensor in (source, target))):
+                    self.pageable[copy] += 1
         return result
 
 
@@ -145,8 +185,15 @@ def serve() -> None:
     torch.set_num_threads(1)
     # What PyTorch's Python would ask of a CUDA that it has not. For a GPU this old nobody chooses Triton's kernels.
     torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_name = lambda device=None: "pretended GPU"
+    torch.cuda.max_memory_allocated = lambda device=None: 0
+    torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda device: 0
     torch.cuda.get_device_capability = lambda device=None: (0, 0)
     torch.accelerator.current_device_index = lambda: 0
+    # All numbers of a tensor are read at once, and not one after the other.
+    FakeTensor.tolist = _read_at_once
+    # Of memory that is not there, an address that tells which views begin at the same element.
+    FakeTensor.data_ptr = lambda tensor: tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     for line in sys.stdin:
         request, reply = map(Path, line.split())
@@ -161,6 +208,11 @@ def serve() -> None:
             code = os.waitstatus_to_exitcode(status)
             ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             _write(reply, (False, f"the process ended with {ended}"))
+
+
+def _read_at_once(tensor: FakeTensor) -> Any:
+    value = tensor.flatten()[0].item() if tensor.numel() else 0.0
+    return np.full(tuple(tensor.shape), value).tolist()
 
 
 def _run(request: Path) -> tuple[bool, Any]:

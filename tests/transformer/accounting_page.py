@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "accounting.md"
 S, B, H, FFN, A, D, V = 8, 3, 20, 44, 16, 6, 52
 GROUPS = 8
 
-SECTIONS = {"kept": "## Bytes kept for the backward", "collectives": "## Collectives"}
+SECTIONS = {"kept": "## Bytes kept for the backward", "collectives": "## Collectives", "gpu": "## A layer on a GPU"}
 
 
 def table(first_column, section="kept"):

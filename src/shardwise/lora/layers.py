@@ -86,8 +86,6 @@ class LoraAdapter(ShardedModule):
             layout_b = section_layout(section, weight_layout, config.r)
             partial_a, partial_b = layer.sequence_parallel, False
             places = local_places(section, weight_layout, rank)
-            if torch.equal(places, torch.arange(weight_layout.local_size(rank))):
-                places = None
         else:
             layout_a = ParamLayout((config.r, input_size), 1, weight_layout.intervals, t, weight_layout.stride)
             layout_b = ParamLayout.replicated((output_size, config.r), t)

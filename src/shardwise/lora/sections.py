@@ -32,12 +32,16 @@ def section_layout(section: Tensor, fused: ParamLayout, width: int) -> ParamLayo
     return ParamLayout((len(section), width), 0, intervals, fused.world_size)
 
 
-def local_places(section: Tensor, fused: ParamLayout, rank: int) -> Tensor:
-    """For each of the rank's rows of ``section_layout``, in its local order, the row of the rank's fused part."""
+def local_places(section: Tensor, fused: ParamLayout, rank: int) -> Tensor | None:
+    """For each of the rank's rows of ``section_layout``, in its local order, the row of the rank's fused part.
+
+    None if these are all, in order.
+    """
+    own = torch.arange(fused.local_size(rank))
     places = torch.full(fused.global_shape[:1], -1)
-    places[_rows(fused, rank)] = torch.arange(fused.local_size(rank))
+    places[_rows(fused, rank)] = own
     held: Tensor = places[section[_held(section, fused, rank)]]
-    return held
+    return None if torch.equal(held, own) else held
 
 
 def _rows(fused: ParamLayout, rank: int) -> Tensor:

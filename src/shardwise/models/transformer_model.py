@@ -302,15 +302,16 @@ class TransformerModel(FixedTensors, LanguageModel):
         """Cosine and sine of the positions, 0 to ``s - 1`` if None, as attention takes them; by None there are none."""
         if self.rotary is None:
             return {"rotary": None}
-        length = s
-        if position_ids is None:
-            position_ids = torch.arange(s, device=hidden.device)
-        elif self.rotary.depends_on_length:
-            length = int(position_ids.max()) + 1
-        rotary = {"rotary": self.rotary(position_ids, hidden.dtype, length=length)}
-        if self.window_rotary is not None:
-            rotary["window_rotary"] = self.window_rotary(position_ids, hidden.dtype)
-        return rotary
+        found: dict[str, tuple[Tensor, Tensor] | None] = {}
+        for name, rotary in (("rotary", self.rotary), ("window_rotary", self.window_rotary)):
+            if rotary is None:
+                continue
+            if position_ids is None:
+                found[name] = rotary.first(s, hidden.dtype, hidden.device)
+            else:
+                length = int(position_ids.max()) + 1 if rotary.depends_on_length else s
+                found[name] = rotary(position_ids, hidden.dtype, length=length)
+        return found
 
     def _input_of_a_later_stage(self) -> Tensor:
         if self._input_tensor is None:

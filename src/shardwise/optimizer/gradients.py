@@ -202,11 +202,13 @@ def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         elements = _NORM_ELEMENTS if tensor.dtype.itemsize >= 4 else _NORM_ELEMENTS_OF_TWO_BYTES
-        by_dtype.setdefault(tensor.dtype, []).extend(tensor.reshape(-1).split(elements))
+        # A GPU's kernel takes a tensor in blocks by itself.
+        blocks = tensor.reshape(-1).split(elements) if tensor.is_cpu else (tensor,)
+        by_dtype.setdefault(tensor.dtype, []).extend(blocks)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for dtype, blocks in by_dtype.items():
+    for dtype, same in by_dtype.items():
         # In its own dtype a block's norm may overflow (fp16), or keep two digits (bf16).
-        norms = torch._foreach_norm(blocks, 2.0, torch.float32 if dtype.itemsize < 4 else None)
+        norms = torch._foreach_norm(same, 2.0, torch.float32 if dtype.itemsize < 4 else None)
         total += torch.stack(norms).double().square().sum()
     return total
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,12 +30,16 @@ from shardwise.pipeline_parallel import Pipeline, Schedule, forward_only, make_s
 from shardwise.pipeline_parallel.messages import hidden_shape
 from shardwise.random import seed_streams
 from shardwise.topology import Groups
+from shardwise.training.batch_mover import BatchMover
 from shardwise.training.optimization import build_optimizer
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
 from shardwise.validation import DeferredChecks
 
 _BATCHES_PER_STAGE = 8
+
+# A step, where its samples come from, and its micro-batches on their way to the device.
+_Prepared = tuple[int, DataLoader | SampleLoader, list[Batch]]
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ class Trainer:
             self._pipeline = Pipeline(self._chunks, group=self.pp_group)
         self.device = next(model.parameters()).device
         self.defers_checks = self.device.type != "cpu"
+        self._mover = BatchMover(self.device)
+        self._prepared: _Prepared | None = None
         precision = PRECISIONS[settings.training.dtype]
         self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
         self.loss_scale = DynamicLossScale() if precision.scales_loss else None
@@ -103,13 +109,21 @@ class Trainer:
         """The optimizer, where its state is split over the data-parallel ranks."""
         return self.optimizer if isinstance(self.optimizer, ZeroOptimizer) else None
 
-    def step(self, step: int, micro_batches: Iterable[Batch], num_labels: int | None = None) -> StepResult:
+    def step(
+        self,
+        step: int,
+        micro_batches: Iterable[Batch],
+        num_labels: int | None = None,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepResult:
         """One optimizer step.
 
         Args:
             step: from 0.
             micro_batches: this data-parallel rank's samples.
             num_labels: labels of the global batch that count, over which the loss is the mean; all of them if None.
+            meanwhile: if not None, called when all but the update has been launched, before the host waits for it.
 
         Returns:
             The same on every rank.
@@ -137,7 +151,7 @@ class Trainer:
         no_sync = contextlib.nullcontext if self.gradients is None else self.gradients.no_sync
         with self._deferred_checks() as checks:
             if self._pipeline is None:
-                for number, batch in enumerate(self._on_device(batches), 1):
+                for number, batch in enumerate(self._mover.moved(batches), 1):
                     with no_sync() if number < len(batches) else contextlib.nullcontext():
                         loss = _losses(self.model, batch).sum() / num_labels
                         (loss if self.loss_scale is None else loss * scale).backward()
@@ -159,6 +173,8 @@ class Trainer:
             loss_scale=scale,
             shares=None if self.zero is None else self.zero.parameters.shares,
         )
+        if meanwhile is not None:
+            meanwhile()
         mean_loss, grad_norm, *wishes = self._read(total, norm, checks, [] if self.wishes is None else self.wishes())
         # Both are sums over all ranks, so that all ranks find this alike, before any weight is touched.
         wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
@@ -180,9 +196,6 @@ class Trainer:
             self.loss_scale.keep_()
         return StepResult(mean_loss, grad_norm, learning_rate, used)
 
-    def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        return (tuple(tensor.to(self.device) for tensor in batch) for batch in batches)
-
     def _run_pipeline(
         self,
         pipeline: Pipeline[Tensor],
@@ -198,7 +211,7 @@ class Trainer:
             total = losses.sum(dtype=None if torch.is_grad_enabled() else torch.float64) / num_labels
             return (total if self.loss_scale is None else total * scale), total.detach()
 
-        moved = list(self._on_device(batches))
+        moved = list(self._mover.moved(batches))
         config, (b, s) = self._chunks[0].config, batches[0][0].shape
         return pipeline.run(
             schedule,
@@ -251,10 +264,23 @@ class Trainer:
             self.zero.parameters.wait()
 
     def train_step(self, step: int, loader: DataLoader | SampleLoader) -> StepResult:
-        """``step`` on this rank's samples of ``loader``."""
+        """``step`` on this rank's samples of ``loader``; a GPU is given those of the next step meanwhile."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared[:2] != (step, loader):
+            prepared = self._prepare(step, loader)
+        self._mover.wait()
+
+        def prepare_next() -> None:
+            if step + 1 < self.settings.training.steps:
+                self._prepared = self._prepare(step + 1, loader)
+
+        meanwhile = None if self.device.type == "cpu" else prepare_next
+        return self.step(step, prepared[2], loader.num_labels(step), meanwhile=meanwhile)
+
+    def _prepare(self, step: int, loader: DataLoader | SampleLoader) -> _Prepared:
         rank, num_ranks = self.dp_group.rank(), self.dp_group.size()
         batches = loader.batch(step, rank, num_ranks, self.settings.micro_batch_size(num_ranks))
-        return self.step(step, batches, loader.num_labels(step))
+        return step, loader, [self._mover.start(batch) for batch in batches]
 
     @torch.no_grad()
     def evaluate(self, windows: Windows) -> float:
@@ -266,7 +292,7 @@ class Trainer:
         batches = evaluation_batches(windows, micro, self.dp_group.rank(), self.dp_group.size())
         with self._deferred_checks() as checks:
             if self._pipeline is None:
-                for batch in self._on_device(batches):
+                for batch in self._mover.moved(batches):
                     total += _losses(self.model, batch).sum(dtype=torch.float64)
             else:
                 num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)

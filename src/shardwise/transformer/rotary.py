@@ -4,6 +4,8 @@ Rotated are pairs of elements of a head: ``i`` and ``i + d/2``, the half-split f
 ``2i + 1``, the interleaved form of the paper.
 """
 
+from typing import Any, Self
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,7 @@ class RotaryEmbedding(FixedTensors):
             frequencies = frequencies if self.depends_on_length else scaled
         self.inverse_frequencies = on_default_device(frequencies)
         self._factor = 1.0 if rope_scaling is None else rope_scaling.cos_sin_factor
+        self._tables: dict[tuple[torch.device, torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
     def forward(self, positions: Tensor, dtype: torch.dtype, *, length: int = 0) -> tuple[Tensor, Tensor]:
         """Cosine and sine for each position, times the factor of YaRN's or LongRoPE's scaling.
@@ -71,7 +74,10 @@ class RotaryEmbedding(FixedTensors):
         """
         if positions.dim() == 1:
             positions = positions.unsqueeze(0)
-        frequencies = self.inverse_frequencies.to(positions.device)
+        if self.inverse_frequencies.device != positions.device:
+            # Once: a copy in every forward would let the host wait, and no CUDA graph could be captured.
+            self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
+        frequencies = self.inverse_frequencies
         if self.depends_on_length:
             assert self._scaling is not None
             frequencies = self._scaling.scale(frequencies, self._base, length)
@@ -80,6 +86,31 @@ class RotaryEmbedding(FixedTensors):
         if self._factor != 1.0:
             cos, sin = cos * self._factor, sin * self._factor
         return cos.to(dtype), sin.to(dtype)
+
+    def first(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What ``forward`` returns for the positions 0 to ``count - 1``, computed once and kept.
+
+        Args:
+            count: ``s``; of the longest so far the tables are kept.
+            dtype: dtype of what will be rotated.
+            device: of what will be rotated.
+        """
+        key = device, dtype, count if self.depends_on_length else 0
+        kept = self._tables.get(key)
+        if kept is None or kept[0].size(0) < count:
+            # Of a model that generates first and is trained then, autograd must be able to keep them.
+            with torch.inference_mode(False):
+                kept = self(torch.arange(count, device=device), dtype, length=count)
+            # The compiler makes what it traces anew, and a fake tensor is of its mode alone.
+            if not torch.compiler.is_compiling() and type(kept[0]) is type(self.inverse_frequencies):
+                self._tables[key] = kept
+        cos, sin = kept
+        return cos[:count], sin[:count]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """As PyTorch's; tables are computed anew where the module goes."""
+        self._tables.clear()
+        return super()._apply(fn, recurse)
 
 
 def apply_rotary(

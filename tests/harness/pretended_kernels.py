@@ -1,0 +1,92 @@
+"""What is one kernel on a GPU, as one operator on the pretended one: nothing is launched there.
+
+PyTorch's fused attention and norm are chosen where its own CUDA code is, and would be decomposed here; Triton's kernels
+would be compiled and launched. ``as_on_a_gpu`` puts operators that have shapes only in their place, for the rest of the
+process.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
+
+from shardwise.kernels.dispatch import FastPath
+
+_LIBRARY = torch.library.Library("kernel", "DEF")
+
+
+def as_on_a_gpu() -> None:
+    """From here on fused attention, RMSNorm and each launch of a Triton kernel are an operator ``kernel.NAME``."""
+    from triton.runtime.jit import JITFunction
+
+    _define("attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)", _attention)
+    _define("attention_gradient(Tensor g, Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor)", _like_the_rest)
+    _define("rms_norm(Tensor x, Tensor w) -> (Tensor, Tensor)", _rms_norm)
+    _define("rms_norm_gradient(Tensor g, Tensor x, Tensor w) -> (Tensor, Tensor)", _like_the_rest)
+    F.scaled_dot_product_attention = lambda query, key, value, **options: _Attention.apply(query, key, value)
+    F.rms_norm = lambda input_, shape, weight, eps: _RMSNorm.apply(input_, weight)
+    JITFunction.__getitem__ = lambda kernel, grid: functools.partial(_launch, kernel.__name__)
+    own = FastPath.runs
+
+    def runs(path: FastPath, *tensors: Tensor, size: int | None = None, fits: Any = lambda: True) -> bool:
+        if tensors[0].device.type == path.device_type == "cuda":
+            # What it computes with may be fake here, and the GPU too old.
+            return all(tensor.dtype == tensors[0].dtype for tensor in tensors) and bool(fits())
+        return own(path, *tensors, size=size, fits=fits)
+
+    FastPath.runs = runs  # type: ignore[method-assign]
+
+
+def _define(schema: str, kernel: Any) -> None:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, kernel, "Meta")
+
+
+def _launch(name: str, *args: Any, **options: Any) -> None:
+    if not hasattr(torch.ops.kernel, name):
+        _define(f"{name}(Tensor x) -> ()", lambda x: None)
+    getattr(torch.ops.kernel, name)(next(arg for arg in args if isinstance(arg, (Tensor, Parameter))))
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    # Flash attention's output lies by tokens, as its queries do.
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _rms_norm(input_: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(input_), input_.new_empty(*input_.shape[:-1], 1, dtype=torch.float32)
+
+
+def _like_the_rest(gradient: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(map(torch.empty_like, tensors))
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output, _ = torch.ops.kernel.attention(query, key, value)
+        ctx.save_for_backward(query, key, value)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.ops.kernel.attention_gradient(gradient, *ctx.saved_tensors)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, weight: Tensor) -> Tensor:
+        output, _ = torch.ops.kernel.rms_norm(input_, weight)
+        ctx.save_for_backward(input_, weight)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.ops.kernel.rms_norm_gradient(gradient, *ctx.saved_tensors)
