@@ -20,6 +20,8 @@ from training.test_run import interrupted_at
 
 from shardwise.data import DataLoader, TokenDataset
 from shardwise.errors import CheckpointError, ConfigError, DataError
+from shardwise.inference.generation import generate
+from shardwise.inference.sampling import Sampling
 from shardwise.lora.model import sites_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.tokenizer import Tokenizer
@@ -45,7 +47,9 @@ KINDS = {"llama": torch.float32, "gpt2": torch.float64}
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-11}
 
 
-def settings_of(root, kind, out, *, tp=1, pp=1, sequence_parallel=False, lora=None, resume="never", **training):
+def settings_of(
+    root, kind, out, *, tp=1, pp=1, sequence_parallel=False, fsdp=False, lora=None, resume="never", **training
+):
     return FinetuneSettings(
         base=str(root / kind),
         data=(str(root / "text.txt"),),
@@ -53,7 +57,7 @@ def settings_of(root, kind, out, *, tp=1, pp=1, sequence_parallel=False, lora=No
         resume=resume,
         device="cpu",
         model=PretrainedSettings(sequence_length=LENGTH),
-        parallel=ParallelSettings(tp=tp, pp=pp, sequence_parallel=sequence_parallel),
+        parallel=ParallelSettings(tp=tp, pp=pp, sequence_parallel=sequence_parallel, fsdp=fsdp),
         optimizer=FinetuneOptimizerSettings(
             learning_rate=RATE, warmup_steps=WARMUP, clip_grad_norm=CLIP, weight_decay=DECAY
         ),
@@ -189,6 +193,31 @@ def test_two_stages_are_one_model(group, root, tmp_path, monkeypatch):
         theirs = expected["gpt2"]["full" if lora is None else "lora"]
         assert losses_of(session) == pytest.approx(theirs, rel=TOLERANCE[torch.float64])
         session.topology.destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "lora", [None, LORA, dataclasses.replace(LORA, lora_merge=True)], ids=["all", "lora", "merged"]
+)
+def test_what_is_written_and_said_after_a_fully_sharded_run(group, root, tmp_path, monkeypatch, lora):
+    found = []
+    for fsdp in (False, True):
+        out = tmp_path / f"fsdp-{fsdp}"
+        settings = settings_of(root, "gpt2", out, fsdp=fsdp, lora=lora, steps=4, dtype="float64")
+        session, base = open_run(settings, root, monkeypatch)
+        train(session)
+        base.after(session)
+        said = generate(session.trainer.model, [3, 4], max_new_tokens=8, sampling=Sampling(temperature=0.0), seed=1)
+        dist.barrier(group=group)
+        (file,) = out.glob("*model.safetensors")
+        found.append((load_file(file), list(said)))
+        session.topology.destroy()
+    (whole, said), (sharded, said_again) = found
+    assert sharded.keys() == whole.keys()
+    for name, tensor in sharded.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-9, atol=1e-12)
+    assert said == said_again
 
 
 @pytest.mark.slow

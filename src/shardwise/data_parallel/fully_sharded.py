@@ -127,7 +127,8 @@ def whole_parts(model: nn.Module) -> Iterator[nn.Module]:
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     if not units:
         yield model
-    for unit in units:
+    # A unit after those that it contains.
+    for unit in reversed(units):
         assert isinstance(unit, nn.Module)
         shards = {name: param for name, param in unit.named_parameters() if is_sharded(param)}
         unit.unshard()
