@@ -73,24 +73,32 @@ def test_the_loss_curve_is_that_of_fp32_within_rounding(group, tmp_path, dtype):
 
 
 @pytest.mark.ranks(4)
-def test_an_overflow_on_one_rank_is_skipped_by_all(group, tmp_path):
-    trainer = trainers(tmp_path, ("float16",), steps=8)["float16"]
-    last = dist.get_rank() == 3
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_run_ends_where_fp32_does(group, tmp_path):
+    made = trainers(tmp_path, ("float32", "float16"), steps=12)
+    exact, trainer = made.values()
+    start = [param.detach().clone() for param in exact.model.parameters()]
+    last, broken = dist.get_rank() == 3, 2
     weight = trainer.model.decoder.layers[1].mlp.linear_fc1.weight
     for step, (tokens, labels) in enumerate(batches(trainer.settings)):
         handle = None
-        if last and step == 2:
+        if last and step == broken:
             output = trainer.model.decoder.layers[1].mlp.linear_fc2
             handle = output.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], torch.inf),))
         before = weight.detach().clone()
         rows = slice(trainer.dp_group.rank() * 2, trainer.dp_group.rank() * 2 + 2)
         result = trainer.step(step, [(tokens[rows], labels[rows])])
-        assert result.is_skipped == (step == 2)
-        assert result.loss_scale == (65536.0 if step <= 2 else 32768.0)
-        assert torch.equal(weight, before) == (step == 2)
+        assert result.is_skipped == (step == broken)
+        assert result.loss_scale == (65536.0 if step <= broken else 32768.0)
+        assert torch.equal(weight, before) == (step == broken)
         if handle is not None:
             handle.remove()
+        if step != broken:
+            exact.step(step, [(tokens[rows], labels[rows])])
     assert trainer.num_skipped == 1
+    ends = zip(trainer.model.parameters(), exact.model.parameters(), start, strict=True)
+    differences = [(trainer.optimizer.weight_of(param) - end, end - begin) for param, end, begin in ends]
+    apart, way = (torch.stack([each.norm() for each in some]).norm() for some in zip(*differences, strict=True))
+    assert apart < 0.02 * way
 
 
 @pytest.mark.ranks(2)
