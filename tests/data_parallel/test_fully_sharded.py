@@ -144,5 +144,9 @@ def test_weights_stay_shared_out_after_a_forward_without_a_backward(group, tmp_p
 
 
 def test_what_excludes_each_other():
+    with pytest.raises(
+        ConfigError, match=r"fsdp and --parallel.zero 1 exclude each other: fsdp splits optimizer state"
+    ):
+        ParallelSettings(fsdp=True, zero=1)
     with pytest.raises(ConfigError, match=r"fsdp and --parallel.pipeline-schedule 'zero-bubble' exclude each other"):
         ParallelSettings(fsdp=True, pp=2, pipeline_schedule="zero-bubble")

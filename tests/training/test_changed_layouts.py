@@ -16,6 +16,7 @@ DONE, LEFT = 4, 10
 SAVED = ParallelSettings(tp=4, sequence_parallel=True)
 LAYOUTS = [
     ParallelSettings(tp=2, pp=2),
+    ParallelSettings(zero=1),
     ParallelSettings(tp=2, fsdp=True),
 ]
 
@@ -31,7 +32,7 @@ def assert_holds(trainer, whole, name):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("optimizer", ["adamw"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_saved_at_one_layout_and_resumed_at_another(group, tmp_path, optimizer):
     options = {"optimizer": {"name": optimizer}, "model": {"num_query_groups": 2}}
     source = trainer_of(tmp_path, SAVED, **options)

@@ -1,4 +1,4 @@
-"""The loss curve does not depend on the layout."""
+"""The loss curve does not depend on tensor parallelism, at any length and with dropout."""
 
 from __future__ import annotations
 
@@ -50,35 +50,6 @@ def curve(trainer, *, micro_batch_size=4):
         result = trainer.step(step, micro)
         results.append((result.loss, result.grad_norm))
     return torch.tensor(results, dtype=torch.float64)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("architecture", "dtype", "rtol"),
-    [("gpt", "float32", 1e-5), ("llama", "float64", 1e-10)],
-)
-def test_loss_curve_is_the_same_at_every_layout(group, tmp_path, dtype, rtol, architecture):
-    alone, pairs, all_four = Topology.create(tp=1), Topology.create(tp=2), Topology.create(tp=4)
-    one = alone.group("tp")
-    options = {"dtype": dtype, "architecture": architecture}
-    expected = curve(make_trainer(tmp_path, alone, one, sequence_parallel=False, **options))
-    # Learned something: otherwise equal curves would say little.
-    assert expected[-1, 0] < expected[0, 0] - 0.5
-    layouts = {
-        "tp 2": (pairs, one, False, 4),
-        "tp 2, sequence parallel": (pairs, one, True, 4),
-        "tp 4": (all_four, one, False, 4),
-        "tp 4, sequence parallel": (all_four, one, True, 4),
-        "tp 2, dp 2": (pairs, pairs.group("dp"), False, 4),
-        "dp 4": (alone, alone.group("dp"), False, 4),
-        "micro-batches of 1, tp 2, dp 2, sequence parallel": (pairs, pairs.group("dp"), True, 1),
-    }
-    for name, (topology, dp_group, sequence_parallel, micro) in layouts.items():
-        trainer = make_trainer(tmp_path, topology, dp_group, sequence_parallel=sequence_parallel, **options)
-        actual = curve(trainer, micro_batch_size=micro)
-        error = ((actual - expected) / expected).abs().max().item()
-        assert error <= rtol, f"{name}: relative error {error:.1e}"
 
 
 @pytest.mark.ranks(2, 3, slow=(2,))

@@ -63,6 +63,7 @@ def losses_of(trainer: Trainer, steps: int, first: int = 0) -> Tensor:
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """The whole parameters of this rank's stage, by their names in the whole model."""
+    trainer.wait_for_weights()
     return {
         key: gather_parameter(shard.data, shard.layout, group=trainer.tp_group)
         for key, shard in sharded_state_dict(trainer.model, group=trainer.tp_group).items()

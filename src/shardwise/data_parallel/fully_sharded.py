@@ -25,8 +25,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
 from shardwise.communication.collectives import all_gather, reduce_scatter
+from shardwise.data_parallel.parameter_buffers import Division
 from shardwise.models.language_model import LanguageModel
-from shardwise.sharding.rows import first_row, is_sharded, local_rows, set_group_of_rows_
+from shardwise.sharding.rows import first_row, intervals_of_rows, is_sharded, local_rows, set_group_of_rows_
 from shardwise.transformer.layer import TransformerLayer
 
 
@@ -49,6 +50,7 @@ class FullyShardedModel:
     Attributes:
         shards: for each trained parameter the rows of it that this rank holds, in the same memory.
         replaced: the same for each that there was before, which has no values any more.
+        divisions: for each of these, which elements are whose.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class FullyShardedModel:
     ) -> None:
         self.shards: dict[Parameter, Parameter] = {}
         self.replaced: dict[Parameter, Parameter] = {}
+        self.divisions: dict[Parameter, Division] = {}
         self._group = group
         self._dtype = dtype
         self._roots = [self._shard(chunk) for chunk in chunks]
@@ -87,6 +90,7 @@ class FullyShardedModel:
             set_group_of_rows_(new, self._group)
             if param.requires_grad:
                 self.shards[new] = self.replaced[param] = Parameter(local_rows(new).detach())
+                self.divisions[param] = Division(self._group, intervals_of_rows(new))
             # Whoever has hold of it, such as an optimizer, keeps no memory.
             param.data = torch.empty(0, dtype=param.dtype, device=device)
         # The loss is divided by the whole batch's number of tokens, so that gradients are summed.
@@ -165,7 +169,7 @@ class _AllGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
-        output_tensor.copy_(all_gather(input_tensor, group=group))
+        all_gather(input_tensor, group=group, buffer=output_tensor)
 
 
 class _ReduceScatter(_Collective):
@@ -173,4 +177,4 @@ class _ReduceScatter(_Collective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        output_tensor.copy_(reduce_scatter(input_tensor, group=group))
+        output_tensor.copy_(reduce_scatter(input_tensor, group=group, may_overwrite=True))

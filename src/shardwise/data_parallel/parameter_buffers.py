@@ -27,26 +27,35 @@ from shardwise.sharding import Interval
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
-    """What of one parameter each data-parallel rank updates.
+class Division:
+    """Which elements of one parameter each data-parallel rank updates.
 
     Attributes:
         group: the ranks.
         intervals: for each rank in order, first of its elements in row-major order and the one after the last; together
             all elements, and often none of a rank's.
-        data: ``[m]``, this rank's elements of the parameter: a view.
-        gradient: ``[m]``, those of its gradient.
     """
 
     group: ProcessGroup
     intervals: tuple[Interval, ...]
-    data: Tensor
-    gradient: Tensor
 
     @property
     def interval(self) -> Interval:
         """This rank's elements."""
         return self.intervals[self.group.rank()]
+
+
+@dataclass(frozen=True, eq=False)
+class Share(Division):
+    """The same, and what this rank has of the parameter.
+
+    Attributes:
+        data: ``[m]``, this rank's elements of the parameter: a view.
+        gradient: ``[m]``, those of its gradient.
+    """
+
+    data: Tensor
+    gradient: Tensor
 
 
 class ParameterBuffers:

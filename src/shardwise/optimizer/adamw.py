@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shardwise.data_parallel import Share
+from shardwise.data_parallel import Division
 from shardwise.kernels.dispatch import why_not_fused_optimizer
 from shardwise.layers import named_param_layouts
 from shardwise.sharding import ParamLayout, has_copies
@@ -68,7 +68,7 @@ class AdamW(torch.optim.AdamW):
                 self._made_state(param)["step"].fill_(float(step))
 
     def train_instead_(
-        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Share] | None = None
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
     ) -> None:
         """Update ``copies`` in place of the parameters that they are of."""
         for group in self.param_groups:

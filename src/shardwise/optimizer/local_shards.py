@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwise.data_parallel import Share
+from shardwise.data_parallel import Division
 from shardwise.optimizer.gradients import gradient_of
 from shardwise.optimizer.optimizer import ShardedOptimizer
 from shardwise.sharding import ParamLayout
@@ -32,7 +32,7 @@ class LocalShards:
     def __init__(self, optimizer: ShardedOptimizer, sharded: FullyShardedModel) -> None:
         self.optimizer = optimizer
         self._shards = sharded.shards
-        optimizer.train_instead_(sharded.replaced)
+        optimizer.train_instead_(sharded.replaced, sharded.divisions)
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.why_not_fused: str | None = optimizer.why_not_fused
 
@@ -59,7 +59,7 @@ class LocalShards:
         self.optimizer.set_step_(step)
 
     def train_instead_(
-        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Share] | None = None
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
     ) -> None:
         """Not of an optimizer that trains other tensors already."""
         raise NotImplementedError("the rows of a fully sharded model are trained in place of its parameters already")

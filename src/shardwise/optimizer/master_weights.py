@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shardwise.data_parallel import Share
+from shardwise.data_parallel import Division
 from shardwise.optimizer.gradients import gradient_of
 from shardwise.optimizer.optimizer import ShardedOptimizer
 from shardwise.sharding import ParamLayout
@@ -75,7 +75,7 @@ class MasterWeights:
         self.round_()
 
     def train_instead_(
-        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Share] | None = None
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
     ) -> None:
         """Not of an optimizer that has copies already."""
         raise NotImplementedError("the parameters have fp32 copies already")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.data_parallel import Share
+from shardwise.data_parallel import Division
 from shardwise.layers import ColumnLinear
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.optimizer.adamw import AdamW
@@ -169,7 +169,7 @@ class Muon:
         self._parts: dict[Parameter, list[_Part]] = {}
         self._momenta: dict[Parameter, Tensor] = {}
         self._local_shapes: dict[Parameter, torch.Size] = {}
-        self._shares: Mapping[Parameter, Share] = {}
+        self._shares: Mapping[Parameter, Division] = {}
         self._group: ProcessGroup | None = None
         for linear, matrices in _matrices(model):
             assert linear.weight is not None
@@ -261,7 +261,7 @@ class Muon:
         self._adamw.set_step_(step)
 
     def train_instead_(
-        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Share] | None = None
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
     ) -> None:
         """Update ``copies`` in place of the parameters that they are of."""
         for group in self.param_groups:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwise.data_parallel import Share
+from shardwise.data_parallel import Division
 from shardwise.sharding import ParamLayout, ParamShard
 from shardwise.sharding.rows import interval_of_rows, local_rows
 
@@ -52,7 +52,7 @@ class ShardedOptimizer(Protocol):
         ...
 
     def train_instead_(
-        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Share] | None = None
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
     ) -> None:
         """From the first step on update these parameters in place of those that the optimizer was made for.
 

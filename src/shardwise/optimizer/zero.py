@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shardwise.data_parallel import GradientBuffers, ParameterBuffers, Share
+from shardwise.data_parallel import Division, GradientBuffers, ParameterBuffers
 from shardwise.optimizer.master_weights import MasterWeights
 from shardwise.optimizer.optimizer import ShardedOptimizer
 from shardwise.sharding import Interval, ParamLayout
@@ -82,7 +82,7 @@ class ZeroOptimizer:
         self.parameters.wait()
 
     def train_instead_(
-        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Share] | None = None
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
     ) -> None:
         """Not of an optimizer that is split already."""
         raise NotImplementedError("the optimizer's state is split over the ranks already")

@@ -64,11 +64,13 @@ def first_row(param: Tensor) -> int:
     return 0 if group is None else rows_of_ranks(param)[group.rank()][0]
 
 
+def intervals_of_rows(param: Tensor) -> tuple[Interval, ...]:
+    """The elements of a parameter that each rank holds, in row-major order: the first, and the one after the last."""
+    elements = math.prod(param.shape[1:])
+    return tuple((start * elements, stop * elements) for start, stop in rows_of_ranks(param))
+
+
 def interval_of_rows(param: Tensor) -> Interval | None:
     """The elements of a parameter that this rank holds, in row-major order; None where rows are not shared out."""
     group = group_of_rows(param)
-    if group is None:
-        return None
-    start, stop = rows_of_ranks(param)[group.rank()]
-    elements = math.prod(param.shape[1:])
-    return start * elements, stop * elements
+    return None if group is None else intervals_of_rows(param)[group.rank()]

@@ -112,7 +112,6 @@ class ParallelSettings(Checked, prefix="parallel."):
             self.pp == 1 or self.pipeline_schedule != "interleaved" or self.virtual_stages > 1,
             "parallel.pipeline-schedule 'interleaved' needs --parallel.virtual-stages of at least 2",
         )
-
         require(
             not (self.fsdp and self.zero),
             "parallel.fsdp and --parallel.zero 1 exclude each other: fsdp splits optimizer state too; leave one out",
@@ -273,11 +272,6 @@ class RunSettings(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
-        require(
-            not (self.parallel.fsdp and self.optimizer.name == "muon"),
-            "parallel.fsdp and --optimizer.name muon exclude each other: an update of Muon is of a whole matrix, whose "
-            "rows are shared out over the data-parallel ranks; use adamw",
-        )
 
     @property
     def sequence_length(self) -> int:
