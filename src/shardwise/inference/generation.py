@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.communication.agreement import check_same
 from shardwise.errors import ConfigError, VocabularyError
 from shardwise.inference.cache import PreallocatedCache
-from shardwise.inference.sampling import Sampling, sample_next_token
+from shardwise.inference.sampling import Sampling, checked_choice, choose_next_token
 from shardwise.models.gpt import GPT
 from shardwise.sharding import balanced_range
 
@@ -72,27 +72,31 @@ def generate(
 
     window = model.max_sequence_length
     context = list(prompt_ids or eos_ids[:1])[-window:]
-    generator = torch.Generator(device="cpu").manual_seed(seed)
+    device = model.embedding.word_embeddings.weight.device
+    generator = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(seed)
     cache = PreallocatedCache.for_model(model, batch_size=1, capacity=min(window, len(context) + max_new_tokens))
     new_tokens: list[int] = []
-    unread = context
+    unread = torch.tensor([context], device=device)
     with _evaluation(model):
         while len(new_tokens) < max_new_tokens:
             logits = _next_logits(model, unread, cache, vocab_size)
-            chosen = sample_next_token(
+            chosen = choose_next_token(
                 logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generator
             )
+            # The one time that the host waits for the device; the token's way back to the model is on the device.
             token = int(chosen)
+            if token < 0:
+                checked_choice(chosen)
             if token in eos_ids:
                 break
             new_tokens.append(token)
             if on_token is not None:
                 on_token(token)
             context.append(token)
-            unread = [token]
+            unread = chosen.unsqueeze(0)
             if len(context) > window:
                 context = context[-max(1, window // 2) :]
-                unread = context
+                unread = torch.tensor([context], device=device)
                 cache.truncate(0)
     return new_tokens
 
@@ -130,11 +134,10 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _next_logits(model: GPT, unread: Sequence[int], cache: PreallocatedCache, vocab_size: int) -> Tensor:
-    """``[1, v/t]``: read the tokens that follow those in the cache, and return the logits of the one after them."""
-    device = model.embedding.word_embeddings.weight.device
-    positions = torch.arange(cache.length, cache.length + len(unread), device=device)
-    logits: Tensor = model(torch.tensor([unread], device=device), positions, cache=cache)[-1]
+def _next_logits(model: GPT, unread: Tensor, cache: PreallocatedCache, vocab_size: int) -> Tensor:
+    """``[1, v/t]``: read the tokens ``[1, s]`` after those in the cache; the logits of the one after them."""
+    positions = torch.arange(cache.length, cache.length + unread.size(1), device=unread.device)
+    logits: Tensor = model(unread, positions, cache=cache)[-1]
     if not model.parallel_output:
         start, stop = balanced_range(vocab_size, model.tp_group.size(), model.tp_group.rank())
         logits = logits[:, start:stop]

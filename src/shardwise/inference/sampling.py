@@ -10,7 +10,10 @@ candidates of every rank, and top-p without top-k all logits, since its threshol
 
 Every rank draws ``u`` for the *whole* vocabulary from a generator of the same seed. The noise thereby belongs to the
 id, not to a rank or to a place in a list: the same seed gives the same text at every tensor-parallel size. Where the
-logits at two sizes differ by their last bits, a choice differs only between scores as close as that.
+logits at two sizes differ by their last bits, a choice differs only between scores as close as that. The noise is made
+on the generator's device, whose numbers for a seed are its own: a CPU's text for a seed is not a GPU's.
+
+Nothing here waits for a GPU before the choice is read: a token that cannot be chosen is -1 until then.
 """
 
 from __future__ import annotations
@@ -75,6 +78,10 @@ def vocab_parallel_argmax(scores: Tensor, *, vocab_size: int, group: ProcessGrou
         ShardingError: ``scores`` is not this rank's part of the vocabulary.
         DivergenceError: the highest score of a row is infinite or not a number; on every rank.
     """
+    return checked_choice(_argmax(scores, vocab_size, group))
+
+
+def _argmax(scores: Tensor, vocab_size: int, group: ProcessGroup) -> Tensor:
     start = _check_shard(scores, vocab_size, group)
     scores = _without_nan(scores)
     # Unlike topk, argmax guarantees the first of equal values.
@@ -97,7 +104,8 @@ def sample_next_token(
         sampling: how to choose.
         vocab_size: size of the whole vocabulary.
         group: the ranks that split it.
-        generator: a CPU generator in the same state on every rank; it draws ``b * vocab_size`` numbers (greedy: none).
+        generator: of the CPU or of the logits' device, in the same state on every rank; it draws ``b * vocab_size``
+            numbers (greedy: none).
 
     Returns:
         ``[b]`` ids, int64, the same on every rank.
@@ -106,19 +114,40 @@ def sample_next_token(
         ShardingError: ``logits`` is not this rank's part of the vocabulary.
         DivergenceError: the logits are infinite or not numbers; on every rank.
     """
+    return checked_choice(choose_next_token(logits, sampling, vocab_size=vocab_size, group=group, generator=generator))
+
+
+def choose_next_token(
+    logits: Tensor, sampling: Sampling, *, vocab_size: int, group: ProcessGroup, generator: torch.Generator
+) -> Tensor:
+    """``sample_next_token`` without a look at the choice: -1 where the logits are infinite or not numbers."""
     if sampling.temperature == 0 or sampling.top_k == 1:
-        return vocab_parallel_argmax(logits, vocab_size=vocab_size, group=group)
+        return _argmax(logits, vocab_size, group)
     start = _check_shard(logits, vocab_size, group)
-    uniform = torch.rand(logits.size(0), vocab_size, generator=generator, dtype=torch.float64, device="cpu")
+    uniform = torch.rand(logits.size(0), vocab_size, generator=generator, dtype=torch.float64, device=generator.device)
     # Multiplying by the temperature, where dividing by it would be equivalent, does not overflow at a small one.
     noise = (-uniform.log()).log_().mul_(-sampling.temperature).to(logits.device)
     if sampling.top_k == 0 and sampling.top_p == 1:
         local_noise = noise[:, start : start + logits.size(1)]
-        return vocab_parallel_argmax(logits + local_noise, vocab_size=vocab_size, group=group)
+        return _argmax(logits + local_noise, vocab_size, group)
     values, ids = _gather_candidates(_without_nan(logits), start, sampling.top_k or vocab_size, vocab_size, group)
     if sampling.top_p < 1:
         values = _keep_top_p(values, sampling.top_p, sampling.temperature)
     return _pick_highest(values + noise.gather(1, ids.long()), ids)
+
+
+def checked_choice(ids: Tensor) -> Tensor:
+    """``ids`` as they are; waits for their device.
+
+    Raises:
+        DivergenceError: one is -1.
+    """
+    if bool((ids < 0).any()):
+        raise DivergenceError(
+            "the model's logits are infinite or not numbers, so that no token can be chosen: its weights have "
+            "diverged; use an earlier checkpoint or train with a lower learning rate"
+        )
+    return ids
 
 
 def _check_shard(scores: Tensor, vocab_size: int, group: ProcessGroup) -> int:
@@ -142,14 +171,10 @@ def _without_nan(scores: Tensor) -> Tensor:
 
 
 def _pick_highest(values: Tensor, ids: Tensor) -> Tensor:
-    """The id of each row's highest value; the first of equals, so ``ids`` come in ascending order."""
+    """The id of each row's highest value, -1 if that is not finite; of equals the first, so ``ids`` are in order."""
     index = values.argmax(dim=-1, keepdim=True)
-    if not values.gather(1, index).isfinite().all():
-        raise DivergenceError(
-            "the model's logits are infinite or not numbers, so that no token can be chosen: its weights have "
-            "diverged; use an earlier checkpoint or train with a lower learning rate"
-        )
-    return ids.gather(1, index).squeeze(1).long()
+    chosen = ids.gather(1, index).masked_fill(~values.gather(1, index).isfinite(), -1)
+    return chosen.squeeze(1).long()
 
 
 def _gather_candidates(
@@ -176,7 +201,10 @@ def _top_k_in_order(candidates: Tensor, k: int) -> Tensor:
     above = values > threshold
     equal = values == threshold
     kept = above | (equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True)))
-    return candidates[kept].view(-1, k, 2)
+    # Not candidates[kept], whose size a GPU would have to tell the host first. What is not kept goes to one more place.
+    place = torch.where(kept, kept.cumsum(1) - 1, k).unsqueeze(-1).expand_as(candidates)
+    result = candidates.new_empty(candidates.size(0), k + 1, 2)
+    return result.scatter_(1, place, candidates)[:, :k]
 
 
 def _keep_top_p(values: Tensor, top_p: float, temperature: float) -> Tensor:

@@ -28,7 +28,7 @@ from shardwise.layers import (
 from shardwise.random import streams
 from shardwise.recompute import recomputed
 from shardwise.transformer.activations import softcap
-from shardwise.transformer.backend import attention_kernels
+from shardwise.transformer.backend import attention_kernels, kernels_on_a_cache
 from shardwise.transformer.heads import HeadSplit, split_heads
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.transformer.rotary import apply_rotary
@@ -227,9 +227,12 @@ class SelfAttention(GroupModule):
         grouped = self.num_local_groups < query.size(1)
         if grouped and (not self._is_even or self._repeats_keys(query, masked=bias is not None)):
             key, value, grouped = self._for_all_queries(key), self._for_all_queries(value), False
+        kernels = self._kernels
+        if query.is_cuda and query.size(2) != key.size(2):
+            kernels = kernels_on_a_cache(kernels)
         with (
             streams().fork() if dropout > 0 else nullcontext(),
-            sdpa_kernel(self._kernels) if self._kernels is not None else nullcontext(),
+            sdpa_kernel(kernels) if kernels is not None else nullcontext(),
         ):
             return F.scaled_dot_product_attention(
                 query,

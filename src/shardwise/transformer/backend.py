@@ -22,6 +22,15 @@ def attention_kernels(config: ModelConfig) -> list[SDPBackend] | None:
     return _KERNELS.get(config.attention_backend)
 
 
+def kernels_on_a_cache(kernels: list[SDPBackend] | None) -> list[SDPBackend]:
+    """Of the kernels that PyTorch may choose from, those for keys of whose number there is one more at every call.
+
+    cuDNN's makes a plan for each number of keys, which takes longer than the attention of one token.
+    """
+    every = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return every if kernels is None else [kernel for kernel in kernels if kernel is not SDPBackend.CUDNN_ATTENTION]
+
+
 def check_attention_backend(config: ModelConfig, device: torch.device, *, masked: bool = False) -> None:
     """Raise unless ``config.attention_backend`` works for such attention on such a device, by trying it.
 
