@@ -36,19 +36,18 @@ class StateBytes:
 def state_bytes(workload: Workload, layout: Layout, params: Sequence[Parameter]) -> StateBytes:
     """Of a rank with the parameters ``params``, all of which are trained."""
     e, wide = workload.element_bytes, workload.gradient_bytes
+    # Of AdamW two moments and a number of steps for each parameter, of Muon's matrices one moment.
+    matrices = [param for param in params if param.is_matrix and workload.optimizer == "muon"]
+    steps = len(params) - len(matrices)
     if layout.shards_fully:
         # Those of the first data-parallel rank, which has the most; weights of 16 bits are kept in fp32.
         elements = sum(rows_of_first_rank(param, layout.dp) for param in params)
-        return StateBytes(wide * elements, wide * elements, 0, 2 * wide * elements + _STEP_BYTES * len(params))
+        kinds = 2 * elements - sum(rows_of_first_rank(param, layout.dp) for param in matrices)
+        return StateBytes(wide * elements, wide * elements, 0, wide * kinds + _STEP_BYTES * steps)
     elements = sum(param.numel for param in params)
     held = elements
     gradients = buffer_elements(params, layout.dp) if has_buffers(workload, layout) else elements
-    kinds = 2 * elements
-    steps = len(params)
-    if workload.optimizer == "muon":
-        matrices = [param for param in params if param.is_matrix]
-        kinds -= sum(param.numel for param in matrices)
-        steps -= len(matrices)
+    kinds = 2 * elements - sum(param.numel for param in matrices)
     if layout.zero and layout.dp > 1:
         held = gradients // layout.dp
         kinds = kinds * held // elements

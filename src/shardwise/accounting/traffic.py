@@ -72,8 +72,7 @@ def traffic_of(
         traffic.add("tp", "all_reduce", workload.gradient_bytes * summed)
         if workload.optimizer == "muon":
             # Shards to the ranks that have whole matrices, and about as much back.
-            matrices = sum(param.numel for param in all_params if param.is_matrix)
-            traffic.add("tp", "all_to_all", workload.element_bytes * matrices, 2)
+            traffic.add("tp", "all_to_all", _bytes_of_matrices(workload, layout, all_params), 2)
     if layout.pp > 1:
         hidden = x.e * x.own * x.h
         for part in parts:
@@ -84,6 +83,12 @@ def traffic_of(
     if layout.dp > 1:
         _data_parallel(traffic, workload, layout, parts, params, times)
     return traffic
+
+
+def _bytes_of_matrices(workload: Workload, layout: Layout, params: Sequence[Parameter]) -> int:
+    """Of Muon's matrices, about, that a rank has once data-parallel ranks have dealt them out, if they do."""
+    deals = layout.dp if layout.zero or layout.shards_fully else 1
+    return workload.element_bytes * sum(param.numel for param in params if param.is_matrix) // deals
 
 
 def _is_embedding(param: Parameter) -> bool:
@@ -143,6 +148,10 @@ def _data_parallel(
     times: int,
 ) -> None:
     e, wide = workload.element_bytes, workload.gradient_bytes
+    if workload.optimizer == "muon" and (layout.zero or layout.shards_fully):
+        # Elements to the ranks that have whole matrices, and as much back.
+        matrices = _bytes_of_matrices(workload, layout, [param for own in params for param in own])
+        traffic.add("dp", "all_to_all", matrices, 2)
     if layout.shards_fully:
         for part, own in zip(parts, params, strict=True):
             rest, units = units_of(workload, part, own)
