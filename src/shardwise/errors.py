@@ -20,6 +20,7 @@
     │   └── AssertedTopologyError (AssertionError)  initialised already, or a group that this rank is not in
     ├── DesyncError      (RuntimeError)  ranks that disagree on what they are about to do
     ├── DivergenceError  (RuntimeError)  a loss that is NaN
+    ├── OutOfMemoryError (MemoryError)   a rank that needs more memory than there is
     ├── ParityError      (RuntimeError)  a parallel result that does not equal the dense one
     └── LaunchError      (RuntimeError)  a rank that died, or could not be started
 
@@ -101,6 +102,18 @@ class DesyncError(ShardwiseError, RuntimeError):
 
 class DivergenceError(ShardwiseError, RuntimeError):
     """A loss that is NaN."""
+
+
+class OutOfMemoryError(ShardwiseError, MemoryError):
+    """A rank that needs more memory than there is.
+
+    Attributes:
+        details: lines to print below the message, such as what the run needs.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
 
 
 class ParityError(ShardwiseError, RuntimeError):

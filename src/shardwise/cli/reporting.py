@@ -23,6 +23,7 @@ from shardwise.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    OutOfMemoryError,
     ShardingError,
     ShardwiseError,
     TopologyError,
@@ -42,11 +43,13 @@ _HEAR_OTHERS_SECONDS = 1.0
 
 
 def describe(error: BaseException) -> tuple[str, int]:
-    """One line that says what went wrong, and the exit code.
+    """One line that says what went wrong, with those below it that the error has, and the exit code.
 
     An error that nobody foresaw is named with its type, cut to a few hundred characters, and pointed to ``--debug``.
     """
     text = " ".join(str(error).split())
+    if isinstance(error, OutOfMemoryError) and error.details:
+        return f"{text}\n{error.details}", EXIT_FAILURE
     if isinstance(error, ShardwiseError):
         return text or type(error).__name__, EXIT_MISTAKE if isinstance(error, _MISTAKES) else EXIT_FAILURE
     if isinstance(error, OSError) and error.strerror:

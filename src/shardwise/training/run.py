@@ -48,7 +48,8 @@ def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> N
         session = open_session(settings, ranks, recipe_of)
         if ranks.is_first:
             print(f"{banner(session)}\n{session.utilisation.line()}", flush=True)
-        session.recipe.before(session)
+        with session.shortage.explained():
+            session.recipe.before(session)
         outcome = train(session)
         session.recipe.after(session)
         outcome = finish(session, outcome)
@@ -62,6 +63,7 @@ def train(session: Session) -> Outcome:
     Raises:
         DivergenceError: the loss, the gradient or the weights are not finite; the message names the last checkpoint
             whose weights are.
+        OutOfMemoryError: on the rank that needs more than there is.
         Interrupted: a signal asked one of the ranks to end; the step is done and saved.
         ShardwiseError: what else went wrong, on every rank.
     """
@@ -71,7 +73,7 @@ def train(session: Session) -> Outcome:
     agree(lambda: _leave_settings(session), group=session.ranks.control)
     if checkpoint is not None and session.ranks.is_first:
         print(f"resumed at step {first_step}", flush=True)
-    with signals_postponed() as signals:
+    with signals_postponed() as signals, session.shortage.explained():
         return _Training(session, first_step, Saves(session, checkpoint), signals).run()
 
 

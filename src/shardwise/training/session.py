@@ -13,12 +13,14 @@ from shardwise.accounting.flops import model_flops_per_token
 from shardwise.communication.agreement import agree, gather_objects
 from shardwise.communication.transports import transport_name
 from shardwise.data import DataLoader, SampleLoader, Windows
+from shardwise.huggingface.description import ModelDescription
 from shardwise.layers import named_param_layouts
 from shardwise.topology import Groups, Topology
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
 from shardwise.training.settings import RunSettings
+from shardwise.training.shortage import Shortage
 from shardwise.training.texts import TrainingData
 from shardwise.training.trainer import Trainer
 from shardwise.training.utilisation import Utilisation, peak_of
@@ -40,6 +42,7 @@ class Session:
         transport: how the tensor-parallel ranks' tensors travel.
         num_parameters: of the whole model, tied weights counted once.
         utilisation: what the steps are measured against.
+        shortage: what is said when a rank runs out of memory.
     """
 
     recipe: Recipe
@@ -53,6 +56,7 @@ class Session:
     transport: str
     num_parameters: int
     utilisation: Utilisation
+    shortage: Shortage
 
     @property
     def out(self) -> Path:
@@ -85,7 +89,12 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
     topology = Topology.create(tp=settings.parallel.tp, pp=settings.parallel.pp, validate=settings.validate)
     groups = Groups.of(topology)
     torch.default_generator.manual_seed(settings.training.seed)
-    model = recipe.build_model(settings, texts.tokenizer.vocab_size, groups=groups, device=ranks.device)
+    vocab_size = texts.tokenizer.vocab_size
+    described = recipe.describe(vocab_size)
+    shortage = Shortage.of(settings, described, ranks, trains_weights=recipe.trains_weights)
+    with shortage.explained():
+        model = recipe.build_model(settings, vocab_size, groups=groups, device=ranks.device)
+        trainer = Trainer(settings, model, groups)
     return Session(
         recipe,
         settings,
@@ -94,21 +103,20 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
         texts,
         loader,
         windows,
-        Trainer(settings, model, groups),
+        trainer,
         transport=transport_name(groups.tp, ranks.device),
         num_parameters=count_parameters(model, topology),
-        utilisation=_utilisation(recipe, ranks, texts.tokenizer.vocab_size),
+        utilisation=_utilisation(recipe, ranks, described),
+        shortage=shortage,
     )
 
 
-def _utilisation(recipe: Recipe, ranks: Ranks, vocab_size: int) -> Utilisation:
+def _utilisation(recipe: Recipe, ranks: Ranks, model: ModelDescription) -> Utilisation:
     settings = recipe.settings
     dtype = PRECISIONS[settings.training.dtype].params_dtype
     peak = peak_of(ranks.device, dtype, settings.peak_tflops)
     peaks = gather_objects(peak.flops, "the peak of its device", group=ranks.control)
-    per_token = model_flops_per_token(
-        recipe.describe(vocab_size), settings.sequence_length, trains_weights=recipe.trains_weights
-    )
+    per_token = model_flops_per_token(model, settings.sequence_length, trains_weights=recipe.trains_weights)
     return Utilisation(
         per_token * settings.sequence_length * settings.training.global_batch_size,
         None if None in peaks else sum(peaks),
