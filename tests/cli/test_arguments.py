@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.arguments import parse_command
+from shardwise.cli.chat import ChatArguments
 from shardwise.cli.demo import DemoArguments
+from shardwise.cli.eval import EvalArguments
 from shardwise.cli.export_hf import ExportArguments
 from shardwise.cli.finetune import FinetuneArguments
 from shardwise.cli.generate import GenerateArguments
@@ -28,11 +30,17 @@ PARSERS = {
     "finetune": parse_finetune_arguments,
     "demo": of(DemoArguments),
     "generate": of(GenerateArguments),
+    "chat": of(ChatArguments),
+    "eval": of(EvalArguments),
     "import-hf": of(ImportArguments),
     "export-hf": of(ExportArguments),
 }
 REQUIRED = dict(
-    zip(PARSERS.values(), (["--data=a"], ["m", "--data=a"], [], ["r"], ["m", "--out=o"], ["r", "--out=o"]), strict=True)
+    zip(
+        PARSERS.values(),
+        (["--data=a"], ["m", "--data=a"], [], ["r"], ["r"], ["r", "--data=a"], ["m", "--out=o"], ["r", "--out=o"]),
+        strict=True,
+    )
 )
 
 
@@ -219,7 +227,9 @@ def test_commands_of_the_documents_are_read():
     commands = [
         (page.name, command, arguments)
         for page in pages
-        for command, arguments in re.findall(r"^    shardwise (train|finetune) (.*)$", page.read_text(), re.MULTILINE)
+        for command, arguments in re.findall(
+            r"^    shardwise (train|finetune|chat|eval) (.*)$", page.read_text(), re.MULTILINE
+        )
     ]
     assert {"optimizers.md", "finetuning.md"} <= {page for page, _, _ in commands}
     for _, command, arguments in commands:

@@ -52,7 +52,11 @@ def test_version(capsys):
     ("word", "message"),
     [
         ("trian", "unknown command 'trian'; did you mean train?"),
-        ("xyz", "unknown command 'xyz'; one of demo, train, finetune, plan, generate, import-hf, export-hf, env"),
+        (
+            "xyz",
+            "unknown command 'xyz'; one of demo, train, finetune, plan, generate, chat, eval, import-hf, export-hf, "
+            "env",
+        ),
         ("--verson", "unknown option '--verson'; did you mean --version?"),
     ],
 )

@@ -15,7 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise.cli.arguments import parse_command
+from shardwise.cli.chat import ChatArguments
 from shardwise.cli.demo import DemoArguments, demo_settings
+from shardwise.cli.eval import EvalArguments
 from shardwise.cli.export_hf import ExportArguments
 from shardwise.cli.finetune import FinetuneArguments
 from shardwise.cli.generate import GenerateArguments
@@ -42,6 +44,8 @@ COMMANDS = {
     "train": (parse_train_arguments, ["--data", "x"], Settings),
     "finetune": (parse_finetune_arguments, ["base", "--data", "x"], FinetuneSettings),
     "generate": (parse(GenerateArguments), ["run"], GenerateArguments),
+    "chat": (parse(ChatArguments), ["model"], ChatArguments),
+    "eval": (parse(EvalArguments), ["model", "--data", "x"], EvalArguments),
     "import-hf": (parse(ImportArguments), ["folder", "--out", "x"], ImportArguments),
     "export-hf": (parse(ExportArguments), ["run", "--out", "x"], ExportArguments),
     "demo": (parse_demo, [], DemoArguments),

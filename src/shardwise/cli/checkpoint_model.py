@@ -23,7 +23,7 @@ from shardwise.json_files import shown
 from shardwise.lora import load_adapter_, read_adapter_config
 from shardwise.models.chunks import ModelChunks
 from shardwise.sharded_state import sharded_state_dict
-from shardwise.tokenizer import PaddedTokenizer, Tokenizer
+from shardwise.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer
 from shardwise.topology import Groups
 from shardwise.training.build import describe
 from shardwise.training.precision import PRECISIONS
@@ -69,6 +69,15 @@ class OpenCheckpoint:
         # Adapters may have been trained to end their texts otherwise.
         beside = self.adapter is not None and (self.adapter / GENERATION_CONFIG_NAME).exists()
         return GenerationDefaults(self.adapter if beside else self.folder, self.config.values)
+
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template beside the adapters, or else the model's; None if there is none.
+
+        Raises:
+            DataError: it cannot be read, or is none.
+        """
+        beside = None if self.adapter is None else ChatTemplate.load(self.adapter)
+        return beside or ChatTemplate.load(self.folder)
 
     def load_model(self, ranks: Ranks) -> Model:
         """The model, with the adapters if there are any, split over all ranks; every rank calls.

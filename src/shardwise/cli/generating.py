@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
-from shardwise.cli.generate import GenerateArguments
+from shardwise.cli.generate import GenerateArguments, GeneratingArguments
 from shardwise.cli.reporting import print_line
 from shardwise.cli.streams import allow_any_character
 from shardwise.communication.agreement import agree
@@ -43,30 +43,40 @@ def prepare(arguments: GenerateArguments, world_size: int) -> Task:
         CheckpointError: no checkpoint there, or a damaged one.
         DataError: no tokenizer, or a damaged one.
     """
-    adapter = None if arguments.adapter is None else Path(arguments.adapter)
-    opened = open_model(Path(arguments.checkpoint), adapter)
+    opened, tokenizer = open_causal(arguments.checkpoint, arguments.adapter, world_size)
+    encoded = tokenizer.encode(arguments.prompt, parse_special=arguments.special_tokens)
+    prompt_ids = [*tokenizer.beginning, *encoded]
+    return Task(opened, tokenizer, prompt_ids, choose(opened, tokenizer, arguments, len(prompt_ids)))
+
+
+def open_causal(checkpoint: str, adapter: str | None, world_size: int) -> tuple[OpenCheckpoint, Tokenizer]:
+    """A model that continues texts, without its tensors, and its tokenizer. Raises as ``prepare``."""
+    opened = open_model(Path(checkpoint), None if adapter is None else Path(adapter))
     check_fits(opened.description, world_size)
     if opened.config is not None and opened.description.kind != "gpt":
         kind = opened.config.architecture.model_type
         raise ConfigError(f"{opened.folder} holds a {kind} model, which adds no tokens")
-    tokenizer = opened.tokenizer
-    if tokenizer is None:
+    if opened.tokenizer is None:
         raise DataError(
             f"{opened.folder} was imported from a folder without a tokenizer.json that says which token ends a text; "
             f"{TO_BRING_A_TOKENIZER}, and import it again"
         )
-    encoded = tokenizer.encode(arguments.prompt, parse_special=arguments.special_tokens)
-    prompt_ids = [*tokenizer.beginning, *encoded]
-    choice = opened.generation_defaults().choose(
+    return opened, opened.tokenizer
+
+
+def choose(
+    opened: OpenCheckpoint, tokenizer: Tokenizer, arguments: GeneratingArguments, num_prompt_tokens: int
+) -> GenerationChoice:
+    """How tokens are chosen after a prompt. Raises ConfigError: a value out of range."""
+    return opened.generation_defaults().choose(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         max_new_tokens=arguments.max_new_tokens,
-        num_prompt_tokens=len(prompt_ids),
+        num_prompt_tokens=num_prompt_tokens,
         vocab_size=opened.description.vocab_size,
         eos_id=tokenizer.eos_id,
     )
-    return Task(opened, tokenizer, prompt_ids, choice)
 
 
 def _notes(task: Task, longest: int) -> Iterator[str]:
@@ -98,7 +108,7 @@ def generate_text(arguments: GenerateArguments) -> None:
             for note in (*_notes(task, model.max_sequence_length), f"layers: {layers}"):
                 print_line(f"shardwise generate: {note}")
             allow_any_character()
-            _show(arguments.prompt)
+            show(arguments.prompt)
         try:
             # Not limited: the first rank waits with everybody for a terminal that is paused.
             with ranks.phase("generating"):
@@ -109,14 +119,15 @@ def generate_text(arguments: GenerateArguments) -> None:
                     sampling=task.choice.sampling,
                     seed=arguments.seed,
                     eos_id=task.choice.eos_ids,
-                    on_token=(lambda token: _show(text.push(token))) if ranks.is_first else None,
+                    on_token=(lambda token: show(text.push(token))) if ranks.is_first else None,
                 )
         finally:
             # After Ctrl-C too, so that the shell's prompt begins a line of its own.
             if ranks.is_first:
-                _show(text.finish() + "\n")
+                show(text.finish() + "\n")
 
 
-def _show(piece: str) -> None:
+def show(piece: str) -> None:
+    """Print a piece of a text, at once."""
     sys.stdout.write(piece)
     sys.stdout.flush()

@@ -35,6 +35,8 @@ COMMANDS = {
     "finetune": Command("fine-tune a Hugging Face model, all weights or LoRA adapters", "FinetuneArguments"),
     "plan": Command("show what a run needs of memory and network, and which layouts fit", "PlanArguments"),
     "generate": Command("continue a text with a trained checkpoint", "GenerateArguments"),
+    "chat": Command("talk with a model, by its own chat template", "ChatArguments"),
+    "eval": Command("measure a model on your data: loss, perplexity, bits per byte", "EvalArguments"),
     "import-hf": Command("make a checkpoint of a Hugging Face folder", "ImportArguments"),
     "export-hf": Command("write a checkpoint as a Hugging Face folder", "ExportArguments"),
     "env": Command("show versions, devices, backends and fast paths", "EnvArguments"),

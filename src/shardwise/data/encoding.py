@@ -99,6 +99,24 @@ class ExampleEncoder:
         text = self._render(messages, Example("", None, messages), prompt=True).text
         return self.tokenizer.encode(text, parse_special=True)
 
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The token that ends a turn of the assistant, by which a model that learned from such chats stops.
+
+        Nothing where the template ends it with letters, or refuses a question with its answer.
+        """
+        probe = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+        try:
+            encoded = ExampleEncoder(self.tokenizer, self.template).encode(Example("", None, probe))
+        except UnusableExampleError:
+            return ()
+        end: tuple[int, ...] = ()
+        for token in encoded.ids[encoded.learned].tolist():
+            if token in self.tokenizer.added_names:
+                end = end or (token,)
+            elif self.tokenizer.decode([token]).strip():
+                end = ()
+        return end
+
     def _text(self, example: Example) -> Encoded:
         tokenizer, beginning = self.tokenizer, len(self.tokenizer.beginning)
         assert isinstance(example.completion, str)

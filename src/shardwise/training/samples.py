@@ -116,7 +116,7 @@ def prepare_samples(
         (samples, left_out), unkept = with_cache(partial(_encode, part, encoder, f"{name} ({what})"))
         dataset = SampleDataset(samples, sequence_length, packing=settings.packing, too_long=settings.too_long)
         datasets.append(dataset)
-        notes += [*unkept, *_notes(part, left_out, what), *_notes_on_lengths(dataset, settings, what)]
+        notes += [*unkept, *left_out_notes(part, left_out, what), *_notes_on_lengths(dataset, settings, what)]
     train, measured = datasets
     template = encoder.template
     identity = {
@@ -265,7 +265,8 @@ def _reasons(examples: Sequence[Example], left_out: _Left) -> str:
     return "; ".join(shown[:_REASONS_SHOWN]) + (f"; and {more} other reasons" if more > 0 else "")
 
 
-def _notes(examples: Sequence[Example], left_out: _Left, what: str) -> list[str]:
+def left_out_notes(examples: Sequence[Example], left_out: _Left, what: str) -> list[str]:
+    """How many examples were left out, and why, for people; nothing if none was."""
     if not left_out:
         return []
     total = sum(count for count, _ in left_out.values())

@@ -172,7 +172,7 @@ def prepare_texts(settings: Settings) -> Texts:
     return encode_texts(corpus, tokenizer, settings.corpus, parse_special=settings.special_tokens)
 
 
-def read_data(data: Sequence[str], settings: CorpusSettings) -> Corpus:
+def read_data(data: Sequence[str], settings: CorpusSettings | None = None) -> Corpus:
     """The documents that ``--data`` names.
 
     Raises:
@@ -180,7 +180,7 @@ def read_data(data: Sequence[str], settings: CorpusSettings) -> Corpus:
         ConfigError: "stdlib" beside something else.
     """
     if STDLIB not in data:
-        return read_corpus(data, text_key=settings.text_key)
+        return read_corpus(data, text_key=(settings or CorpusSettings()).text_key)
     if len(data) > 1:
         raise ConfigError(f"data is {list(data)}; {STDLIB!r} stands alone (a folder of that name: ./{STDLIB})")
     return stdlib_corpus()

@@ -153,7 +153,7 @@ class Trainer:
             if self._pipeline is None:
                 for number, batch in enumerate(self._mover.moved(batches), 1):
                     with no_sync() if number < len(batches) else contextlib.nullcontext():
-                        loss = _losses(self.model, batch).sum() / num_labels
+                        loss = losses_of(self.model, batch).sum() / num_labels
                         (loss if self.loss_scale is None else loss * scale).backward()
                     total += loss.detach()
             else:
@@ -215,7 +215,7 @@ class Trainer:
         config, (b, s) = self._chunks[0].config, batches[0][0].shape
         return pipeline.run(
             schedule,
-            lambda micro_batch, chunk: _losses(self._chunks[chunk], moved[micro_batch]),
+            lambda micro_batch, chunk: losses_of(self._chunks[chunk], moved[micro_batch]),
             loss,
             shape=hidden_shape(config, s, b, tp_group=self.tp_group),
             dtype=config.params_dtype,
@@ -293,7 +293,7 @@ class Trainer:
         with self._deferred_checks() as checks:
             if self._pipeline is None:
                 for batch in self._mover.moved(batches):
-                    total += _losses(self.model, batch).sum(dtype=torch.float64)
+                    total += losses_of(self.model, batch).sum(dtype=torch.float64)
             else:
                 num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
                 # Enough at a time to keep the stages busy, and a bounded number of batches in memory.
@@ -305,7 +305,7 @@ class Trainer:
         return windows.bits_per_byte(nats)
 
 
-def _losses(model: torch.nn.Module, batch: Batch) -> Tensor:
+def losses_of(model: torch.nn.Module, batch: Batch) -> Tensor:
     """The loss of each token; what a stage that is not the last gives on."""
     tokens, labels, *places = batch
     positions, documents = places or (None, None)

@@ -1,0 +1,61 @@
+"""``shardwise eval``: measure a model on data, split over any number of ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
+
+import tyro
+
+from shardwise.cli.arguments import SplitArguments
+from shardwise.errors import ConfigError
+from shardwise.training.bounds import Folder, Range
+from shardwise.training.settings import SEQUENCE
+
+
+@dataclass(frozen=True)
+class EvalArguments(SplitArguments):
+    """Measure a model of shardwise train, demo, finetune or import-hf, or in a Hugging Face folder, on data.
+
+    Prints the loss in nats per token, the perplexity, and bits per byte, which can be compared between tokenizers.
+
+    Attributes:
+        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging
+            Face folder, a fine-tuned one included; or adapters, with the model that they name.
+        data: files and folders, in the forms that shardwise finetune reads.
+        adapter: folder of adapters (LoRA, in the files of the peft library) to use with the model.
+        sequence_length: tokens that the model reads at once; 512, or the model's longest if that is less, if not given.
+            A longer text is cut into windows, a longer chat is split.
+        batch_size: windows at once.
+        mask_prompts: measure what the assistant says, and completions, only; with --no-mask-prompts all of the text.
+        special_tokens: read the names of special tokens in texts as these tokens.
+        text_key: field of a record that holds the text.
+        device: where to compute; "auto" takes a GPU if there is one for each rank.
+    """
+
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
+    data: tuple[str, ...] = ()
+    adapter: Annotated[str | None, Folder()] = None
+    sequence_length: Annotated[int | None, SEQUENCE] = None
+    batch_size: Annotated[int, Range(1, 10**6)] = 8
+    mask_prompts: bool = True
+    special_tokens: bool = True
+    text_key: str = "text"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.data:
+            raise ConfigError("no data to measure on; pass --data with files or folders")
+
+    def prepare(self, world_size: int) -> None:
+        """Open the model."""
+        from shardwise.cli.generating import open_causal
+
+        open_causal(self.checkpoint, self.adapter, world_size)
+
+    def work(self) -> Callable[[], object]:
+        """Measure."""
+        from shardwise.cli.evaluating import evaluate
+
+        return partial(evaluate, self)
