@@ -78,10 +78,10 @@ class GradientTrees:
     @torch.no_grad()
     def finish(self) -> None:
         """Sum over the ranks; gradients are then those of all ranks' micro-batches."""
-        counts = {self._names[param]: each.count for (param, _), each in self._sums.items()}
+        counts = {(self._names[param], use): each.count for (param, use), each in self._sums.items()}
         if len(set(counts.values())) > 1:
             most = max(counts.values())
-            name, count = next((name, count) for name, count in counts.items() if count != most)
+            name, count = next((name, count) for (name, _), count in counts.items() if count != most)
             raise ConfigError(
                 f"exact: {name} got a gradient from {count} of {most} micro-batches; it needs one from each"
             )

@@ -1,12 +1,14 @@
 """What GPT and BERT have in common: embedding, transformer block and output layer, or one pipeline stage of them."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from shardwise.config import ModelConfig
 from shardwise.errors import AssertedShardingError, ConfigError, ShardingError
@@ -24,6 +26,21 @@ from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.rotary import RotaryEmbedding, RotaryScaling
 
 _POSITIONS = ("learned_absolute", "rope", "none", "alibi")
+
+
+class _TakenApart(Function):
+    """A weight whose gradient, of this use of it, goes to ``take(weight, gradient)``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor, Tensor], None]) -> Tensor:
+        ctx.weight, ctx.take = weight, take
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.take(ctx.weight, grad)
+        return None, None
 
 
 class TransformerModel(FixedTensors, LanguageModel):
@@ -168,13 +185,13 @@ class TransformerModel(FixedTensors, LanguageModel):
 
     def _logits(self, hidden: Tensor, s: int) -> Tensor:
         """``[s, b, h]``, or this rank's shard, to ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``)."""
-        logits: Tensor = self.output_layer(hidden, self.shared_embedding_or_output_weight(), sequence_length=s)
+        logits: Tensor = self.output_layer(hidden, self._output_weight(), sequence_length=s)
         logits = self._scaled(logits)
         return logits if self.parallel_output else self.output_layer.gather(logits)
 
     def _loss(self, hidden: Tensor, labels: Tensor, s: int) -> Tensor:
         """``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""
-        weight = self.shared_embedding_or_output_weight()
+        weight = self._output_weight()
         if not self.fuses_output_layer_and_loss:
             logits = self.output_layer(hidden, weight, sequence_length=s)
             # Only the loss reads these logits, so their memory may be reused for their gradient.
@@ -190,6 +207,19 @@ class TransformerModel(FixedTensors, LanguageModel):
         if cap is not None:
             logits = softcap(logits, cap)
         return logits if scaling == 1.0 else logits / scaling
+
+    def _output_weight(self) -> Tensor | None:
+        """The tied weight for the output layer; None where that has one of its own.
+
+        Whoever sums gradients over micro-batches may take the output layer's apart (``data_parallel.GradientTrees``).
+        """
+        weight: Any = self.shared_embedding_or_output_weight()
+        take = getattr(weight, "take_output_gradient", None)
+        if take is None or not (self.pre_process and self.post_process and torch.is_grad_enabled()):
+            shared: Tensor | None = weight
+            return shared
+        apart: Tensor = _TakenApart.apply(weight, take)
+        return apart
 
     def finish_weight_gradients(self) -> None:
         """Compute the output layer's weight gradients that wait (``config.defer_embedding_wgrad_compute``).

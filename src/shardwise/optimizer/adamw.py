@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from shardwise.layers import named_param_layouts
 from shardwise.sharding import ParamLayout, has_copies
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
+# The fused kernel takes the last elements of a tensor, short of a vector, one by one, and rounds them otherwise.
+_VECTOR = 16
 
 
 class AdamW(torch.optim.AdamW):
@@ -26,6 +30,7 @@ class AdamW(torch.optim.AdamW):
         betas: decay of the gradient's mean and of its mean square.
         epsilon: added to the root mean square.
         without: parameters that another optimizer trains.
+        exact_parts: let no bit of an update depend on how parameters are split, up to so many parts; None if it may.
 
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101).
     """
@@ -39,13 +44,27 @@ class AdamW(torch.optim.AdamW):
         betas: tuple[float, float],
         epsilon: float,
         without: Collection[Parameter] = (),
+        exact_parts: int | None = None,
     ) -> None:
         others = set(without)
         params = [param for param in model.parameters() if param.requires_grad and param not in others]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
             {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
         ]
+        if exact_parts is not None:
+            layouts = {param: layout for _, param, layout in named_param_layouts(model, 1)}
+            groups = [
+                {
+                    **group,
+                    "params": [
+                        each for each in group["params"] if whole is _has_whole_vectors(layouts[each], exact_parts)
+                    ],
+                }
+                | ({} if whole else {"fused": False})
+                for group in groups
+                for whole in (True, False)
+            ]
         reasons = (
             why_not_fused_optimizer(param.device.type, has_copies=has_copies(layout))
             for _, param, layout in named_param_layouts(model, 1)
@@ -82,3 +101,11 @@ class AdamW(torch.optim.AdamW):
             for kind in STATE_NAMES:
                 state[kind] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
+
+
+def _has_whole_vectors(layout: ParamLayout, parts: int) -> bool:
+    """Whether each of the parts of a parameter is made of whole vectors, at whatever layout."""
+    if layout.dim is None:
+        return True
+    sections = parts * layout.stride
+    return layout.global_shape[layout.dim] % sections == 0 and math.prod(layout.global_shape) // sections % _VECTOR == 0

@@ -12,9 +12,11 @@ from torch.nn import Parameter
 
 from shardwise.communication.backend import device_of_host_facts
 from shardwise.communication.collectives import all_reduce
+from shardwise.communication.trees import exact_parts
 from shardwise.data_parallel import Share
 from shardwise.errors import ConfigError
 from shardwise.layers import named_param_layouts
+from shardwise.optimizer.exact_norm import exact_norm
 from shardwise.sharding import ParamLayout, ParamShard, has_copies, holders, segments
 from shardwise.sharding.rows import first_row, group_of_rows, local_rows
 
@@ -130,6 +132,14 @@ def global_grad_norm(
     Returns:
         An fp64 scalar, the same on every rank.
     """
+    if exact_parts(tp_group) is not None:
+        counted_once = (
+            (gradient, layout)
+            for _, param, layout in named_param_layouts(model, tp_group.size())
+            if (gradient := gradient_of(param)) is not None and not getattr(param, "shared", False)
+        )
+        norm = exact_norm(counted_once, tp_group=tp_group, pp_group=pp_group)
+        return torch.tensor(norm, dtype=torch.float64, device=next(model.parameters()).device)
     counted = [
         part
         for _, param, layout in named_param_layouts(model, tp_group.size())

@@ -54,13 +54,15 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
     chunks = parallel.virtual_stages if pp > 1 else 1
     return {
         "params_dtype": precision.params_dtype,
-        # What is fully sharded has no whole gradient to add to.
+        # What is fully sharded has no whole gradient to add to; an exact run sums by a tree.
         "gradient_accumulation_fusion": precision.has_masters
+        and not parallel.exact
         and not parallel.shards_fully(1 if groups.dp is None else groups.dp.size()),
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "delay_wgrad_compute": pp > 1 and parallel.pipeline_schedule == "zero-bubble",
         "sequence_parallel": parallel.sequence_parallel,
+        "exact_parts": parallel.exact_parts if parallel.exact else None,
         "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
         **settings.recompute.config_fields(),
         # So that adapters start from the same values on every device, as weights do anyway.

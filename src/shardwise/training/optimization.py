@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.data_parallel import GradientBuffers
+from shardwise.communication.trees import sum_in_parts
+from shardwise.data_parallel import GradientBuffers, GradientTrees
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.models.language_model import LanguageModel
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def build_optimizer(
     settings: RunSettings, model: GPT | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
-) -> tuple[ShardedOptimizer, GradientBuffers | FullyShardedModel | None]:
+) -> tuple[ShardedOptimizer, GradientBuffers | GradientTrees | FullyShardedModel | None]:
     """The optimizer of a run's model, and what sums its gradients.
 
     Args:
@@ -38,14 +39,19 @@ def build_optimizer(
 
     Returns:
         The optimizer; and the buffers in which gradients are summed over the data-parallel ranks, and over
-        micro-batches in fp32, or what shards the model. None if there is one rank, and parameters in the dtype in which
-        they are updated.
+        micro-batches in fp32, or the trees of an exact run, or what shards the model. None if there is one rank, and
+        parameters in the dtype in which they are updated.
     """
     dp_group = groups.dp
     assert dp_group is not None
     num_ranks, has_masters = dp_group.size(), PRECISIONS[settings.training.dtype].has_masters
     optimizer = settings.optimizer.make(model)
     dtype = torch.float32 if has_masters else None
+    parts = chunks[0].config.exact_parts
+    if parts is not None:
+        sum_in_parts(dp_group, parts)
+        trees = GradientTrees(chunks, group=dp_group, dtype=dtype)
+        return MasterWeights(optimizer, model) if has_masters else optimizer, trees
     if settings.parallel.shards_fully(num_ranks):
         from shardwise.data_parallel.fully_sharded import FullyShardedModel
 

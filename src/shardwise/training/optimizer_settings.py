@@ -102,7 +102,8 @@ class OptimizerSettings(Checked, prefix="optimizer."):
             "epsilon": self.epsilon,
         }
         if self.name == "adamw":
-            return AdamW(model, **options)
+            config: Any = getattr(model, "config", None)
+            return AdamW(model, exact_parts=getattr(config, "exact_parts", None), **options)
         ratio = self.matrix_learning_rate_ratio
         return Muon(
             model,

@@ -16,6 +16,7 @@ from shardwise.data import DataLoader, SampleLoader, Windows
 from shardwise.huggingface.description import ModelDescription
 from shardwise.layers import named_param_layouts
 from shardwise.topology import Groups, Topology
+from shardwise.training.exact_check import check_device
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
@@ -95,6 +96,10 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
     with shortage.explained():
         model = recipe.build_model(settings, vocab_size, groups=groups, device=ranks.device)
         trainer = Trainer(settings, model, groups)
+    if settings.parallel.exact:
+        micro = settings.micro_batch_size(topology.size("dp"))
+        sizes = {"micro_batch_size": micro, "sequence_length": settings.sequence_length}
+        agree(lambda: check_device(model, model.config, **sizes), group=ranks.control)
     return Session(
         recipe,
         settings,

@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.json_files import shown
 from shardwise.training import bounds
 from shardwise.training.bounds import Checked, Folder, Range, require
+from shardwise.training.exact_settings import check_exact, exact_micro_batch_size
 from shardwise.training.optimizer_settings import OptimizerSettings
 from shardwise.training.plain_values import checked, with_values
 
@@ -89,6 +90,9 @@ class ParallelSettings(Checked, prefix="parallel."):
             layer's weights are gathered when it is computed.
         zero: 1 splits the optimizer's state and fp32 copies of weights over the data-parallel ranks; 0 keeps all of
             them on each.
+        exact: results have the same bits at every tp, sequence_parallel or not, every pp and every number of
+            data-parallel ranks; costs some time.
+        exact_parts: with exact, into how many parts sums are cut: the most ranks of a kind; a power of two.
     """
 
     tp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
@@ -100,6 +104,8 @@ class ParallelSettings(Checked, prefix="parallel."):
     virtual_stages: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--virtual-stages",))] = 1
     fsdp: Annotated[bool, tyro.conf.arg(aliases=("--fsdp",))] = False
     zero: Annotated[int, Range(0, 1), tyro.conf.arg(aliases=("--zero",))] = 0
+    exact: Annotated[bool, tyro.conf.arg(aliases=("--exact",))] = False
+    exact_parts: Annotated[int, Range(1, 1024), tyro.conf.arg(aliases=("--exact-parts",))] = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +128,9 @@ class ParallelSettings(Checked, prefix="parallel."):
             "gradients of a layer when its backward ends, and zero-bubble computes those of weights later; use '1f1b', "
             "'gpipe' or 'interleaved'",
         )
+
+        parts = self.exact_parts
+        require(parts & (parts - 1) == 0, f"parallel.exact-parts is {parts}; it must be a power of two, such as 8")
 
     def shards_fully(self, dp: int) -> bool:
         """Whether ``fsdp`` asks for it, and any of ``dp`` data-parallel ranks has another to share the weights with."""
@@ -287,6 +296,8 @@ class RunSettings(Checked):
         """Samples per forward and backward on one of ``dp`` data-parallel ranks."""
         if self.training.micro_batch_size is not None:
             return self.training.micro_batch_size
+        if self.parallel.exact:
+            return exact_micro_batch_size(self.training.global_batch_size, self.parallel.exact_parts)
         return 1 if self.parallel.pp > 1 else max(1, self.training.global_batch_size // dp)
 
     def check_world(self, world_size: int) -> None:
@@ -302,6 +313,8 @@ class RunSettings(Checked):
             f"{split} does not divide the {world_size} ranks; start a multiple of {tp * pp} with --nproc",
         )
         dp = world_size // (tp * pp)
+        if self.parallel.exact:
+            check_exact(self, dp)
         batch, micro = self.training.global_batch_size, self.micro_batch_size(dp)
         require(
             batch % dp == 0,

@@ -8,17 +8,21 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from shardwise.communication.agreement import agree
 from shardwise.communication.collectives import all_reduce
+from shardwise.communication.exact_totals import exact_total
 from shardwise.communication.host_numbers import host_numbers
 from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_batches
+from shardwise.data_parallel import GradientTrees
 from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
@@ -101,6 +105,8 @@ class Trainer:
         self._prepared: _Prepared | None = None
         precision = PRECISIONS[settings.training.dtype]
         self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
+        self._is_exact = isinstance(self.gradients, GradientTrees)
+        self._seed_micro_batch: Callable[[int], None] | None = None
         self.loss_scale = DynamicLossScale() if precision.scales_loss else None
         self.num_skipped = 0
 
@@ -141,26 +147,31 @@ class Trainer:
         self.model.train()
         if self.gradients is None:
             self.optimizer.zero_grad(set_to_none=True)
-        else:
+        elif not isinstance(self.gradients, GradientTrees):
             self.gradients.zero_()
         if num_labels is None:
             num_labels = settings.training.global_batch_size * settings.sequence_length
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = self._new_total()
         batches = list(micro_batches)
+        if isinstance(self.gradients, GradientTrees):
+            self.gradients.begin(len(batches))
+        self._seed_micro_batch = partial(self._seed_of, step, len(batches)) if self._is_exact else None
         no_sync = contextlib.nullcontext if self.gradients is None else self.gradients.no_sync
         with self._deferred_checks() as checks:
             if self._pipeline is None:
                 for number, batch in enumerate(self._mover.moved(batches), 1):
+                    if self._seed_micro_batch is not None:
+                        self._seed_micro_batch(number - 1)
                     with no_sync() if number < len(batches) else contextlib.nullcontext():
-                        loss = losses_of(self.model, batch).sum() / num_labels
+                        loss = self._sum(losses_of(self.model, batch)) / num_labels
                         (loss if self.loss_scale is None else loss * scale).backward()
-                    total += loss.detach()
+                    total.add(loss.detach())
             else:
                 name = settings.parallel.pipeline_schedule
                 schedule = make_schedule(name, self._pipeline.group.size(), len(batches), len(self._chunks))
                 for loss in self._run_pipeline(self._pipeline, schedule, batches, num_labels, scale, no_sync):
-                    total += loss
+                    total.add(loss)
         if self.gradients is not None:
             self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
@@ -196,6 +207,19 @@ class Trainer:
             self.loss_scale.keep_()
         return StepResult(mean_loss, grad_norm, learning_rate, used)
 
+    def _new_total(self) -> _Total:
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        return _ExactTotal(zero) if self._is_exact else _Total(zero)
+
+    def _sum(self, losses: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        # All at once, the threads share one sum, and its order depends on their number.
+        return losses.sum(-1, dtype=dtype).sum() if self._is_exact else losses.sum(dtype=dtype)
+
+    def _seed_of(self, step: int, num_micro_batches: int, micro_batch: int) -> None:
+        """Dropout's numbers of one micro-batch of the global batch, on whichever rank it is."""
+        training, number = self.settings.training, self.dp_group.rank() * num_micro_batches + micro_batch
+        seed_streams(_stream_seed(training.seed, step, number, 0), self.tp_group.rank(), rng=training.rng)
+
     def _run_pipeline(
         self,
         pipeline: Pipeline[Tensor],
@@ -208,14 +232,20 @@ class Trainer:
         """On the last stage each micro-batch's loss, its sum over ``num_labels``; nothing on the others."""
 
         def loss(_: int, losses: Tensor) -> tuple[Tensor, Tensor]:
-            total = losses.sum(dtype=None if torch.is_grad_enabled() else torch.float64) / num_labels
+            total = self._sum(losses, None if torch.is_grad_enabled() else torch.float64) / num_labels
             return (total if self.loss_scale is None else total * scale), total.detach()
 
         moved = list(self._mover.moved(batches))
         config, (b, s) = self._chunks[0].config, batches[0][0].shape
+
+        def forward(micro_batch: int, chunk: int) -> Tensor:
+            if self._seed_micro_batch is not None and torch.is_grad_enabled():
+                self._seed_micro_batch(micro_batch)
+            return losses_of(self._chunks[chunk], moved[micro_batch])
+
         return pipeline.run(
             schedule,
-            lambda micro_batch, chunk: losses_of(self._chunks[chunk], moved[micro_batch]),
+            forward,
             loss,
             shape=hidden_shape(config, s, b, tp_group=self.tp_group),
             dtype=config.params_dtype,
@@ -228,7 +258,7 @@ class Trainer:
         return DeferredChecks() if self.defers_checks else contextlib.nullcontext()
 
     def _read(
-        self, total: Tensor, norm: Tensor | None, checks: DeferredChecks | None, wishes: Sequence[float] = ()
+        self, total: _Total, norm: Tensor | None, checks: DeferredChecks | None, wishes: Sequence[float] = ()
     ) -> list[float]:
         """The one place where the host waits for the device, once a step.
 
@@ -245,14 +275,13 @@ class Trainer:
             VocabularyError: a check has failed on any rank; on every rank.
         """
         groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
-        largest = host_numbers(wishes, total)
+        largest = host_numbers(wishes, total.tensor)
         if checks is not None:
             largest = torch.cat([largest, checks.failed(self.device).to(largest.dtype).unsqueeze(0)])
         for group in groups if largest.numel() else ():
             largest = all_reduce(largest, group=group, op=dist.ReduceOp.MAX, may_overwrite=True)
-        for group in groups[1:]:
-            total = all_reduce(total, group=group)
-        scalars = torch.stack([total] if norm is None else [total, norm])
+        summed = total.over(groups[1:])
+        scalars = torch.stack([summed] if norm is None else [summed, norm])
         numbers: list[float] = torch.cat([scalars, largest]).tolist()
         if checks is not None and numbers.pop():
             agree(checks.run, group=groups)
@@ -288,21 +317,53 @@ class Trainer:
         self.wait_for_weights()
         self.model.eval()
         micro = self.settings.micro_batch_size(self.dp_group.size())
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = self._new_total()
         batches = evaluation_batches(windows, micro, self.dp_group.rank(), self.dp_group.size())
         with self._deferred_checks() as checks:
             if self._pipeline is None:
                 for batch in self._mover.moved(batches):
-                    total += losses_of(self.model, batch).sum(dtype=torch.float64)
+                    total.add(self._sum(losses_of(self.model, batch), torch.float64))
             else:
                 num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
                 # Enough at a time to keep the stages busy, and a bounded number of batches in memory.
                 while several := list(itertools.islice(batches, _BATCHES_PER_STAGE * num_stages)):
                     schedule = forward_only(num_stages, len(several), num_chunks)
                     for loss in self._run_pipeline(self._pipeline, schedule, several):
-                        total += loss
+                        total.add(loss)
         (nats,) = self._read(total, None, checks)
         return windows.bits_per_byte(nats)
+
+
+class _Total:
+    """The sum of the losses of a rank's micro-batches, in fp64."""
+
+    def __init__(self, zero: Tensor) -> None:
+        self.tensor = zero
+
+    def add(self, loss: Tensor) -> None:
+        self.tensor += loss
+
+    def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
+        """The sum over the ranks of all groups."""
+        total = self.tensor
+        for group in groups:
+            total = all_reduce(total, group=group)
+        return total
+
+
+class _ExactTotal(_Total):
+    """The same, rounded once, so that it does not matter which rank has which micro-batch."""
+
+    def __init__(self, zero: Tensor) -> None:
+        super().__init__(zero)
+        self._losses: list[Tensor] = []
+
+    def add(self, loss: Tensor) -> None:
+        self._losses.append(loss.to(self.tensor.dtype))
+
+    def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
+        losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
+        return self.tensor.new_tensor(exact_total(losses, groups=groups, what="the losses"))
 
 
 def losses_of(model: torch.nn.Module, batch: Batch) -> Tensor:

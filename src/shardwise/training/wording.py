@@ -36,6 +36,7 @@ def banner(session: Session) -> str:
         + zero
         + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
         + (f", through {session.transport}" if tp > 1 else "")
+        + (f", exact in {settings.parallel.exact_parts} parts" if settings.parallel.exact else "")
         + speed(session)
         + (_NO_FSDP if settings.parallel.fsdp and dp == 1 else "")
     )
