@@ -8,6 +8,7 @@ from harness.parity import assert_bit_equal
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.layers import named_param_layouts
+from shardwise.models.bert import Bert
 from shardwise.models.gpt import GPT
 from shardwise.optimizer.gradients import finalize_gradients_
 from shardwise.random import seed_streams
@@ -80,6 +81,7 @@ def test_loss_and_gradients(group, kind):
         ({"exact_parts": 6}, "exact_parts is 6; it must be a power of two"),
         ({"exact_parts": 8, "ffn_hidden_size": 130}, "the largest exact_parts that works is 2$"),
         ({"exact_parts": 8, "qk_layernorm": True}, "qk_layernorm has no exact form"),
+        ({"exact_parts": 8, "final_logit_softcap": 5.0}, "final_logit_softcap has no exact form"),
     ],
 )
 def test_what_has_no_exact_form_is_refused(group, options, message):
@@ -87,3 +89,9 @@ def test_what_has_no_exact_form_is_refused(group, options, message):
     with pytest.raises(ConfigError, match=message):
         one_step("llama", topology, **options)
     topology.destroy()
+
+
+@pytest.mark.ranks(1)
+def test_bert_has_no_exact_form(group):
+    with pytest.raises(ConfigError, match="BERT has no exact form"):
+        Bert(ModelConfig(**COMMON, exact_parts=8), VOCAB, LENGTH, groups=Groups(tp=group))

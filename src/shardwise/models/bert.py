@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication import moves
 from shardwise.config import ModelConfig
-from shardwise.errors import ShardingError
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm, parameter_device
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.sharding import balanced_sizes
@@ -127,6 +127,10 @@ class Bert(TransformerModel):
         add_binary_head: bool = True,
         **options: Any,
     ) -> None:
+        if config.exact_parts is not None:
+            raise ConfigError(
+                f"exact_parts is {config.exact_parts}, and BERT has no exact form; leave exact_parts at None"
+            )
         spec = layer_spec or TransformerLayerSpec()
         if spec.attention is SelfAttention:
             spec = dataclasses.replace(spec, attention=partial(SelfAttention, attn_mask_type=AttnMaskType.padding))

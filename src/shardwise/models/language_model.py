@@ -66,6 +66,8 @@ class LanguageModel(GroupModule):
             ("qk_layernorm", config.qk_layernorm),
             ("attention_logit_softcap", config.attention_logit_softcap is not None),
             ("final_logit_softcap", config.final_logit_softcap is not None),
+            ("attention_logit_softcap", config.attention_logit_softcap is not None),
+            ("final_logit_softcap", config.final_logit_softcap is not None),
             ("logits_scaling", config.logits_scaling != 1.0),
             ("gradient_accumulation_fusion", config.gradient_accumulation_fusion),
             ("delay_wgrad_compute", config.delay_wgrad_compute),
