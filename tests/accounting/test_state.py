@@ -14,10 +14,12 @@ from shardwise.accounting.parameters import parameters_of, parts_of
 from shardwise.accounting.plan import make_plan, plan_rank
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.communication.agreement import gather_objects
+from shardwise.communication.collectives import all_reduce
 from shardwise.data_parallel.fully_sharded import FullyShardedModel
 from shardwise.huggingface import build_model, model_config
 from shardwise.huggingface.building import chunks_of
 from shardwise.optimizer.local_shards import LocalShards
+from shardwise.optimizer.zero import ZeroOptimizer
 from shardwise.sharding.rows import local_rows
 from shardwise.topology import Groups, Topology
 from shardwise.training.build import build_model as build_new_model
@@ -84,7 +86,7 @@ def bytes_of(tensors):
 
 def state_tensors(optimizer):
     """What an optimizer keeps, and whether each is a copy of a parameter."""
-    if isinstance(optimizer, LocalShards):
+    if isinstance(optimizer, LocalShards | ZeroOptimizer):
         optimizer = optimizer.optimizer
     if hasattr(optimizer, "_masters"):
         yield from ((tensor, True) for tensor in optimizer._masters.values())
@@ -164,6 +166,9 @@ def a_step(settings):
         settings_of("gpt", fsdp=True, model={"tie_embeddings": False}, recompute={"granularity": "full"}),
         settings_of(tp=2, fsdp=True, optimizer="muon"),
         settings_of(pp=2, pipeline_schedule="interleaved", virtual_stages=2, recompute={"granularity": "full"}),
+        settings_of(zero=1),
+        settings_of(tp=2, zero=1, dtype="bfloat16", sequence_parallel=True),
+        settings_of("gpt", pp=2, zero=1, dtype="bfloat16", optimizer="muon"),
     ],
     ids=[
         "tp4",
@@ -175,6 +180,9 @@ def a_step(settings):
         "fsdp4-full",
         "fsdp2-tp2-muon",
         "interleaved",
+        "zero4",
+        "zero2-tp2-sp-bf16",
+        "zero2-pp2-bf16-muon",
     ],
 )
 def test_state_and_collectives_of_a_step(group, settings):
@@ -185,8 +193,13 @@ def test_state_and_collectives_of_a_step(group, settings):
     planned = plan_rank(workload, layout, groups.stage, parts, groups.tp.rank())
     found = measured(trainer)
     stated = {name: getattr(planned, name) for name in found}
-    if layout.fsdp and groups.dp.rank() > 0:
-        # The first rank has the most rows.
+    if layout.zero and settings.optimizer.name == "muon":
+        # Which rank has the most depends on where the matrices lie.
+        shared = torch.tensor([found.pop("masters") + found.pop("optimizer")])
+        most = int(all_reduce(shared, group=groups.dp, op=dist.ReduceOp.MAX))
+        assert most == stated.pop("masters") + stated.pop("optimizer")
+    if (layout.fsdp or layout.zero) and groups.dp.rank() > 0:
+        # The first rank has the most rows, or elements.
         assert all(found[name] <= stated[name] for name in found)
     else:
         assert found == stated
@@ -200,10 +213,10 @@ def test_state_and_collectives_of_a_step(group, settings):
         sum(num_bytes * counts.pop((name, num_bytes)) for name, num_bytes in list(counts) if name == "all_to_all")
         for counts in (launched, stated)
     )
-    if layout.shards_fully:
+    if layout.zero or layout.shards_fully:
         # Data-parallel ranks deal whole weights out, of which there are few here.
-        of_ranks = gather_objects(found_back, "the bytes that Muon sends", group=groups.dp)
-        found_back = sum(of_ranks) / len(of_ranks)
+        of_ranks = gather_objects((found_back, planned_back), "the bytes that Muon sends", group=groups.dp)
+        found_back, planned_back = map(sum, zip(*of_ranks, strict=True))
     assert found_back == pytest.approx(planned_back, rel=0.05)
     assert launched == stated
     # The plan of the run names the worst rank.

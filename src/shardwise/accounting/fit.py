@@ -104,6 +104,8 @@ def _layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int
 
 def _sharded(workload: Workload, like: Layout, dp: int, pp: int) -> Iterator[tuple[int, bool]]:
     yield 0, False
+    if dp > 1:
+        yield 1, False
     # fully_shard sums a layer's gradients when its backward ends.
     if dp > 1 and not (pp > 1 and like.schedule == "zero-bubble"):
         yield 0, True

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.accounting.parameters import Parameter, Part
+from shardwise.accounting.shares import shares_of
 from shardwise.accounting.workload import Layout, Workload
 from shardwise.data_parallel.bucket_bounds import place
 from shardwise.data_parallel.gradient_buffers import DEFAULT_BUCKET_SIZE
@@ -21,7 +22,7 @@ class StateBytes:
     """What one rank holds from step to step.
 
     Attributes:
-        weights: parameters.
+        weights: parameters; with zero in buffers.
         gradients: whole, in their buffers if there are any.
         masters: fp32 copies of parameters in 16 bits.
         optimizer: what the optimizer keeps of each parameter.
@@ -44,18 +45,35 @@ def state_bytes(workload: Workload, layout: Layout, params: Sequence[Parameter])
         elements = sum(rows_of_first_rank(param, layout.dp) for param in params)
         kinds = 2 * elements - sum(rows_of_first_rank(param, layout.dp) for param in matrices)
         return StateBytes(wide * elements, wide * elements, 0, wide * kinds + _STEP_BYTES * steps)
+    if layout.splits_state:
+        return _shared_out(workload, layout, params)
     elements = sum(param.numel for param in params)
-    held = elements
     gradients = buffer_elements(params, layout.dp) if has_buffers(workload, layout) else elements
     kinds = 2 * elements - sum(param.numel for param in matrices)
-    if layout.zero and layout.dp > 1:
-        held = gradients // layout.dp
-        kinds = kinds * held // elements
     return StateBytes(
         weights=e * elements,
         gradients=wide * gradients,
-        masters=4 * held if workload.has_masters else 0,
+        masters=4 * elements if workload.has_masters else 0,
         optimizer=wide * kinds + _STEP_BYTES * steps,
+    )
+
+
+def _shared_out(workload: Workload, layout: Layout, params: Sequence[Parameter]) -> StateBytes:
+    """With zero, of the data-parallel rank that has the most."""
+    wide, shares = workload.gradient_bytes, shares_of(workload, layout, params)
+    is_muon = workload.optimizer == "muon"
+    masters = [4 * owned if workload.has_masters else 0 for owned in shares.owned]
+    kinds = [
+        wide * (2 * owned - (matrices if is_muon else 0))
+        for owned, matrices in zip(shares.owned, shares.matrices, strict=True)
+    ]
+    most = max(range(layout.dp), key=lambda rank: masters[rank] + kinds[rank])
+    steps = sum(not (is_muon and param.is_matrix) for param in params)
+    return StateBytes(
+        weights=workload.element_bytes * (shares.scattered + shares.whole),
+        gradients=wide * (shares.scattered + shares.whole),
+        masters=masters[most],
+        optimizer=kinds[most] + _STEP_BYTES * steps,
     )
 
 

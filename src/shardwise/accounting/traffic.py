@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from shardwise.accounting.kept import Share
 from shardwise.accounting.parameters import Parameter, Part
+from shardwise.accounting.shares import is_tied, shares_of
 from shardwise.accounting.state import buffer_elements, rows_of_first_rank, units_of
 from shardwise.accounting.workload import Layout, Workload
 
@@ -78,7 +79,7 @@ def traffic_of(
         for part in parts:
             traffic.add("pp", "send", hidden, times * ((not part.is_last) + (not part.is_first)))
         for param in all_params:
-            if param.is_copy or (workload.model.share_embeddings_and_output_weights and _is_embedding(param)):
+            if is_tied(workload, param):
                 traffic.add("pp", "all_reduce", workload.gradient_bytes * param.numel)
     if layout.dp > 1:
         _data_parallel(traffic, workload, layout, parts, params, times)
@@ -87,12 +88,8 @@ def traffic_of(
 
 def _bytes_of_matrices(workload: Workload, layout: Layout, params: Sequence[Parameter]) -> int:
     """Of Muon's matrices, about, that a rank has once data-parallel ranks have dealt them out, if they do."""
-    deals = layout.dp if layout.zero or layout.shards_fully else 1
+    deals = layout.dp if layout.splits_state or layout.shards_fully else 1
     return workload.element_bytes * sum(param.numel for param in params if param.is_matrix) // deals
-
-
-def _is_embedding(param: Parameter) -> bool:
-    return param.name == "embedding.word_embeddings.weight"
 
 
 def _tensor_parallel(traffic: Traffic, workload: Workload, layout: Layout, part: Part, x: Share, times: int) -> None:
@@ -148,10 +145,12 @@ def _data_parallel(
     times: int,
 ) -> None:
     e, wide = workload.element_bytes, workload.gradient_bytes
-    if workload.optimizer == "muon" and (layout.zero or layout.shards_fully):
-        # Elements to the ranks that have whole matrices, and as much back.
-        matrices = _bytes_of_matrices(workload, layout, [param for own in params for param in own])
-        traffic.add("dp", "all_to_all", matrices, 2)
+    all_params = [param for own in params for param in own]
+    if workload.optimizer == "muon" and (layout.splits_state or layout.shards_fully):
+        # Elements to the ranks that have whole matrices, and as much back, not rounded to 16 bits.
+        matrices = _bytes_of_matrices(workload, layout, all_params)
+        traffic.add("dp", "all_to_all", matrices)
+        traffic.add("dp", "all_to_all", matrices // e * wide)
     if layout.shards_fully:
         for part, own in zip(parts, params, strict=True):
             rest, units = units_of(workload, part, own)
@@ -160,9 +159,11 @@ def _data_parallel(
                 traffic.add("dp", "all_gather", e * elements, gathers * times)
                 traffic.add("dp", "reduce_scatter", wide * elements * layout.dp)
         return
-    elements = buffer_elements([param for own in params for param in own], layout.dp)
-    if layout.zero:
-        traffic.add("dp", "reduce_scatter", wide * elements)
+    if not layout.splits_state:
+        traffic.add("dp", "all_reduce", wide * buffer_elements(all_params, layout.dp))
+        return
+    shares = shares_of(workload, layout, all_params)
+    traffic.add("dp", "reduce_scatter", wide * shares.scattered)
+    traffic.add("dp", "all_reduce", wide * shares.whole)
+    for elements in (shares.scattered, shares.whole):
         traffic.add("dp", "all_gather", e * elements // layout.dp)
-    else:
-        traffic.add("dp", "all_reduce", wide * elements)

@@ -120,6 +120,11 @@ class Layout:
         return self.sequence_parallel and self.tp > 1
 
     @property
+    def splits_state(self) -> bool:
+        """With one data-parallel rank ``zero`` does nothing."""
+        return self.zero > 0 and self.dp > 1
+
+    @property
     def shards_fully(self) -> bool:
         """With one data-parallel rank ``fsdp`` does nothing."""
         return self.fsdp and self.dp > 1

@@ -55,6 +55,7 @@ def layout_of(settings: RunSettings, world_size: int) -> Layout:
         schedule=parallel.pipeline_schedule,
         virtual_stages=parallel.virtual_stages,
         micro_batch_size=settings.micro_batch_size(dp),
+        zero=parallel.zero if dp > 1 else 0,
         fsdp=parallel.shards_fully(dp),
         recomputation=recomputation_of(settings),
     )
