@@ -68,4 +68,4 @@ def test_who_cannot_join_is_told_of_the_variable(environment):
 
     environment.setattr(dist, "rendezvous", refuse)
     with pytest.raises(LaunchError, match=r"rank 1 of 2 could not join the others at 127.0.0.1:9 .*GLOO_SOCKET_IFNAME"):
-        join("gloo", num_local=1, timeout=network.datetime.timedelta(seconds=1))
+        join(network.torch.device("cpu"), local_rank=0, num_local=1, timeout=network.datetime.timedelta(seconds=1))

@@ -20,6 +20,8 @@ from shardwise.cli.launch import physical_cores
 from shardwise.cli.variables import VARIABLES
 from shardwise.communication.transports.shared_memory import why_not_here
 from shardwise.kernels.dispatch import REDUCE_NORM, Call, Choice, report, why_repeat_keys
+from shardwise.training.devices import choose_device
+from shardwise.training.wording import tf32
 
 _REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "tqdm")
 _OPTIONAL = ("matplotlib", "tensorboard", "triton")
@@ -37,6 +39,7 @@ def gather() -> dict[str, Any]:
             "cpu": f"{physical_cores()} cores to use, {torch.get_num_threads()} threads, "
             f"{torch.backends.cpu.get_cpu_capability()}",
             "accelerators": _accelerators(),
+            "device": _device(),
         },
         "distributed backends": _backends(),
         "environment": {name: os.environ.get(name) for name in VARIABLES},
@@ -68,6 +71,7 @@ def fast_paths(devices: Iterable[torch.device]) -> list[Choice]:
         choices.append(Choice(f"fused AdamW on {device.type}", refusal is None, refusal or "always"))
         choices.append(_fused_attention(device))
         choices.append(_grouped_heads(device))
+        choices.extend(tf32(device.type, "float32"))
         choices.extend(report(device.type, device_index=device.index or 0))
         choices.append(REDUCE_NORM.report(Call(device.type, device_index=device.index or 0)))
     refusal = why_not_here()
@@ -155,6 +159,12 @@ def _accelerators() -> list[str]:
     return [] if other is None else [f"{other.type}, which `shardwise train` does not use"]
 
 
+def _device() -> str:
+    """What `shardwise train --device auto` takes for one rank, and why."""
+    device, why = choose_device("auto", local_rank=0, num_local=1)
+    return f"{device.type}: {why}"
+
+
 def _backends() -> dict[str, str]:
     if not dist.is_available():
         return {"none": "this PyTorch was built without torch.distributed"}
@@ -175,6 +185,7 @@ def as_table(report: dict[str, Any]) -> str:
         ("platform", report["machine"]["platform"]),
         ("cpu", report["machine"]["cpu"]),
         *(("accelerator", text) for text in accelerators),
+        ("device of one rank", report["machine"]["device"]),
         ("", ""),
         *((f"backend {name}", text) for name, text in report["distributed backends"].items()),
         ("", ""),

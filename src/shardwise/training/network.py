@@ -9,9 +9,11 @@ import socket
 import struct
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.training.devices import refuse_shared_gpus
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Linux's request for the address of an interface, and where in its answer it stands.
@@ -19,7 +21,17 @@ _SIOCGIFADDR = 0x8915
 _ADDRESS = slice(20, 24)
 
 
-def join(backend: str, *, num_local: int, timeout: datetime.timedelta) -> None:
+def process_group_of(device: torch.device) -> dict[str, Any]:
+    """The arguments of ``init_process_group`` for ranks that compute on ``device``.
+
+    On GPUs NCCL carries what is there, and gloo what the hosts tell each other, for which they need not wait for the
+    GPUs. With the device known, NCCL's communicators are made when their groups are, in one order on all ranks, and
+    not in that of their first collectives.
+    """
+    return {"backend": "gloo"} if device.type == "cpu" else {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+
+
+def join(device: torch.device, *, local_rank: int, num_local: int, timeout: datetime.timedelta) -> None:
     """``init_process_group`` as the launcher says, over the interface that reaches the other hosts.
 
     Without being told, gloo listens where this host's name points, which on Debian is the loopback address 127.0.1.1:
@@ -27,12 +39,13 @@ def join(backend: str, *, num_local: int, timeout: datetime.timedelta) -> None:
     there are several hosts and the interface can be told.
 
     Args:
-        backend: of ``torch.distributed``.
+        device: where this rank computes.
+        local_rank: this rank among those of this host.
         num_local: ranks on this host.
         timeout: for the other ranks to come.
 
     Raises:
-        ConfigError: RANK and WORLD_SIZE are set, but not where the ranks meet.
+        ConfigError: RANK and WORLD_SIZE are set, but not where the ranks meet; two ranks have the same GPU.
         LaunchError: the other ranks cannot be reached, or do not come.
     """
     _check_variables()
@@ -42,7 +55,14 @@ def join(backend: str, *, num_local: int, timeout: datetime.timedelta) -> None:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]  # not in its stubs
         if num_local < world_size:
             _choose_interface(store, rank, world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        if device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+            refuse_shared_gpus(store, gpu, rank=rank, local_rank=local_rank, num_local=num_local)
+        dist.init_process_group(
+            **process_group_of(device), store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    except ConfigError:
+        raise
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
             f"rank {rank} of {world_size} could not join the others at {master}{_hint()}; if no launcher set RANK and "

@@ -16,9 +16,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError
+from shardwise.communication.backend import backends_of
 from shardwise.training.bounds import DEFAULT_TIMEOUT, launcher_number
-from shardwise.training.network import join
+from shardwise.training.devices import choose_device, prepare_overlap
+from shardwise.training.network import join, process_group_of
 from shardwise.training.watch import Watch
 
 # Ranks start at different times: what they import may come from a slow disk.
@@ -36,6 +37,7 @@ class Ranks:
         local_rank: this rank among those of this machine.
         world_size: number of ranks.
         device: where this rank computes.
+        why_device: why there.
         own_control: a group of all ranks on the CPU, where the world's is on another device.
         watch: of this rank's waits; None if nobody watches.
     """
@@ -46,6 +48,7 @@ class Ranks:
     device: torch.device
     own_control: ProcessGroup | None = None
     watch: Watch | None = None
+    why_device: str = ""
 
     @property
     def world(self) -> ProcessGroup:
@@ -70,7 +73,9 @@ class Ranks:
 
 
 @contextmanager
-def open_ranks(device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAULT_TIMEOUT) -> Iterator[Ranks]:
+def open_ranks(
+    device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAULT_TIMEOUT, overlaps: bool = False
+) -> Iterator[Ranks]:
     """Join the other ranks for the length of the block.
 
     The launcher (``shardwise``, torchrun) says who this rank is in RANK, WORLD_SIZE and LOCAL_RANK; without them it is
@@ -80,9 +85,10 @@ def open_ranks(device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAU
         device: where to compute; "auto" takes a GPU if there is one for each rank of this machine.
         timeout: seconds that a rank waits for another in a step, and for one that shows no sign of life anywhere; see
             ``Watch``.
+        overlaps: collectives are to run beside products on a GPU; see ``prepare_overlap``.
 
     Raises:
-        ConfigError: "cuda" is asked for and there is no GPU for this rank.
+        ConfigError: "cuda" is asked for and there is no GPU for this rank, or another rank has it.
         LaunchError: the other ranks cannot be reached, or do not come.
     """
     world_size, rank = launcher_number("WORLD_SIZE", least=1) or 1, launcher_number("RANK") or 0
@@ -90,34 +96,43 @@ def open_ranks(device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAU
         launcher_number("LOCAL_RANK") or 0,
         launcher_number("LOCAL_WORLD_SIZE", least=1) or world_size,
     )
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and num_gpus <= local_rank:
-        raise ConfigError(f"device is 'cuda' but this machine has {num_gpus} GPUs for {num_local} ranks; use 'cpu'")
-    use_cuda = device == "cuda" or (device == "auto" and num_gpus >= num_local)
-    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if overlaps and device != "cpu" and torch.version.cuda is not None:
+        prepare_overlap()
+    where, why_device = choose_device(device, local_rank=local_rank, num_local=num_local)
+    use_cuda = where.type == "cuda"
     if use_cuda:
         torch.cuda.set_device(where)
     joining = datetime.timedelta(seconds=max(timeout, _JOINING_SECONDS))
     # One rank needs nobody, nor does one that something else left RANK=0 and WORLD_SIZE=1 for.
     if world_size > 1 or {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        join("nccl" if use_cuda else "gloo", num_local=num_local, timeout=joining)
+        join(where, local_rank=local_rank, num_local=num_local, timeout=joining)
     else:
-        dist.init_process_group("nccl" if use_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group(**process_group_of(where), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     watch: Watch | None = None
+    failed = False
     try:
         # A collective ends at the watch's limit, which is another in a step than while ranks prepare; the groups' own
         # limits are for what the watch cannot see.
         world = dist.group.WORLD
         assert world is not None
-        limit = _STREAM_LIMIT if use_cuda else _HOST_LIMIT
-        world._get_backend(where)._set_default_timeout(max(limit, datetime.timedelta(seconds=timeout)))
+        limit = max(_STREAM_LIMIT if use_cuda else _HOST_LIMIT, datetime.timedelta(seconds=timeout))
+        for device_type in backends_of(world):
+            world._get_backend(torch.device(device_type))._set_default_timeout(limit)
         control = dist.new_group(backend="gloo", timeout=_HOST_LIMIT) if use_cuda and world_size > 1 else None
         if world_size > 1:
             store = dist.distributed_c10d._get_default_store()
             watch = Watch(store, rank, world_size, limit=timeout, waits_in_stream=use_cuda)
             watch.start()
-        yield Ranks(rank, local_rank, world_size, where, control, watch)
+        yield Ranks(rank, local_rank, world_size, where, control, watch, why_device)
+    except BaseException:
+        failed = True
+        raise
     finally:
         if watch is not None:
             watch.stop()
-        dist.destroy_process_group()
+        if failed and use_cuda:
+            # Destroying waits for the collectives that the device has been given, which this rank may have left others
+            # alone in, or they it.
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()

@@ -43,7 +43,11 @@ def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> N
         settings: of the run.
         recipe_of: makes the recipe from the settings.
     """
-    with open_ranks(settings.device, timeout=settings.timeout) as ranks, hold_folder(Path(settings.out), ranks):
+    overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
+    with (
+        open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks,
+        hold_folder(Path(settings.out), ranks),
+    ):
         agree(lambda: find_newest(settings), group=ranks.control)
         session = open_session(settings, ranks, recipe_of)
         if ranks.is_first:

@@ -84,7 +84,10 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
     """
     recipe = agree(lambda: recipe_of(settings), group=ranks.control)
     texts = recipe.read_texts(ranks)
-    settings = recipe.settings
+    settings = recipe.settings = recipe.settings.on_device(ranks.device.type)
+    if ranks.device.type == "cuda":
+        uses_tf32 = PRECISIONS[settings.training.dtype].uses_tf32
+        torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
     settings.check_world(ranks.world_size)
     loader, windows = texts.loader(settings), texts.windows(settings)
     topology = Topology.create(tp=settings.parallel.tp, pp=settings.parallel.pp, validate=settings.validate)

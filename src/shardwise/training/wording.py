@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+import torch
+
 from shardwise.kernels import dispatch
+from shardwise.training.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from shardwise.training.finishing import Outcome
@@ -37,9 +41,33 @@ def banner(session: Session) -> str:
         + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
         + (f", through {session.transport}" if tp > 1 else "")
         + (f", exact in {settings.parallel.exact_parts} parts" if settings.parallel.exact else "")
+        + _device(session)
         + speed(session)
         + (_NO_FSDP if settings.parallel.fsdp and dp == 1 else "")
     )
+
+
+def _device(session: Session) -> str:
+    """Why the run takes the CPU, where it might have taken a GPU; what runs beside what, on GPUs."""
+    settings, ranks, topology = session.settings, session.ranks, session.topology
+    if ranks.device.type == "cpu":
+        return f"\ndevice cpu: {ranks.why_device}" if settings.device == "auto" and ranks.why_device else ""
+    hidden, bare = [], []
+    if topology.size("tp") > 1:
+        queues = "CUDA_DEVICE_MAX_CONNECTIONS"
+        hidden.append(
+            "in the backward input gradients' sums"
+            + (" and gathers" if session.trainer.model.config.sequence_parallel else "")
+            + f" behind weight gradients ({queues} is {os.environ.get(queues, 'not set')})"
+        )
+        bare.append("the tensor-parallel collectives of the forward, and gathers of output gradients")
+    if topology.size("dp") > 1:
+        hidden.append("sums over data-parallel ranks behind the backward")
+    if topology.size("pp") > 1:
+        hidden.append("stages' messages behind other micro-batches")
+    if not hidden:
+        return ""
+    return f"\noverlap {'; '.join(hidden)}" + "".join(f"\n       not {what}" for what in bare)
 
 
 def _size(number: int) -> str:
@@ -59,6 +87,7 @@ def speed(session: Session) -> str:
         sizes[dispatch.ADD_NORM_TRITON] = sizes[dispatch.ELEMENTWISE_TRITON] = tokens * config.hidden_size
     device_type, refusal = session.ranks.device.type, trainer.optimizer.why_not_fused
     choices = [
+        *tf32(device_type, settings.training.dtype),
         dispatch.Choice("fused optimizer step", refusal is None, refusal or "always"),
         *dispatch.report(device_type, config.params_dtype, sizes=sizes),
     ]
@@ -66,6 +95,14 @@ def speed(session: Session) -> str:
     taken = "; ".join(name for choice, name in names.items() if choice.on)
     left = "".join(f"\n       no {name}: {choice.why}" for choice, name in names.items() if not choice.on)
     return f"\nspeed  {taken}{left}"
+
+
+def tf32(device_type: str, dtype: str) -> list[dispatch.Choice]:
+    """Whether CUDA's tensor cores multiply fp32 matrices; nothing where there are none."""
+    if device_type != "cuda" or PRECISIONS[dtype].params_dtype != torch.float32:
+        return []
+    uses_tf32 = PRECISIONS[dtype].uses_tf32
+    return [dispatch.Choice("TF32 products", uses_tf32, "always" if uses_tf32 else "--training.dtype tf32 has them")]
 
 
 def summary(session: Session, outcome: Outcome) -> str:
