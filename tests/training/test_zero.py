@@ -238,3 +238,7 @@ def test_one_rank_hears_that_it_does_nothing(group, tmp_path, monkeypatch):
     session = open_tiny(tiny_settings(tmp_path, zero=1), monkeypatch, tmp_path)
     assert "data parallel 1 (--zero 1 does nothing with one data-parallel rank)" in banner(session)
     assert session.trainer.zero is None
+    fsdp = dataclasses.replace(session.settings, parallel=ParallelSettings(fsdp=True), out=str(tmp_path / "fsdp"))
+    session = open_tiny(fsdp, monkeypatch, tmp_path)
+    assert "data parallel 1 (--fsdp does nothing with one data-parallel rank)" in banner(session)
+    assert session.trainer.gradients is None

@@ -15,20 +15,19 @@ if TYPE_CHECKING:
     from shardwise.training.session import Session
 
 
-_NO_FSDP = (
-    "\nnote   parallel.fsdp does nothing here: there is one data-parallel rank, with nobody to share the weights with"
-)
-
-
 def banner(session: Session) -> str:
     """What is about to be trained, on what and how, in a few lines."""
     texts, settings, topology = session.texts, session.settings, session.topology
     tp, pp, dp = topology.size("tp"), topology.size("pp"), topology.size("dp")
     schedule = settings.parallel.pipeline_schedule
     chunks = settings.parallel.virtual_stages
-    zero = ""
-    if settings.parallel.zero:
-        zero = " (optimizer state split)" if dp > 1 else " (--zero 1 does nothing with one data-parallel rank)"
+    shared = ""
+    for asked, flag, what in (
+        (settings.parallel.zero, "--zero 1", "optimizer state split"),
+        (settings.parallel.fsdp, "--fsdp", "weights, gradients and optimizer state split"),
+    ):
+        if asked:
+            shared = f" ({what})" if dp > 1 else f" ({flag} does nothing with one data-parallel rank)"
     stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
     return (
         f"text   {texts.name}, sha256 {texts.sha256[:12]}\n"
@@ -36,14 +35,12 @@ def banner(session: Session) -> str:
         f"vocabulary {texts.tokenizer.vocab_size:,}\n"
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
         f"data parallel {dp}"
-        + (", fully sharded" if settings.parallel.fsdp and dp > 1 else "")
-        + zero
+        + shared
         + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
         + (f", through {session.transport}" if tp > 1 else "")
         + (f", exact in {settings.parallel.exact_parts} parts" if settings.parallel.exact else "")
         + _device(session)
         + speed(session)
-        + (_NO_FSDP if settings.parallel.fsdp and dp == 1 else "")
     )
 
 
