@@ -1,11 +1,12 @@
-"""What generation asks of a GPU, on a pretended one: it waits once for each token and moves nothing there and back."""
+"""What generation asks of a GPU, on a pretended one: it waits once for each token, and moves nothing but the prompt."""
 
 import pytest
 import torch
 from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 
 from shardwise.config import ModelConfig
-from shardwise.inference import GREEDY, Sampling, generate, generation, on_layers
+from shardwise.inference import GREEDY, PreallocatedCache, Sampling, generate, generation, on_layers
+from shardwise.inference.decoding import DecodeStep
 from shardwise.models.gpt import GPT
 from shardwise.topology import Groups
 
@@ -70,3 +71,30 @@ def test_it_waits_once_for_each_token(pretended_gpu):
     for seen, waits, copies in pretended_gpu(what_it_waits_for):
         # The prompt is moved there.
         assert seen == [(n + 1, 1) for n in range(NUM_TOKENS)], (waits, copies)
+
+
+def what_a_step_does():
+    """Of three tokens: waits and copies, operators, and what was made of which shape."""
+    group = join(world_size=1)
+    found = []
+    with fake_tensors(), torch.no_grad():
+        model = made(group).eval()
+        cache = PreallocatedCache.for_model(model, batch_size=1, capacity=32)
+        cache.extend(3)
+        step = DecodeStep(model, cache)
+        token = torch.zeros(1, dtype=torch.int64, device="cuda")
+        for _ in range(3):
+            with StepRecorder() as recorder:
+                step(token)
+            found.append([dict(x) for x in (recorder.waits, recorder.copies, recorder.operators, recorder.made)])
+    return found
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same_for_every_token_and_waits_for_nothing(pretended_gpu):
+    """As a CUDA graph needs it."""
+    first, *others = pretended_gpu(what_a_step_does)
+    assert first[:2] == [{}, {}]
+    assert len(first[2]) > 10
+    for other in others:
+        assert other == first

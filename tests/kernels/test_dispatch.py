@@ -127,10 +127,18 @@ def test_without_a_compiler_the_reference_runs_and_the_reason_is_told(tmp_path):
 
 def test_triton_can_be_left_out(monkeypatch):
     monkeypatch.setenv("SHARDWISE_TRITON", "0")
-    paths = [path for path in (*PATHS, dispatch.REDUCE_NORM) if path.device_type == "cuda"]
-    assert len(paths) == 4
+    paths = [path for path in (*PATHS, dispatch.REDUCE_NORM) if "Triton" in path.name]
+    assert len(paths) == 5
     for path in paths:
         assert path.why_not(Call("cuda", torch.bfloat16)) == "SHARDWISE_TRITON is 0"
+
+
+def test_graphs_are_recorded_only_where_asked_for(monkeypatch):
+    assert dispatch.CUDA_GRAPHS in PATHS
+    choice = dispatch.CUDA_GRAPHS.report(Call("cuda"))
+    assert choice[1:] == (False, "nobody has run it on a GPU yet; SHARDWISE_CUDA_GRAPHS=1 tries it")
+    monkeypatch.setenv("SHARDWISE_CUDA_GRAPHS", "1")
+    assert dispatch.CUDA_GRAPHS.why_not(Call("cuda")) is None
 
 
 def test_the_definition_takes_larger_blocks_on_a_gpu():

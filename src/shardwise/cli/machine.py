@@ -78,7 +78,6 @@ def fast_paths(devices: Iterable[torch.device]) -> list[Choice]:
     return [
         *choices,
         Choice("shared memory between CPU ranks", refusal is None, refusal or "ranks of one machine, 2 to 8 of them"),
-        Choice("CUDA graphs", False, "shardwise has none yet"),
     ]
 
 

@@ -6,6 +6,7 @@ VARIABLES = {
     "SHARDWISE_SHARED_MEMORY": "0 sends all between CPU ranks of one machine through gloo",
     "SHARDWISE_ONEDNN": "0 leaves fp32 products on the CPU to PyTorch's own choice",
     "SHARDWISE_TRITON": "0 leaves what Triton's kernels do on CUDA to PyTorch's own operations",
+    "SHARDWISE_CUDA_GRAPHS": "1 lets generation on CUDA record the pass of a token once and repeat it; not tried yet",
     "CC": "C compiler of the CPU kernels, and of Triton; cc, gcc or clang if not set",
     "OMP_NUM_THREADS": "threads of each rank; the launcher sets the physical cores divided by the ranks",
     "TOKENIZERS_PARALLELISM": "true lets the tokenizer use several threads; false is set if it is not",

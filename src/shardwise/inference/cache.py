@@ -132,6 +132,24 @@ class PreallocatedCache:
         self._lengths[layer_number - 1] = stop
         return keys[:, :, :stop], values[:, :, :stop]
 
+    def whole_layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, from 1, ``[b, groups/t, capacity, d]``: views of all that it can hold."""
+        keys, values = self._store[layer_number - 1]
+        return keys, values
+
+    def extend(self, count: int) -> None:
+        """Count ``count`` tokens that were written into ``whole_layer`` of every layer.
+
+        Raises:
+            ShardingError: there is no room for them.
+        """
+        if self.length + count > self.capacity:
+            raise ShardingError(
+                f"the key-value cache holds {self.capacity} tokens per sequence; {count} more than {self.length} do "
+                f"not fit; make it with a capacity of at least {self.length + count}"
+            )
+        self._lengths = [self.length + count] * len(self._lengths)
+
     def truncate(self, length: int) -> None:
         """Forget all but the first ``length`` tokens; 0 empties the cache.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.communication.agreement import check_same
 from shardwise.errors import ConfigError, VocabularyError
 from shardwise.inference.cache import PreallocatedCache
+from shardwise.inference.decoding import DecodeStep
 from shardwise.inference.sampling import Sampling, checked_choice, choose_next_token
 from shardwise.models.gpt import GPT
 from shardwise.sharding import balanced_range
@@ -77,9 +78,10 @@ def generate(
     cache = PreallocatedCache.for_model(model, batch_size=1, capacity=min(window, len(context) + max_new_tokens))
     new_tokens: list[int] = []
     unread = torch.tensor([context], device=device)
+    step = DecodeStep(model, cache) if DecodeStep.why_not(model) is None else None
     with _evaluation(model):
         while len(new_tokens) < max_new_tokens:
-            logits = _next_logits(model, unread, cache, vocab_size)
+            logits = _next_logits(model, unread, cache, vocab_size, step)
             chosen = choose_next_token(
                 logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generator
             )
@@ -134,10 +136,15 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _next_logits(model: GPT, unread: Tensor, cache: PreallocatedCache, vocab_size: int) -> Tensor:
+def _next_logits(
+    model: GPT, unread: Tensor, cache: PreallocatedCache, vocab_size: int, step: DecodeStep | None
+) -> Tensor:
     """``[1, v/t]``: read the tokens ``[1, s]`` after those in the cache; the logits of the one after them."""
-    positions = torch.arange(cache.length, cache.length + unread.size(1), device=unread.device)
-    logits: Tensor = model(unread, positions, cache=cache)[-1]
+    if step is not None and cache.length > 0:
+        logits = step(unread.squeeze(0))
+    else:
+        positions = torch.arange(cache.length, cache.length + unread.size(1), device=unread.device)
+        logits = model(unread, positions, cache=cache)[-1]
     if not model.parallel_output:
         start, stop = balanced_range(vocab_size, model.tp_group.size(), model.tp_group.rank())
         logits = logits[:, start:stop]

@@ -20,8 +20,9 @@ from torch.nn import Parameter
 
 from shardwise.kernels import loss_reference
 
-_WIDEST_OF_FLASH = 256
-_TRITON_SWITCH = "SHARDWISE_TRITON"
+# Of flash attention, and of ours to a cache.
+WIDEST_HEAD = 256
+_TRITON_SWITCH, _GRAPH_SWITCH = "SHARDWISE_TRITON", "SHARDWISE_CUDA_GRAPHS"
 # Of a row in the type in which it is computed: with more, a program's registers do not hold it.
 _MAX_NORM_BYTES = 1 << 15
 
@@ -192,6 +193,21 @@ ADD_NORM_TRITON = FastPath(
     _TRITON_DTYPES,
     missing=lambda call: _no_triton(call.device_index),
 )
+DECODE_TRITON = FastPath(
+    "Triton attention of a token to a cache",
+    "in generation, with even groups of queries",
+    "cuda",
+    (torch.bfloat16, torch.float16, torch.float32),
+    missing=lambda call: _no_triton(call.device_index),
+)
+CUDA_GRAPHS = FastPath(
+    "CUDA graph of a token's pass",
+    "in generation, where Triton attends to the cache",
+    "cuda",
+    missing=lambda call: (
+        None if os.environ.get(_GRAPH_SWITCH) == "1" else f"nobody has run it on a GPU yet; {_GRAPH_SWITCH}=1 tries it"
+    ),
+)
 RMS_NORM = FastPath("RMSNorm in few passes", "for fp32 and fp64", "cpu", (torch.float32, torch.float64))
 # Under this many multiplications oneDNN's 10 microseconds to prepare a product are not won back.
 ONEDNN = FastPath(
@@ -235,6 +251,8 @@ PATHS = (
     ELEMENTWISE_TRITON,
     RMS_NORM,
     ADD_NORM_TRITON,
+    DECODE_TRITON,
+    CUDA_GRAPHS,
     ONEDNN,
     HUGE_PAGES,
     PLACED_OUTPUTS,
@@ -315,6 +333,15 @@ def add_norm_kernels(residual: Tensor, added: Tensor, weight: Tensor) -> Any:
     return _module("add_rms_norm_triton") if ADD_NORM_TRITON.runs(residual, added, weight, fits=fits) else None
 
 
+def decode_kernels(query: Tensor, keys: Tensor, values: Tensor) -> Any:
+    """What computes ``decode_attention.attend_to_cache`` from what is filled alone; None for single operations."""
+
+    def fits() -> bool:
+        return keys.stride(3) == values.stride(3) == 1 and keys.size(3) <= WIDEST_HEAD
+
+    return _module("decode_attention_triton") if DECODE_TRITON.runs(query, keys, values, fits=fits) else None
+
+
 def why_not_fused_optimizer(device_type: str, *, has_copies: bool) -> str | None:
     """Why an optimizer's step is not one fused kernel; None if it is.
 
@@ -354,6 +381,6 @@ def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_
     if dtype == torch.float32:
         return "flash attention takes no float32"
     # In fp64 there are explicit products alone, whatever they are given.
-    if head_dim > _WIDEST_OF_FLASH and dtype != torch.float64:
-        return f"flash attention takes no heads wider than {_WIDEST_OF_FLASH}"
+    if head_dim > WIDEST_HEAD and dtype != torch.float64:
+        return f"flash attention takes no heads wider than {WIDEST_HEAD}"
     return None

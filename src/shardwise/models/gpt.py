@@ -79,7 +79,12 @@ class GPT(TransformerModel):
         hidden: Tensor = self.embedding(input_ids, position_ids) if self.pre_process else self._input_of_a_later_stage()
         hidden = self.decoder(
             hidden,
-            attention_mask=AttentionMask(attention_mask, document_ids=document_ids, alibi_slopes=self.alibi_slopes),
+            attention_mask=AttentionMask(
+                attention_mask,
+                document_ids=document_ids,
+                alibi_slopes=self.alibi_slopes,
+                query_position=getattr(cache, "query_position", None),
+            ),
             cache=cache,
             sequence_length=s,
             **self._rotary(position_ids, s, hidden),

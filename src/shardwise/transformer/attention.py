@@ -14,6 +14,7 @@ from torch.nn.attention import sdpa_kernel
 from shardwise.communication import moves
 from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
+from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.rotary import split, split_and_rotate
 from shardwise.layers import (
@@ -217,7 +218,23 @@ class SelfAttention(GroupModule):
             )
         return query, key, value
 
+    @property
+    def attends_at_position(self) -> bool:
+        """Whether it can attend to a cache that is read by ``AttentionMask.query_position``."""
+        return type(self) is SelfAttention and self._is_even and self.attn_mask_type.is_causal and not self._exact
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        if mask.query_position is not None:
+            return attend_to_cache(
+                query,
+                key,
+                value,
+                mask.query_position,
+                scale=self.softmax_scale or 1 / math.sqrt(self.head_dim),
+                before=-1 if self.window_size is None else self.window_size[0],
+                softcap=self.logit_softcap,
+                slopes=mask.alibi_slopes,
+            )
         bias, is_causal = mask.bias(query, key.size(2), causal=self.attn_mask_type.is_causal, window=self.window_size)
         dropout = self.dropout if self.training else 0.0
         if self.logit_softcap is not None:

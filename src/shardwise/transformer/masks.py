@@ -40,6 +40,8 @@ class AttentionMask:
         document_ids: ``[b, s]`` integers: tokens see those with their own number only. For several texts packed into
             one row; without a cache.
         alibi_slopes: ``[heads/t]``, this rank's: scores fall by so much per position of distance.
+        query_position: int64 ``[1]`` of the one query, whose keys are a whole cache; what lies after it is forbidden.
+            With ALiBi as the only other restriction.
 
     Raises:
         ShardingError: ``forbidden`` is not of bools.
@@ -51,6 +53,7 @@ class AttentionMask:
         *,
         document_ids: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        query_position: Tensor | None = None,
     ) -> None:
         if forbidden is not None and forbidden.dtype != torch.bool:
             raise ShardingError(
@@ -59,6 +62,7 @@ class AttentionMask:
         self.forbidden = forbidden
         self.document_ids = document_ids
         self.alibi_slopes = alibi_slopes
+        self.query_position = query_position
         self._is_plain = forbidden is None and document_ids is None and alibi_slopes is None
         self._made: dict[object, Tensor] = {}
 

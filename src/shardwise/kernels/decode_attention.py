@@ -1,0 +1,65 @@
+"""Attention of one new token to a cache of fixed size, of which a number on the device says how much is filled.
+
+Shapes and addresses are the same at every token, and the host knows nothing of the length: so a GPU's pass over a token
+can be recorded once and repeated (``inference.decoding``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import dispatch
+
+
+def attend_to_cache(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    *,
+    scale: float,
+    before: int = -1,
+    softcap: float | None = None,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """``softmax(query keys^T) values`` over the positions up to the query's own; no gradient.
+
+    The definition reads all of the cache, in fp32 (fp64 for fp64). The kernel reads what is filled, and each key once
+    for all queries of its group (``dispatch.decode_kernels``).
+
+    Args:
+        query: ``[b, groups * n, 1, d]``, ``n`` queries of each group side by side.
+        keys: ``[b, groups, capacity, d]``, any numbers after the query's position.
+        values: like ``keys``.
+        position: int64 ``[1]``, of the query; its own key is in ``keys``.
+        scale: of the scores.
+        before: how many positions before its own a query sees; -1 for all.
+        softcap: scores ``x`` become ``softcap · tanh(x / softcap)``; none if None.
+        slopes: ``[groups * n]``, scores fall by so much per position of distance; None for 0.
+
+    Returns:
+        ``[b, groups * n, 1, d]``.
+
+    Source: the kernel is that of Dao et al. 2023, "Flash-Decoding for long-context inference".
+    """
+    kernels = dispatch.decode_kernels(query, keys, values)
+    if kernels is not None:
+        attended: Tensor = kernels.attend_to_cache(query, keys, values, position, scale, before, softcap, slopes)
+        return attended
+    b, groups, capacity, d = keys.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.reshape(b, groups, -1, d).to(wide)
+    scores = (grouped @ keys.to(wide).transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    place = torch.arange(capacity, device=keys.device)
+    if slopes is not None:
+        scores = scores + slopes.to(wide).view(groups, -1, 1) * (place - position)
+    hidden = place > position
+    if before >= 0:
+        hidden = hidden | (place < position - before)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    # What was never written may be NaN, and 0 times that would be too.
+    seen = values.to(wide).masked_fill(hidden.unsqueeze(-1), 0.0)
+    return (weights @ seen).to(query.dtype).view(query.shape)
