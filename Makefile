@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SIDE_BY_SIDE := $(MAKE) --no-print-directory -j2 tests-of-ranks other-tests
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-fast test-under-load tests-of-ranks other-tests check install clean
+.PHONY: demo gpu test test-fast test-under-load tests-of-ranks other-tests check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
@@ -38,6 +38,12 @@ tests-of-ranks: $(INSTALLED_DEV)
 other-tests: $(INSTALLED_DEV)
 	@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$(PYTEST) -m "$(strip $(ONLY) not ranks)"' > "$$shown" && \
 	{ $(PYTEST) -m "$(strip $(ONLY) not ranks)" -o cache_dir=.pytest_cache/other >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
+
+# On one GPU, in ten minutes at most: its tests, its speed, and a dated table in benchmarks/results/. It installs nothing, as
+# constraints.txt has PyTorch without CUDA: GPU_PYTHON is a Python that has it.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu:
+	@$(GPU_PYTHON) benchmarks/gpu.py
 
 check: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .

@@ -1,5 +1,6 @@
 """Teaches pytest the mark ``ranks`` (see ``harness/plugin.py``) and the fixture ``pretended_gpu``."""
 
+import os
 import signal
 
 from harness.plugin import (
@@ -24,6 +25,9 @@ __all__ = [
     "pytest_pyfunc_call",
     "pytest_unconfigure",
 ]
+
+# A machine without a GPU could only skip them: `make gpu` runs them, benchmarks/test_gpu_benchmark.py rehearses them.
+collect_ignore = [] if os.environ.get("SHARDWISE_GPU_TESTS") else ["gpu"]
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, nohup SIGHUP, and so all programs that they
 # start; tests send both to some of these.

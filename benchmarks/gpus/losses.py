@@ -1,0 +1,152 @@
+"""The loss on one GPU, given logits and with its output layer, beside PyTorch's and other libraries'."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gpus.measuring import Row, extra_bytes, milliseconds
+from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
+from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+
+GOAL_PLAIN_MS, GOAL_LINEAR_MS = 1.75, 41.0
+"""On an H200, of 8,192 tokens and 131,072 ids in bf16, at a hidden size of 4,096; forward and backward."""
+# Of the memory at the peak, beyond what is given and what is returned.
+_GOAL_EXTRA_MIB = 16.0
+
+
+@dataclass(frozen=True)
+class LossSizes:
+    """Of the problem."""
+
+    num_tokens: int = 8_192
+    vocab_size: int = 131_072
+    hidden_size: int = 4_096
+    repeats: int = 20
+
+
+def _rival(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def plain_candidates(group: ProcessGroup, vocab_size: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    """What finds each candidate: a function of logits and targets. ImportError where it is not installed."""
+
+    def ours(logits: Tensor, target: Tensor) -> Tensor:
+        options: Any = {"group": group, "vocab_size": vocab_size, "reduction": "mean", "validate": False}
+        return vocab_parallel_cross_entropy(logits, target, inplace_=True, **options)
+
+    def quack() -> Callable[..., Tensor]:
+        cross_entropy = _rival("quack.cross_entropy", "cross_entropy")
+        return lambda logits, target: cross_entropy(logits, target).mean()
+
+    return {
+        "shardwise": lambda: ours,
+        "torch": lambda: F.cross_entropy,
+        "Liger": lambda: _rival("liger_kernel.transformers.functional", "liger_cross_entropy"),
+        "quack": quack,
+    }
+
+
+def linear_candidates(group: ProcessGroup, vocab_size: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    """What finds each candidate: a function of hidden states, weight and targets."""
+
+    def ours(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        options: Any = {"group": group, "vocab_size": vocab_size, "reduction": "mean", "validate": False}
+        return vocab_parallel_linear_cross_entropy(hidden, weight, target, **options)
+
+    def chunked(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        options: Any = {"group": group, "vocab_size": vocab_size, "reduction": "mean", "validate": False}
+        return vocab_parallel_linear_cross_entropy(hidden, weight, target, plan="chunked", **options)
+
+    return {
+        "shardwise": lambda: ours,
+        "shardwise, in slices": lambda: chunked,
+        "torch": lambda: lambda hidden, weight, target: F.cross_entropy(hidden @ weight.t(), target),
+        "Liger": lambda: _rival("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
+        "cut-cross-entropy": lambda: _rival("cut_cross_entropy", "linear_cross_entropy"),
+    }
+
+
+def measure_plain(device: torch.device, sizes: LossSizes, group: ProcessGroup) -> list[Row]:
+    """Forward and backward, given logits that may become their gradient."""
+    logits = torch.randn(sizes.num_tokens, sizes.vocab_size, device=device).to(torch.bfloat16).requires_grad_()
+    target = torch.randint(sizes.vocab_size, (sizes.num_tokens,), device=device)
+    return _measure(
+        f"loss of [{sizes.num_tokens}, {sizes.vocab_size}] bf16",
+        plain_candidates(group, sizes.vocab_size),
+        (logits,),
+        target,
+        device,
+        repeats=sizes.repeats,
+        goal=GOAL_PLAIN_MS,
+        floor=0,
+    )
+
+
+def measure_linear(device: torch.device, sizes: LossSizes, group: ProcessGroup) -> list[Row]:
+    """Forward and backward with the output layer; the floor of memory are the two gradients."""
+    hidden = torch.randn(sizes.num_tokens, sizes.hidden_size, device=device).to(torch.bfloat16).requires_grad_()
+    weight = torch.randn(sizes.vocab_size, sizes.hidden_size, device=device) / sizes.hidden_size**0.5
+    weight = weight.to(torch.bfloat16).requires_grad_()
+    target = torch.randint(sizes.vocab_size, (sizes.num_tokens,), device=device)
+    return _measure(
+        f"loss with output layer, hidden {sizes.hidden_size}",
+        linear_candidates(group, sizes.vocab_size),
+        (hidden, weight),
+        target,
+        device,
+        repeats=max(1, sizes.repeats // 4),
+        goal=GOAL_LINEAR_MS,
+        floor=hidden.nbytes + weight.nbytes,
+    )
+
+
+def _measure(
+    section: str,
+    candidates: dict[str, Callable[[], Callable[..., Tensor]]],
+    inputs: tuple[Tensor, ...],
+    target: Tensor,
+    device: torch.device,
+    *,
+    repeats: int,
+    goal: float,
+    floor: int,
+) -> list[Row]:
+    rows = []
+    for name, find in candidates.items():
+        try:
+            function = find()
+        except ImportError:
+            rows.append(Row(section, name, "not installed"))
+            continue
+
+        def step(function: Callable[..., Tensor] = function) -> None:
+            torch.autograd.grad(function(*inputs, target), inputs)
+
+        try:
+            took = milliseconds(step, device, repeats=repeats)
+            extra = (extra_bytes(step, device) - floor) / 2**20
+        # Another library's failure is its own, and no reason to measure nothing else.
+        except Exception as error:
+            if name.startswith("shardwise"):
+                raise
+            rows.append(Row(section, name, f"failed: {type(error).__name__}"))
+            continue
+        note = f"{extra:.0f} MiB over the floor" if device.type == "cuda" else ""
+        if name == "shardwise":
+            met = took <= goal if device.type == "cuda" else None
+            rows.append(Row(section, name, f"{took:.3f} ms", f"{goal} ms on an H200", met, note))
+        elif name.startswith("shardwise"):
+            met = extra <= _GOAL_EXTRA_MIB + 64 if device.type == "cuda" else None
+            rows.append(Row(section, name, f"{took:.3f} ms", "memory at its floor and a slice", met, note))
+        else:
+            rows.append(Row(section, name, f"{took:.3f} ms", note=note))
+    return rows

@@ -1,0 +1,131 @@
+"""The launches of docs/first-gpu.md, as far as they go without GPUs, schedulers and hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from harness.hosts import NAMES, two_hosts
+from harness.program import Program
+from training.tiny import tiny_settings
+
+from shardwise.cli.arguments import parse_command
+from shardwise.cli.train import TrainArguments
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/first-gpu.md").read_text()
+LAUNCH = ROOT / "examples/launch"
+TINY = ["--model.num-layers", "2", "--model.hidden-size", "32", "--model.num-heads", "4", "--model.vocab-size", "301"]
+TINY += ["--model.sequence-length", "24", "--training.global-batch-size", "4", "--training.steps", "2"]
+TINY += ["--device", "cpu", "--parallel.tp", "2"]
+
+
+def commands():
+    """The indented lines of the page."""
+    return [line.strip() for line in PAGE.splitlines() if line.startswith("    ")]
+
+
+def own_variables(folder):
+    tiny_settings(folder)  # writes the text
+    return {"PYTHON": sys.executable, "SHARDWISE_CACHE": folder / "cache", "OMP_NUM_THREADS": "1"}
+
+
+def steps(folder):
+    return len((folder / "metrics.jsonl").read_text().splitlines())
+
+
+def free_port():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return str(server.getsockname()[1])
+
+
+def test_the_settings_of_the_page_are_settings():
+    trains = [shlex.split(line)[2:] for line in commands() if line.startswith("shardwise train")]
+    trains += [line.split("host.sh ")[1].split() for line in commands() if "host.sh " in line]
+    assert len(trains) == 7
+    for told in trains:
+        parse_command(TrainArguments, told, "shardwise train")
+
+
+def test_files_that_the_page_names_are_there():
+    named = set(re.findall(r"examples/launch/[\w.]+|benchmarks/gpu\.py", PAGE))
+    assert {Path(name).name for name in named} == {"host.sh", "train.sbatch", "kubernetes.yaml", "gpu.py"}
+    for name in named:
+        assert (ROOT / name).exists()
+    for target in re.findall(r"\]\(([\w.]+)\)", PAGE):
+        assert (ROOT / "docs" / target).exists()
+
+
+@pytest.mark.slow
+def test_one_command_on_each_of_two_hosts(tmp_path):
+    """As the page has it, but for the number of GPUs: names, a shared folder, the interface that is found."""
+    lines = [line for line in commands() if "host.sh" in line]
+    assert len(lines) == 2
+    with two_hosts(tmp_path) as hosts, contextlib.ExitStack() as stack:
+        runs = []
+        for line, host in zip(lines, hosts, strict=True):
+            words = shlex.split(line)
+            variables = dict(word.split("=") for word in words if re.fullmatch(r"[A-Z_]+=\w+", word))
+            assert variables["MASTER"] == NAMES[0]
+            variables |= {"GPUS": "1", **own_variables(tmp_path)}
+            told = [str(LAUNCH / "host.sh"), "--data", tmp_path / "text.txt", "--out", tmp_path / "run", *TINY]
+            inside = host.inside("env", "SHARDWISE_SHARED_MEMORY=0", "RES_OPTIONS=timeout:1 attempts:1")
+            runs.append(stack.enter_context(Program(*inside, *told, **variables)))
+        for run in runs:
+            run.finish()
+    assert steps(tmp_path / "run") == 2
+
+
+@pytest.mark.slow
+def test_the_job_of_slurm(tmp_path):
+    """With an srun that starts each host's task here, and a scontrol that knows one name."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    each = 'for node in 0 1; do SLURM_NODEID=$node "$@" & done; wait %1 && wait %2\n'
+    for name, text in (("srun", f"#!/bin/bash\nset -m\nshift\n{each}"), ("scontrol", "#!/bin/sh\necho 127.0.0.1\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_JOB_ID": "7", "PORT": free_port()}
+    slurm |= {"SLURM_JOB_NAME": "mine", "SLURM_SUBMIT_DIR": str(ROOT), "GPUS": "1", "OUT": str(tmp_path / "run")}
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    told = [LAUNCH / "train.sbatch", "--data", tmp_path / "text.txt", *TINY]
+    with Program("bash", *told, PATH=path, **slurm, **own_variables(tmp_path)) as job:
+        job.finish()
+    assert steps(tmp_path / "run") == 2
+
+
+@pytest.mark.slow
+def test_the_pods_of_kubernetes(tmp_path):
+    """Both pods' command and arguments, run here, with /shared elsewhere and a name that this machine has."""
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    pod, spec = job["spec"]["template"]["spec"], job["spec"]
+    (container,) = pod["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    name = job["metadata"]["name"]
+    assert given["MASTER"] == f"{name}-0.{pod['subdomain']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert spec["completions"] == spec["parallelism"] == int(given["NODES"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(given["GPUS"])
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    told = [word.replace("/shared/texts", str(tmp_path / "text.txt")) for word in container["args"]]
+    told = [word.replace("/shared", str(tmp_path)) for word in told]
+    # The eight GPUs of a host are one rank here.
+    told[told.index("--tp") + 1] = "2"
+    given |= {"MASTER": "127.0.0.1", "GPUS": "1", "PORT": free_port(), **own_variables(tmp_path)}
+    command = [*container["command"], *told, *TINY[:-2]]
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(Program(*command, folder=ROOT, JOB_COMPLETION_INDEX=str(index), **given))
+            for index in range(2)
+        ]
+        for run in runs:
+            run.finish()
+    assert steps(tmp_path / "runs/train") == 2
