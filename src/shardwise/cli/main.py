@@ -37,6 +37,7 @@ COMMANDS = {
     "generate": Command("continue a text with a trained checkpoint", "GenerateArguments"),
     "chat": Command("talk with a model, by its own chat template", "ChatArguments"),
     "eval": Command("measure a model on your data: loss, perplexity, bits per byte", "EvalArguments"),
+    "compare": Command("show where two runs part: step, tensor and element", "CompareArguments"),
     "import-hf": Command("make a checkpoint of a Hugging Face folder", "ImportArguments"),
     "export-hf": Command("write a checkpoint as a Hugging Face folder", "ExportArguments"),
     "env": Command("show versions, devices, backends and fast paths", "EnvArguments"),

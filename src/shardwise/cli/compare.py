@@ -1,0 +1,40 @@
+"""``shardwise compare``: where two runs part."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from shardwise.cli.arguments import Arguments
+from shardwise.training.bounds import Folder
+
+
+@dataclass(frozen=True)
+class CompareArguments(Arguments):
+    """Show where two runs part: the first step, tensor and element in which their metrics or checkpoints differ.
+
+    Runs may have had different layouts. The exit code is 0 if all that both have is the same bit for bit, else 1.
+
+    Attributes:
+        run_a: --out of a training run, or one of its checkpoints.
+        run_b: that of another.
+    """
+
+    run_a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_A"), Folder("")]
+    run_b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_B"), Folder("")]
+
+    def work(self) -> Callable[[], object]:
+        """Compare and print."""
+        return partial(_compare, Path(self.run_a), Path(self.run_b))
+
+
+def _compare(one: Path, other: Path) -> None:
+    from shardwise.training.comparison import compare_runs
+
+    same, lines = compare_runs(one, other)
+    print("\n".join(lines))
+    if not same:
+        raise SystemExit(1)
