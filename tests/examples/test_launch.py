@@ -117,7 +117,7 @@ def test_the_pods_of_kubernetes(tmp_path):
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     told = [word.replace("/shared/texts", str(tmp_path / "text.txt")) for word in container["args"]]
     told = [word.replace("/shared", str(tmp_path)) for word in told]
-    # The eight GPUs of a host are one rank here.
+    # Two ranks in all are what there is here.
     told[told.index("--tp") + 1] = "2"
     given |= {"MASTER": "127.0.0.1", "GPUS": "1", "PORT": free_port(), **own_variables(tmp_path)}
     command = [*container["command"], *told, *TINY[:-2]]
