@@ -24,6 +24,7 @@ from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.training.finishing import Outcome, finish
 from shardwise.training.metrics import MetricsWriter
 from shardwise.training.out_folder import hold_folder
+from shardwise.training.profiling import profiled
 from shardwise.training.progress import Progress
 from shardwise.training.ranks import open_ranks
 from shardwise.training.recipe import Recipe
@@ -74,6 +75,7 @@ def train(session: Session) -> Outcome:
     if session.ranks.device.type == "cpu":
         keep_freed_memory()
     first_step, checkpoint = start_or_resume(session)
+    session.settings.profile.check_steps(first_step, session.settings.training.steps)
     agree(lambda: _leave_settings(session), group=session.ranks.control)
     if checkpoint is not None and session.ranks.is_first:
         print(f"resumed at step {first_step}", flush=True)
@@ -119,8 +121,10 @@ class _Training:
                 progress = stack.enter_context(
                     Progress(settings.steps, self.first_step, visible=session.ranks.is_first)
                 )
+                end_of_step = stack.enter_context(profiled(session.settings.profile, session.out, session.ranks))
                 for step in range(self.first_step, settings.steps):
                     self._step(step, metrics, progress)
+                    end_of_step()
             if self._held_out is None:  # All steps were done before.
                 self._held_out = self._evaluate(settings.steps)
         except DivergenceError as error:

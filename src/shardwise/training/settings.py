@@ -241,6 +241,47 @@ class CorpusSettings(Checked, prefix="corpus."):
 
 
 @dataclass(frozen=True)
+class ProfileSettings(Checked, prefix="profile."):
+    """A trace of some steps by torch.profiler, from each rank, which changes no number.
+
+    Attributes:
+        enabled: write the trace, a file for each rank in ``out/profile``, for chrome://tracing or Perfetto.
+        wait: steps to leave out, from the first that the run does.
+        warmup: steps after these in which the profiler runs already, and nothing is kept.
+        steps: steps after these, of which the trace is.
+    """
+
+    enabled: Annotated[bool, tyro.conf.arg(aliases=("--profile",))] = False
+    wait: Annotated[int, bounds.STEPS] = 5
+    # PyTorch warns of results without.
+    warmup: Annotated[int, Range(1, 1_000)] = 1
+    # Each is some megabytes.
+    steps: Annotated[int, Range(1, 1_000)] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("wait", "warmup", "steps"):
+            value = getattr(self, name)
+            require(
+                self.enabled or value == getattr(type(self), name),
+                f"profile.{name} {value} is for --profile, which is not given; give it, or leave the other out",
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Those that a run must do for the trace to be whole."""
+        return self.wait + self.warmup + self.steps if self.enabled else 0
+
+    def check_steps(self, first: int, last: int) -> None:
+        """Raise ConfigError unless the steps from ``first`` to before ``last`` suffice."""
+        require(
+            self.num_steps <= last - first,
+            f"profile.wait {self.wait}, profile.warmup {self.warmup} and profile.steps {self.steps} are "
+            f"{self.num_steps} steps, and there are {last - first} to do; lower them",
+        )
+
+
+@dataclass(frozen=True)
 class RunSettings(Checked):
     """What a run is told whatever model it trains.
 
@@ -263,6 +304,7 @@ class RunSettings(Checked):
         recompute: what is computed again in the backward, in place of being kept.
         optimizer: AdamW or Muon, and the learning rate of each step.
         training: how long, in which steps, and what is kept.
+        profile: a trace of some steps.
         corpus: how the text is read.
     """
 
@@ -278,11 +320,13 @@ class RunSettings(Checked):
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
+        self.profile.check_steps(0, self.training.steps)
 
     @property
     def sequence_length(self) -> int:
