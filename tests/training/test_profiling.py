@@ -18,7 +18,7 @@ from shardwise.training.ranks import Ranks
 from shardwise.training.run import train
 from shardwise.training.settings import ProfileSettings
 
-THREE = ProfileSettings(enabled=True, wait=1, warmup=1, steps=2)
+THREE = ProfileSettings(enabled=True, wait=1, warmup=1, active=2)
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, caplog):
     ranks = Ranks(0, 0, 1, torch.device("cpu"))
     with (
         caplog.at_level(logging.WARNING, logger="shardwise"),
-        profiled(ProfileSettings(enabled=True, wait=0, warmup=1, steps=1), tmp_path, ranks) as end_of_step,
+        profiled(ProfileSettings(enabled=True, wait=0, warmup=1, active=1), tmp_path, ranks) as end_of_step,
     ):
         for _ in range(2):
             torch.ones(3).sum()
@@ -62,7 +62,7 @@ def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"steps": 0}, "profile.steps is 0; it must be from 1 to 1,000"),
+        ({"active": 0}, "profile.active is 0; it must be from 1 to 1,000"),
         ({"warmup": 0}, "profile.warmup is 0; it must be from 1"),
         ({"wait": -1}, "profile.wait is -1"),
         ({"warmup": 1.5}, "profile.warmup is 1.5; it must be an integer"),

@@ -42,7 +42,7 @@ def profiled(settings: ProfileSettings, folder: Path, ranks: Ranks) -> Iterator[
     activities = [ProfilerActivity.CPU]
     if ranks.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    steps: Any = schedule(wait=settings.wait, warmup=settings.warmup, active=settings.steps, repeat=1)
+    steps: Any = schedule(wait=settings.wait, warmup=settings.warmup, active=settings.active, repeat=1)
     with profile(
         activities=activities, schedule=steps, on_trace_ready=lambda done: _write(done, path), acc_events=True
     ) as profiler:

@@ -248,7 +248,7 @@ class ProfileSettings(Checked, prefix="profile."):
         enabled: write the trace, a file for each rank in ``out/profile``, for chrome://tracing or Perfetto.
         wait: steps to leave out, from the first that the run does.
         warmup: steps after these in which the profiler runs already, and nothing is kept.
-        steps: steps after these, of which the trace is.
+        active: steps after these, of which the trace is.
     """
 
     enabled: Annotated[bool, tyro.conf.arg(aliases=("--profile",))] = False
@@ -256,11 +256,11 @@ class ProfileSettings(Checked, prefix="profile."):
     # PyTorch warns of results without.
     warmup: Annotated[int, Range(1, 1_000)] = 1
     # Each is some megabytes.
-    steps: Annotated[int, Range(1, 1_000)] = 3
+    active: Annotated[int, Range(1, 1_000)] = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("wait", "warmup", "steps"):
+        for name in ("wait", "warmup", "active"):
             value = getattr(self, name)
             require(
                 self.enabled or value == getattr(type(self), name),
@@ -270,13 +270,13 @@ class ProfileSettings(Checked, prefix="profile."):
     @property
     def num_steps(self) -> int:
         """Those that a run must do for the trace to be whole."""
-        return self.wait + self.warmup + self.steps if self.enabled else 0
+        return self.wait + self.warmup + self.active if self.enabled else 0
 
     def check_steps(self, first: int, last: int) -> None:
         """Raise ConfigError unless the steps from ``first`` to before ``last`` suffice."""
         require(
             self.num_steps <= last - first,
-            f"profile.wait {self.wait}, profile.warmup {self.warmup} and profile.steps {self.steps} are "
+            f"profile.wait {self.wait}, profile.warmup {self.warmup} and profile.active {self.active} are "
             f"{self.num_steps} steps, and there are {last - first} to do; lower them",
         )
 
