@@ -21,8 +21,9 @@ from shardwise.sharding.rows import local_rows
 from shardwise.training.settings import ParallelSettings, RecomputeSettings
 
 UNTIED_GPT = {"architecture": "gpt", "tie_embeddings": False}
-# Of the keys and values of one group several ranks hold copies, of which other data-parallel ranks hold the rows.
-ONE_GROUP = {"num_query_groups": 1, "num_heads": 4}
+ONE_GROUP = {"num_query_groups": 1}
+# Of the one key several ranks hold copies, beside two queries or one: data-parallel ranks cut these at other rows.
+FIVE_HEADS = {"num_query_groups": 1, "num_heads": 5, "hidden_size": 20, "num_layers": 2}
 CASES = {
     2: [
         (ParallelSettings(fsdp=True), {}, {"micro_batch_size": 1}),
@@ -33,14 +34,15 @@ CASES = {
         (ParallelSettings(fsdp=True, pp=2), {}, {}),
         (ParallelSettings(fsdp=True, pp=2, pipeline_schedule="interleaved", virtual_stages=2), UNTIED_GPT, {}),
     ],
+    8: [(ParallelSettings(fsdp=True, tp=4, sequence_parallel=True), FIVE_HEADS, {"optimizer": {"name": "muon"}})],
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, 8)
 def test_training_is_that_of_whole_weights(group, tmp_path):
     for parallel, model, training in CASES[group.size()]:
         name, options = str(parallel), {"model": model, "dtype": "float64"}
-        whole = trainer_of(tmp_path, **options)
+        whole = trainer_of(tmp_path, **options, optimizer=training.get("optimizer"))
         expected = losses_of(whole, 6)
         assert expected[-1] < expected[0] - 0.05
         trainer = trainer_of(tmp_path, parallel, **options, **training)
