@@ -75,6 +75,7 @@ def test_what_is_learned(tokenizer):
     whole = "<|user|>Who?<|end|><|assistant|>I.<|end|><|user|>Who?<|end|><|assistant|>You.<|end|>"
     assert learned(masking, chat) == (whole, "I.<|end|>You.<|end|>")
     assert learned(ExampleEncoder(tokenizer, ChatTemplate(TEMPLATE), mask_prompts=False), chat) == (whole, whole)
+    assert learned(masking, {"messages": [ASKED, SAID] * 40})[1] == "I.<|end|>" * 40
     # The assistant may speak first.
     assert learned(masking, {"messages": [SAID, ASKED, SAID]})[1] == "I.<|end|>I.<|end|>"
     assert learned(masking, {"prompt": [ASKED], "completion": [SAID]})[1] == "I.<|end|>"

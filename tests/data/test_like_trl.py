@@ -36,6 +36,7 @@ CHATS = [
     [user("  What is\n\nthis? "), assistant("\n\n an émigré \N{GRINNING FACE}  "), user("Sure?"), assistant("Yes")],
     # The same words more than once, and a text that looks like a turn's end.
     [user("Yes"), assistant("Yes"), user("Yes"), assistant("Yes"), user("No."), assistant("Yes\n")],
+    [user("Again"), assistant("Again")] * 4,
     [user("It ends with a question"), assistant("so?"), user("so it does")],
 ]
 SYSTEM = [{"role": "system", "content": "Be brief."}, *CHATS[1]]
@@ -44,6 +45,10 @@ CALL = [
     assistant(None, tool_calls=[{"type": "function", "function": {"name": "look", "arguments": {"at": "<sky>"}}}]),
     {"role": "tool", "content": '{"sky": "blue"}'},
     assistant("Blue."),
+    user("Sure?"),
+    assistant("Yes."),
+    user("Sure?"),
+    assistant("Yes."),
     user("And now?"),
     assistant("Dark.", reasoning_content="It is late."),
 ]

@@ -188,35 +188,55 @@ class ExampleEncoder:
         follow, so only the end of either text, back to the turn before, must be found in the whole one.
         """
         spans: list[Span] = []
-        done = 0
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            begin = done + self._before(messages, number, example, text[done:])
+            before = self._render(messages[:number], example, prompt=True).text if number else ""
+            begin = self._begin(messages[:number], example, text, before, spans[-1] if spans else (0, 0))
             until = self._render(messages[: number + 1], example).text
-            end = len(until) if text.startswith(until) else begin + len(_what_is_left(until, text[begin:]))
+            if text.startswith(until):
+                end = len(until)
+            else:
+                turn = until[len(before) :] if until.startswith(before) else until
+                end = begin + len(_what_is_left(turn, text[begin:]))
             if _gist(message) not in text[begin:end]:
                 raise UnusableExampleError(_UNMARKED)
             spans.append((begin, end))
-            done = end
         return spans
 
-    def _before(self, messages: Messages, number: int, example: Example, text: str) -> int:
-        """How many of the characters that follow the turn before are before a turn: messages, and its header."""
-        if number == 0:
-            with_prompt = self._render(messages[:1], example, prompt=True).text
-            header = with_prompt[_common_length(self._render(messages[:1], example).text, with_prompt) :]
-            return text.index(header) + len(header) if header in text else 0
-        prompt, plain = (self._render(messages[:number], example, prompt=asked).text for asked in (True, False))
-        gist = "" if messages[number - 1]["role"] == "assistant" else _gist(messages[number - 1])
-        left = _what_is_left(prompt, text)
-        if left and gist in left:
-            return len(left)
-        # The prompt for an answer goes on in a way that the answer itself does not.
-        left = _what_is_left(plain, text)
-        if gist not in left:
-            raise UnusableExampleError(_UNMARKED)
-        return len(left) + _common_length(prompt[_common_length(plain, prompt) :], text[len(left) :])
+    def _begin(self, messages: Messages, example: Example, text: str, before: str, last: Span) -> int:
+        """Where the assistant's turn after ``messages`` begins.
+
+        Args:
+            messages: before the turn.
+            example: whose messages they are.
+            text: of all its messages.
+            before: the text of ``messages``, with the prompt for an answer.
+            last: the assistant's turn before.
+        """
+        if not messages:
+            return self._begin_of_first(example, text)
+        plain = self._render(messages, example).text
+        # The prompt for an answer may go on in a way that the answer itself does not.
+        prompt = before[_common_length(plain, before) :]
+        for rendered, more in ((before, ""), (plain, prompt)):
+            if text.startswith(rendered):
+                return len(rendered) + _common_length(more, text[len(rendered) :])
+        turn = text[slice(*last)]
+        for rendered, more in ((before, ""), (plain, prompt)):
+            since = rendered[rendered.rfind(turn) + len(turn) :] if turn and turn in rendered else None
+            if since is not None and text.startswith(since, last[1]):
+                begin = last[1] + len(since)
+                return begin + _common_length(more, text[begin:])
+        raise UnusableExampleError(_UNMARKED)
+
+    def _begin_of_first(self, example: Example, text: str) -> int:
+        """Where the assistant's turn that no message is before begins: after what such a turn begins with."""
+        assert not isinstance(example.completion, str)
+        first = example.completion[:1]
+        with_prompt = self._render(first, example, prompt=True).text
+        header = with_prompt[_common_length(self._render(first, example).text, with_prompt) :]
+        return text.index(header) + len(header) if header in text else 0
 
     def _encoded(self, ids: Sequence[int], spans: Sequence[Span], text: str, learned: NDArray[np.bool_]) -> Encoded:
         special = self.tokenizer.special_ids
