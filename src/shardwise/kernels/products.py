@@ -30,6 +30,8 @@ _MAX_SHORT_SUM = 512
 _NARROW = range(64, 257)
 _MIN_WIDE = 2048
 _MAX_TEMPORARY_BYTES = 4 << 20
+# What CUDA's widest loads take, and cuBLAS's tensor cores ask of addresses.
+_ALIGNED_BYTES = 16
 _SWITCH = "SHARDWISE_ONEDNN"
 
 
@@ -82,13 +84,41 @@ def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     is_placed = dispatch.PLACED_OUTPUTS.runs(input_, weight, size=num_outputs * weight.element_size())
     if is_placed and not (onednn and weight.size(1) > _MAX_SHORT_SUM):
         rows = input_.reshape(-1, input_.size(-1))
-        output = empty_in_huge_pages((rows.size(0), weight.size(0)), rows)
-        if bias is None:
-            torch.mm(rows, weight.t(), out=output)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=output)
+        output = _linear_into(empty_in_huge_pages((rows.size(0), weight.size(0)), rows), rows, weight, bias)
         return output.view(*input_.shape[:-1], weight.size(0))
     return onednn_linear(input_, weight, bias) if onednn else F.linear(input_, weight, bias)
+
+
+def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``linear`` whose output's rows begin at multiples of 16 bytes on CUDA, whatever their length.
+
+    From there kernels read 16 bytes at once, and cuBLAS takes its fast products, of the output and of what lies in its
+    place later. Not recorded by autograd.
+
+    Args:
+        input_: ``[n, i]``.
+        weight: ``[o, i]``.
+        bias: ``[o]`` or None.
+
+    Returns:
+        ``[n, o]``, a view of the first ``o`` columns of a wider matrix if ``o`` elements are no multiple of 16 bytes.
+    """
+    width = padded_width(weight.size(0), weight.element_size())
+    if not input_.is_cuda or torch.compiler.is_compiling() or width == weight.size(0):
+        return linear(input_, weight, bias)
+    return _linear_into(input_.new_empty(input_.size(0), width)[:, : weight.size(0)], input_, weight, bias)
+
+
+def padded_width(width: int, element_size: int) -> int:
+    """The least number of elements, no fewer than ``width``, that fill a multiple of 16 bytes."""
+    step = max(_ALIGNED_BYTES // element_size, 1)
+    return -(-width // step) * step
+
+
+def _linear_into(output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return torch.mm(input_, weight.t(), out=output)
+    return torch.addmm(bias, input_, weight.t(), out=output)
 
 
 def input_gradient(grad_output: Tensor, weight: Tensor) -> Tensor:

@@ -174,7 +174,8 @@ def _slices(hidden: Tensor, num_columns: int, max_bytes: int) -> tuple[Interval,
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
-    return products.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
+    bias = None if bias is None else bias[start:stop]
+    return products.linear_in_aligned_rows(hidden, weight[start:stop], bias)
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

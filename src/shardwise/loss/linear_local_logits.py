@@ -46,7 +46,7 @@ class LocalLogitsLoss(Function):
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden = head.gathered(hidden)
-        logits = products.linear(hidden, weight, bias)
+        logits = products.linear_in_aligned_rows(hidden, weight, bias)
         # What is left are padded columns, which take no probability, and whose weights may hold anything.
         valid, valid_weight, options = logits[:, : head.num_valid], weight[: head.num_valid], head.options
         if head.num_valid < logits.size(1):
