@@ -1,0 +1,196 @@
+"""What exact runs cost, and whether they keep their word: the same bits at every layout.
+
+    python benchmarks/exact.py --json exact.json
+    python benchmarks/exact.py --prove --steps 50
+
+The first measures whole training steps of exact and of plain runs, on one process of two threads and on two
+tensor-parallel ranks of one thread each, in alternating rounds of one run; that exact steps have the same bits on both
+is checked before anything is timed. The second starts a run of its own at each layout, dropout on, and compares all
+that the runs leave with ``shardwise compare``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import (
+    Spread,
+    add_common_flags,
+    add_sizes,
+    format_table,
+    given_sizes,
+    measure_in_rounds,
+    parse_arguments,
+    positive_int,
+    ratios_of,
+    run_benchmark,
+)
+from ranks import NUM_RANKS
+from steps.exact_steps import EXACT_VARIANTS, ExactRunner
+from steps.problem import LlamaSizes
+from train_step import DEFAULT_STEPS, MODELS
+from workers import Workers, WorkerSpec
+
+from shardwise.errors import ConfigError, LaunchError, ParityError
+from shardwise.training.comparison import compare_runs
+
+NUM_PARITY_STEPS = 3
+RATIOS = (("exact", "plain"), ("exact", "plain_whole"))
+PLACES = {"tp 1": ["alone"], "tp 2": [f"rank {rank}" for rank in range(NUM_RANKS)]}
+
+# Ranks, and the flags of a layout; the first is what the others are held against.
+LAYOUTS = (
+    (1, ""),
+    (2, "--tp 2"),
+    (2, "--tp 2 --sequence-parallel"),
+    (4, "--tp 4"),
+    (4, "--tp 4 --sequence-parallel"),
+    (8, "--tp 8"),
+    (8, "--tp 8 --sequence-parallel"),
+    (2, "--pp 2 --pipeline-schedule gpipe"),
+    (2, "--pp 2"),
+    (2, "--pp 2 --pipeline-schedule interleaved --virtual-stages 2"),
+    (4, "--pp 4"),
+    (2, ""),
+    (4, ""),
+    (8, ""),
+    (2, "--tp 2 --recompute.granularity full"),
+    (8, "--tp 2 --pp 2"),
+)
+RUNS = {
+    "llama": "--model.num-layers 8 --model.num-heads 16 --model.num-query-groups 8 --no-model.tie-embeddings",
+    "gpt": "--model.architecture gpt --model.num-layers 8 --model.num-heads 8",
+}
+COMMON = (
+    "--exact --device cpu --data stdlib --model.hidden-size 128 --model.vocab-size 512 --model.sequence-length 32 "
+    "--model.dropout 0.1 --training.global-batch-size 8 --training.eval-every 25"
+)
+
+
+def benchmark(sizes: LlamaSizes, workers: Workers, *, num_rounds: int, num_steps: int) -> dict[str, Any]:
+    """Check and time all variants at tp 1 and tp 2.
+
+    Args:
+        sizes: of the model and the batch.
+        workers: started by ``start_workers``.
+        num_rounds: rounds that count.
+        num_steps: steps that a variant is timed for in a round.
+
+    Returns:
+        What ``--json`` writes of these sizes.
+
+    Raises:
+        ParityError: exact steps have other bits at tp 2 than at tp 1.
+        LaunchError: a process failed or died.
+    """
+    for names in PLACES.values():
+        workers.call(names, "prepare", sizes)
+    first = {place: workers.call(names, "run_steps", "exact", NUM_PARITY_STEPS)[0] for place, names in PLACES.items()}
+    if first["tp 1"] != first["tp 2"]:
+        raise ParityError(f"exact steps (loss, gradient norm) are {first['tp 1']} at tp 1 and {first['tp 2']} at tp 2")
+    results: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "num_steps": num_steps}
+    for place, names in PLACES.items():
+
+        def seconds_per_step(variant: str, names: Sequence[str] = names) -> float:
+            slowest: float = max(workers.call(names, "time_steps", variant, num_steps))
+            return slowest / num_steps
+
+        seconds = measure_in_rounds(EXACT_VARIANTS, seconds_per_step, num_rounds=num_rounds)
+        ratios = [ratio.to_json() for ratio in ratios_of(seconds, RATIOS)]
+        results[place] = {"seconds_per_step": seconds, "ratios": ratios}
+    return results
+
+
+def start_workers(folder: Path) -> Workers:
+    """Start the process that is alone, and the ranks, which meet through a file in ``folder``."""
+    store = str(folder / "store")
+    ranks = [WorkerSpec(name, 1, ExactRunner, (store, rank)) for rank, name in enumerate(PLACES["tp 2"])]
+    return Workers([WorkerSpec("alone", NUM_RANKS, ExactRunner, (None, 0)), *ranks])
+
+
+def describe(name: str, result: dict[str, Any]) -> str:
+    """One model's result as text."""
+    lines = [f"{name}: exact steps have the same bits at tp 1 and tp 2", ""]
+    for place in PLACES:
+        rows = [
+            (f"{place}: {r['numerator']} / {r['denominator']}", *(f"{r[key]:.3f}" for key in ("min", "median", "max")))
+            for r in result[place]["ratios"]
+        ]
+        lines += [format_table(("ratio of times", "min", "median", "max"), rows), ""]
+        times = {key: Spread.of([1e3 * s for s in each]) for key, each in result[place]["seconds_per_step"].items()}
+        rows = [(key, f"{t.min:.1f}", f"{t.median:.1f}", f"{t.max:.1f}") for key, t in times.items()]
+        lines += [format_table(("ms per step", "min", "median", "max"), rows), ""]
+    return "\n".join(lines)
+
+
+def prove(num_steps: int, layouts: Sequence[tuple[int, str]], dtypes: Sequence[str], common: str = COMMON) -> None:
+    """Run every model at every layout, each in processes of its own, and compare what the runs leave.
+
+    Raises:
+        LaunchError: a run failed.
+        ParityError: a layout has other bits.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name, model in RUNS.items():
+            for dtype in dtypes:
+                flags = f"{common} {model} --training.steps {num_steps} --training.dtype {dtype}".split()
+                paths = [Path(folder) / f"{name}-{dtype}-{number}" for number in range(len(layouts))]
+                for path, (ranks, layout) in zip(paths, layouts, strict=True):
+                    command = [sys.executable, "-m", "shardwise", "train", *flags, *layout.split()]
+                    command += ["--out", str(path), "--nproc", str(ranks)]
+                    done = subprocess.run(command, capture_output=True, text=True, check=False)
+                    where = f"{name} in {dtype} on {ranks} ranks {layout}".strip()
+                    if done.returncode != 0:
+                        raise LaunchError(f"{where}: {done.stderr.strip()}")
+                    same, lines = compare_runs(paths[0], path)
+                    if not same:
+                        raise ParityError(f"{where}: {'; '.join(lines)}")
+                    print(f"{where}: the same bits", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_common_flags(parser, default_rounds=9)
+    parser.add_argument("--model", choices=(*MODELS, "both"), default="both", help="default: both")
+    parser.add_argument("--steps", type=positive_int, help="timed steps in a round, or with --prove steps of a run")
+    parser.add_argument("--prove", action="store_true", help="start a run at each layout and compare them all")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the runs of --prove")
+    add_sizes(parser, LlamaSizes, "in place of the model's own")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run from the command line; returns the exit code."""
+    parser = _parser()
+    arguments = parse_arguments(parser, argv)
+    given = given_sizes(arguments, LlamaSizes)
+    names = list(MODELS) if arguments.model == "both" else [arguments.model]
+    try:
+        models = {name: dataclasses.replace(MODELS[name], **given) for name in names}
+    except ConfigError as error:
+        parser.error(str(error))
+
+    def measure() -> dict[str, Any]:
+        if arguments.prove:
+            prove(arguments.steps or 50, LAYOUTS, arguments.dtypes)
+            return {"proved": [f"{ranks} ranks {layout}".strip() for ranks, layout in LAYOUTS]}
+        results = {}
+        with tempfile.TemporaryDirectory() as folder, start_workers(Path(folder)) as workers:
+            for name, sizes in models.items():
+                num_steps = arguments.steps or DEFAULT_STEPS[name]
+                results[name] = benchmark(sizes, workers, num_rounds=arguments.rounds, num_steps=num_steps)
+                print(describe(name, results[name]), flush=True)
+        return results
+
+    return run_benchmark("exact", arguments, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

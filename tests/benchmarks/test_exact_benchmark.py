@@ -1,0 +1,46 @@
+"""The benchmark of exact runs, at sizes that take moments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import exact
+import pytest
+from shared_workers import SharedWorkers, run_script
+from steps.exact_steps import EXACT_VARIANTS
+from workers import WorkerSpec
+
+SIZES = {
+    "hidden_size": 64,
+    "num_layers": 1,
+    "num_heads": 8,
+    "ffn_hidden_size": 64,
+    "vocab_size": 320,
+    "sequence_length": 16,
+    "batch_size": 8,
+}
+
+
+@pytest.mark.slow
+def test_the_cost_is_measured_where_bits_are_the_same(tmp_path, monkeypatch, capsys):
+    specs: list[WorkerSpec] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(exact, "Workers", specs.extend)
+        exact.start_workers(tmp_path)
+    file = tmp_path / "result.json"
+    words = [str(word) for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
+    arguments = ["--model", "llama", *words, "--rounds", "2", "--steps", "1", "--json", str(file)]
+    shared = SharedWorkers(specs, tmp_path / "log")
+    with shared.workers:
+        code = run_script(Path(exact.__file__), arguments, shared, monkeypatch)
+    printed = capsys.readouterr()
+    assert code == 0, printed.err + shared.log.read_text()
+    result = json.loads(file.read_text())["llama"]
+    assert result["sizes"] == SIZES | {"tie_embeddings": False}
+    for place in exact.PLACES:
+        seconds = result[place]["seconds_per_step"]
+        assert list(seconds) == list(EXACT_VARIANTS)
+        assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())
+        assert [(r["numerator"], r["denominator"]) for r in result[place]["ratios"]] == list(exact.RATIOS)
+    assert "tp 2: exact / plain" in printed.out
