@@ -48,7 +48,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-11}
 
 
 def settings_of(
-    root, kind, out, *, tp=1, pp=1, sequence_parallel=False, fsdp=False, lora=None, resume="never", **training
+    root, kind, out, *, tp=1, pp=1, sequence_parallel=False, fsdp=False, zero=0, lora=None, resume="never", **training
 ):
     return FinetuneSettings(
         base=str(root / kind),
@@ -57,7 +57,7 @@ def settings_of(
         resume=resume,
         device="cpu",
         model=PretrainedSettings(sequence_length=LENGTH),
-        parallel=ParallelSettings(tp=tp, pp=pp, sequence_parallel=sequence_parallel, fsdp=fsdp),
+        parallel=ParallelSettings(tp=tp, pp=pp, sequence_parallel=sequence_parallel, fsdp=fsdp, zero=zero),
         optimizer=FinetuneOptimizerSettings(
             learning_rate=RATE, warmup_steps=WARMUP, clip_grad_norm=CLIP, weight_decay=DECAY
         ),
@@ -200,11 +200,11 @@ def test_two_stages_are_one_model(group, root, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "lora", [None, LORA, dataclasses.replace(LORA, lora_merge=True)], ids=["all", "lora", "merged"]
 )
-def test_what_is_written_and_said_after_a_fully_sharded_run(group, root, tmp_path, monkeypatch, lora):
+def test_what_is_written_and_said_after_a_run_with_state_split(group, root, tmp_path, monkeypatch, lora):
     found = []
-    for fsdp in (False, True):
-        out = tmp_path / f"fsdp-{fsdp}"
-        settings = settings_of(root, "gpt2", out, fsdp=fsdp, lora=lora, steps=4, dtype="float64")
+    for name, parallel in {"whole": {}, "fsdp": {"fsdp": True}, "zero": {"zero": 1}}.items():
+        out = tmp_path / name
+        settings = settings_of(root, "gpt2", out, lora=lora, steps=4, dtype="float64", **parallel)
         session, base = open_run(settings, root, monkeypatch)
         train(session)
         base.after(session)
@@ -213,11 +213,12 @@ def test_what_is_written_and_said_after_a_fully_sharded_run(group, root, tmp_pat
         (file,) = out.glob("*model.safetensors")
         found.append((load_file(file), list(said)))
         session.topology.destroy()
-    (whole, said), (sharded, said_again) = found
-    assert sharded.keys() == whole.keys()
-    for name, tensor in sharded.items():
-        torch.testing.assert_close(tensor, whole[name], rtol=1e-9, atol=1e-12)
-    assert said == said_again
+    (whole, said), *others = found
+    for split, said_again in others:
+        assert split.keys() == whole.keys()
+        for name, tensor in split.items():
+            torch.testing.assert_close(tensor, whole[name], rtol=1e-9, atol=1e-12)
+        assert said == said_again
 
 
 @pytest.mark.slow
