@@ -187,6 +187,7 @@ def serve() -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_name = lambda device=None: "pretended GPU"
     torch.cuda.max_memory_allocated = lambda device=None: 0
+    torch.cuda.mem_get_info = lambda device=None: (80 << 30, 80 << 30)
     torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda device: 0
     torch.cuda.get_device_capability = lambda device=None: (0, 0)
     torch.accelerator.current_device_index = lambda: 0

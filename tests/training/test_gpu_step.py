@@ -21,6 +21,7 @@ from shardwise.huggingface.architectures import ARCHITECTURES
 from shardwise.lora import LoraConfig, add_lora_
 from shardwise.models.gpt import GPT
 from shardwise.training import run
+from shardwise.training.optimizer_settings import OptimizerSettings
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
 from shardwise.training.session import open_session
@@ -99,18 +100,19 @@ def kind_of(name):
     return "products" if base in ("mm", "addmm", "bmm") else "others"
 
 
-def a_step(folder, num_layers, parallel, training, adapters, world_size):
+LLAMA_3_8B = {
+    "hidden_size": H,
+    "num_heads": A,
+    "num_query_groups": 8,
+    "ffn_hidden_size": F,
+    "vocab_size": V,
+    "tie_embeddings": False,
+}
+
+
+def a_step(folder, num_layers, parallel, training, adapters, world_size, *, optimizer="adamw", **model):
     """The second step of a run; in the first one ranks compare their calls."""
-    model = ModelSettings(
-        num_layers=num_layers,
-        hidden_size=H,
-        num_heads=A,
-        num_query_groups=8,
-        ffn_hidden_size=F,
-        vocab_size=V,
-        sequence_length=S,
-        tie_embeddings=False,
-    )
+    model = ModelSettings(**{"num_layers": num_layers, "sequence_length": S} | (model or LLAMA_3_8B))
     training = {
         "steps": 3,
         "global_batch_size": MICRO_BATCHES * B,
@@ -122,6 +124,7 @@ def a_step(folder, num_layers, parallel, training, adapters, world_size):
         out=folder,
         model=model,
         parallel=ParallelSettings(**parallel),
+        optimizer=OptimizerSettings(name=optimizer),
         training=TrainingSettings(**training),
     )
     parts = {name: Part() for name in ("forward", "backward", "step")}
@@ -219,3 +222,28 @@ def test_a_layer_launches_what_the_page_says_and_a_step_waits_once(pretended_gpu
         of_layer = {launch: count for launch, count in collectives.items() if launch[0] != "all_reduce"}
         found[part] = {kind: kernels[kind] for kind in row}, Counter(of_layer)
     assert found == expected
+
+
+SMALL = {"hidden_size": 64, "num_heads": 4, "vocab_size": 301}
+OTHERS = {
+    "stages": ({"pp": 2}, {"dtype": "bfloat16"}, {"tie_embeddings": True}),
+    "fp16 and Muon": ({"tp": 2} | SEQUENCE_PARALLEL, {"dtype": "float16"}, {"optimizer": "muon"}),
+    "GPT with dropout": ({"tp": 2}, {"dtype": "tf32", "loss": "plain"}, {"architecture": "gpt", "dropout": 0.1}),
+}
+
+
+def other_steps(folder, case):
+    # As NCCL's groups have gloo beside it, for what the hosts know.
+    join("cpu:fake,cuda:fake", world_size=2, rank=0)
+    as_on_a_gpu()
+    parallel, training, model = OTHERS[case]
+    with ranks_alike(), fake_tensors(), StepRecorder():
+        return a_step(folder, 2, parallel, training, False, 2, **SMALL | model)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_whatever_is_trained_a_step_waits_once(pretended_gpu, tmp_path, case):
+    step = pretended_gpu(other_steps, str(tmp_path), case)
+    assert list(step["waits"].values()) == [1], step["waits"]
+    assert step["pageable copies"] == {}
