@@ -68,7 +68,7 @@ def _marked(text: str, learned: bool, colours: bool) -> str:
         return f"[[{text}]]" if learned else text
     colour = _LEARNED if learned else _READ
     # Begun anew on each line, for pagers that read one line at a time.
-    return "\n".join(f"{colour}{line}{_PLAIN}" for line in text.split("\n"))
+    return "\n".join(f"{colour}{line}{_PLAIN}" if line else "" for line in text.split("\n"))
 
 
 def _printable(text: str) -> str:

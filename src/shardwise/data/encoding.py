@@ -216,12 +216,13 @@ class ExampleEncoder:
         """
         if not messages:
             return self._begin_of_first(example, text)
+        if text.startswith(before):
+            return len(before)
         plain = self._render(messages, example).text
         # The prompt for an answer may go on in a way that the answer itself does not.
         prompt = before[_common_length(plain, before) :]
-        for rendered, more in ((before, ""), (plain, prompt)):
-            if text.startswith(rendered):
-                return len(rendered) + _common_length(more, text[len(rendered) :])
+        if text.startswith(plain):
+            return len(plain) + _common_length(prompt, text[len(plain) :])
         turn = text[slice(*last)]
         for rendered, more in ((before, ""), (plain, prompt)):
             since = rendered[rendered.rfind(turn) + len(turn) :] if turn and turn in rendered else None
