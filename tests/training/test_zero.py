@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
+import resource
 from pathlib import Path
 
 import pytest
@@ -29,15 +32,14 @@ STEPS = 4
 ZERO = ParallelSettings(zero=1)
 
 
-def trainer_of(folder, parallel, *, alone=False, recompute=None, **options):
+def trainer_of(folder, parallel, *, alone=False, recompute=None, groups=None, **options):
     """A trainer of a small model; ``alone`` has it whole on each rank."""
     options = {"dtype": "float64", "steps": STEPS, "micro_batch_size": 1} | options
     model = {"num_layers": 3, "hidden_size": 24, **options.pop("model", {})}
     settings = dataclasses.replace(tiny_settings(folder, model=model, **options), parallel=parallel)
     if recompute is not None:
         settings = dataclasses.replace(settings, recompute=recompute)
-    topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
-    groups = Groups.of(topology)
+    groups = groups or Groups.of(Topology.create(tp=parallel.tp, pp=parallel.pp))
     if alone:
         groups = Groups(tp=groups.tp, dp=groups.tp)
     torch.manual_seed(settings.training.seed)
@@ -233,12 +235,54 @@ def test_fp32_copies_and_tied_stages_are_loaded_bit_for_bit(group, tmp_path, mon
         assert_bit_equal(shard.data, loaded["plain"][key].data.detach().flatten()[start:stop], name=key)
 
 
+@contextlib.contextmanager
+def address_space(more):
+    """What ``ulimit -v`` would allow: so many bytes beside those that this process has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the kernel does not tell how large a process is")
+def test_a_model_whose_state_does_not_fit_is_trained(group, tmp_path):
+    """15 bytes for each parameter: too little for the usual 16; with zero at dp 4 it is 10, and a weight's gradient."""
+    hidden, ffn = 1024, 9000
+    # Most of it in tensors of over 32 MiB, which the C library gives back when they are freed.
+    number = hidden * (3 * ffn + 4 * hidden + VOCAB)
+    sizes = {"num_layers": 1, "hidden_size": hidden, "ffn_hidden_size": ffn, "sequence_length": 8}
+    options = {"dtype": "float32", "model": sizes}
+    # Groups, threads and buffers that are made once are there before.
+    groups = Groups.of(Topology.create())
+    curve(trainer_of(tmp_path, ZERO, groups=groups, dtype="float32"), 1)
+    gc.collect()
+
+    def trainer(parallel):
+        return trainer_of(tmp_path, parallel, groups=groups, **options)
+
+    def whole_state():
+        """Of a rank by itself: where one is out of memory, others would wait for it."""
+        made = trainer(ParallelSettings())
+        for param in made.model.parameters():
+            param.grad = param.main_grad
+        made.optimizer.step()
+
+    with address_space(15 * number):
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            whole_state()
+        gc.collect()
+        actual = curve(trainer(ZERO), 2)
+    gc.collect()
+    assert_close_to(actual, curve(trainer(ParallelSettings()), 2), rtol_of_norm=1e-5)
+
+
 @pytest.mark.ranks(1)
 def test_one_rank_hears_that_it_does_nothing(group, tmp_path, monkeypatch):
     session = open_tiny(tiny_settings(tmp_path, zero=1), monkeypatch, tmp_path)
     assert "data parallel 1 (--zero 1 does nothing with one data-parallel rank)" in banner(session)
     assert session.trainer.zero is None
-    fsdp = dataclasses.replace(session.settings, parallel=ParallelSettings(fsdp=True), out=str(tmp_path / "fsdp"))
-    session = open_tiny(fsdp, monkeypatch, tmp_path)
-    assert "data parallel 1 (--fsdp does nothing with one data-parallel rank)" in banner(session)
-    assert session.trainer.gradients is None
