@@ -144,6 +144,28 @@ def check_add_norm(dtype):
             check(lambda x, y, w: add_rms_norm(x, y, w, 1e-5), "norm", residual, added, weight, node="AddRMSNorm")
 
 
+def check_strides_beyond_32_bits():
+    """Rows, and heads, of which one begins more than 2^31 elements after another. Untouched memory is not taken."""
+    stride, d = 2**31 + 8, 16
+    memory = torch.empty(stride + d, dtype=torch.bfloat16)
+    rows = memory.as_strided((2, d), (stride, 1))
+    rows.copy_(torch.randn(2, d))
+    heads = memory.as_strided((1, 1, 2, d), (1, 1, stride, 1))
+    mixed = memory.as_strided((2, 1, d), (stride, 1, 1))
+    cos, sin = angles(torch.arange(2), 4, torch.bfloat16)
+    weight = torch.ones(d, dtype=torch.bfloat16)
+    for function in (
+        lambda x, y, z: swiglu(x),
+        lambda x, y, z: rotate(y, cos[:1] + 0.5, sin[:1] + 0.5),
+        lambda x, y, z: torch.cat(split_and_rotate(z, cos, sin, queries_per_group=2, head_dim=4), dim=2),
+        lambda x, y, z: torch.cat(add_rms_norm(x, x, weight)),
+    ):
+        expected = function(rows.clone(), heads.clone(), mixed.clone())
+        with kernels("cpu"):
+            actual = function(rows, heads, mixed)
+        torch.testing.assert_close(actual, expected, rtol=2**-5, atol=2**-5)
+
+
 def check_parts_of_the_norm_of_a_sum():
     """One result alone is used, and a weight that is not learned."""
     residual, added, weight = (random(*n, dtype=torch.float64).requires_grad_() for n in ((3, 7), (3, 7), (7,)))
@@ -233,6 +255,7 @@ def cases():
             yield f"split {dtype} {interleaved}", lambda d=dtype, i=interleaved: check_split_and_rotate(d, i)
     for special in (
         check_swiglu_of_extreme_gates,
+        check_strides_beyond_32_bits,
         check_parts_of_the_norm_of_a_sum,
         check_what_is_kept,
         check_a_layer,

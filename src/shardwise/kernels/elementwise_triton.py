@@ -101,9 +101,10 @@ def rotary_kernel(
     s, b = (token // batch).to(tl.int64), (token % batch).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     there = head < num_heads
-    whole = mixed + s * mixed_s + b * mixed_b + head * mixed_h
+    whole = mixed + s * mixed_s + b * mixed_b + head.to(tl.int64) * mixed_h
     if NUM_OTHERS > 0:
-        group, place = head // (PER_GROUP + NUM_OTHERS), head % (PER_GROUP + NUM_OTHERS)
+        group = (head // (PER_GROUP + NUM_OTHERS)).to(tl.int64)
+        place = head % (PER_GROUP + NUM_OTHERS)
         turns = place <= PER_GROUP
         part = tl.where(
             place < PER_GROUP,
@@ -116,7 +117,7 @@ def rotary_kernel(
         )
     else:
         turns = there
-        part = query + s * query_s + b * query_b + head * query_h
+        part = query + s * query_s + b * query_b + head.to(tl.int64) * query_h
     if TO_MIXED:
         source, target = part, whole
     else:
