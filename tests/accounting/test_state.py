@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise.communication.collectives import all_reduce
 from shardwise.data_parallel.fully_sharded import FullyShardedModel
 from shardwise.huggingface import build_model, model_config
 from shardwise.huggingface.building import chunks_of
+from shardwise.layers import named_param_layouts
 from shardwise.optimizer.local_shards import LocalShards
 from shardwise.optimizer.zero import ZeroOptimizer
 from shardwise.sharding.rows import local_rows
@@ -113,22 +115,23 @@ def measured(trainer):
     }
 
 
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_heads": 8,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 43,
+    "vocab_size": 301,
+    "sequence_length": 16,
+}
+
+
 def settings_of(
     architecture="llama", *, dtype="float32", optimizer="adamw", recompute=None, training=None, model=None, **parallel
 ):
     return Settings(
         data=("text",),
-        model=ModelSettings(
-            architecture=architecture,
-            num_layers=4,
-            hidden_size=32,
-            num_heads=8,
-            num_query_groups=4,
-            ffn_hidden_size=43,
-            vocab_size=301,
-            sequence_length=16,
-            **(model or {}),
-        ),
+        model=ModelSettings(architecture=architecture, **(SMALL | (model or {}))),
         parallel=ParallelSettings(**parallel),
         recompute=RecomputeSettings(**(recompute or {})),
         optimizer=OptimizerSettings(name=optimizer),
@@ -150,6 +153,48 @@ def a_step(settings):
     with CollectiveCounter() as counter:
         trainer.step(0, [(tokens, tokens)] * (size // micro))
     return trainer, groups, counter
+
+
+LARGE = settings_of(
+    dtype="bfloat16",
+    tp=8,
+    pp=4,
+    zero=1,
+    sequence_parallel=True,
+    training={"global_batch_size": 64},
+    model={"num_layers": 80, "hidden_size": 8192, "num_heads": 64, "num_query_groups": 8, "ffn_hidden_size": 28672,
+           "vocab_size": 128256},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("rank", [0, 7, 1000])
+def test_state_at_1024_ranks(monkeypatch, zero, rank):
+    """On meta tensors, with collectives that do nothing, so that no rank hears of another's buffers."""
+    settings = dataclasses.replace(LARGE, parallel=dataclasses.replace(LARGE.parallel, zero=zero))
+    monkeypatch.setattr("shardwise.data_parallel.gradient_buffers.check_same", lambda *args, **options: None)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
+    try:
+        groups = Groups.of(Topology.create(tp=8, pp=4))
+        with torch.device("meta"):
+            model = build_new_model(settings, 128256, groups=groups, device=torch.device("meta"))
+            trainer = Trainer(settings, model, groups)
+            # As its first step would.
+            for param, layout in ((param, layout) for _, param, layout in named_param_layouts(model, 8)):
+                trainer.optimizer.state_of(param, layout)
+        found = measured(trainer)
+        stage, tp_rank, dp_rank = groups.stage, groups.tp.rank(), groups.dp.rank()
+    finally:
+        dist.destroy_process_group()
+    workload = workload_of(settings, describe(settings.model, 128256))
+    layout = layout_of(settings, 1024)
+    planned = plan_rank(workload, layout, stage, parts_of(workload.model, 4)[stage], tp_rank)
+    stated = {name: getattr(planned, name) for name in found}
+    if zero and dp_rank:
+        assert all(found[name] <= stated[name] for name in found)
+        assert sum(found.values()) > 0.99 * sum(stated.values())
+    else:
+        assert found == stated
 
 
 @pytest.mark.slow
