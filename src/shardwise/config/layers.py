@@ -28,9 +28,10 @@ class LayerConfig:
             gradient after the last micro-batch.
         wgrad_deferral_limit: number of micro-batches that are kept for it; 0 is no limit.
         pipeline_model_parallel_size: number of pipeline stages.
-        exact_parts: let results have the same bits at every number of tensor-parallel ranks, stages and, with
-            ``training``'s sums, data-parallel ranks: what is summed is cut into so many parts, a power of two. The
-            model's tensor-parallel group then sums so (``communication.trees``). None leaves sums to the libraries.
+        exact_parts: let results have the same bits at every number of tensor-parallel ranks and stages, and with
+            ``data_parallel.GradientTrees`` of data-parallel ranks: what is summed is cut into so many parts, a power of
+            two. The model's tensor-parallel group then sums so (``communication.trees``). None leaves sums to the
+            libraries.
         virtual_pipeline_model_parallel_size: parts of the model that each stage holds, interleaved; needs
             ``pipeline_model_parallel_size`` over 1.
 

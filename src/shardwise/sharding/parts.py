@@ -46,7 +46,11 @@ def local_parts(layout: ParamLayout, rank: int, exact_parts: int, *, what: str) 
     raise ConfigError(
         f"exact: {what}, of {layout.global_shape[layout.dim]} indices, is cut into {exact_parts} parts, and the bounds "
         f"of the shards on {layout.world_size} ranks ({shards}) are not among the cuts; "
-        + (f"the largest exact_parts that works is {fitting}" if fitting >= layout.world_size else "no number works")
+        + (
+            f"the largest exact_parts that works is {fitting}"
+            if fitting >= layout.world_size
+            else "no number works: use fewer ranks"
+        )
     )
 
 
