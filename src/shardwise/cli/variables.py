@@ -18,6 +18,8 @@ VARIABLES = {
     "NCCL_SOCKET_IFNAME": "likewise for CUDA ranks",
     "CUDA_DEVICE_MAX_CONNECTIONS": "of CUDA; 1 starts collectives before the products that hide them; set so with tp",
     "TORCH_NCCL_HIGH_PRIORITY": "of PyTorch; 1 lets NCCL's kernels run beside products; set so with tp",
+    "NO_COLOR": "anything: no colours where tokens are shown",
+    "FORCE_COLOR": "anything: colours there, though the output is no terminal",
     "RANK": "which rank this process is; set by launchers, with those below",
     "WORLD_SIZE": "number of ranks",
     "LOCAL_RANK": "which rank of this host",
