@@ -281,20 +281,23 @@ def report(
     ]
 
 
-def loss_kernels(logits: Tensor, out: Tensor | None = None, *, softcap: float | None = None) -> Any:
+def loss_kernels(
+    logits: Tensor, out: Tensor | None = None, *, softcap: float | None = None, size: int | None = None
+) -> Any:
     """Which of ``loss_reference`` and its kin does the loss' work on this rank's logits.
 
     Args:
         logits: ``[n, v]``.
         out: where a gradient is written; the logits' own memory if None.
         softcap: option of the loss.
+        size: by which it is chosen on a CPU, where these are a part of more logits; their number if None.
     """
     matrices = (logits,) if out is None else (logits, out)
 
     def lie_by_rows() -> bool:
         return all(matrix.stride(1) == 1 for matrix in matrices)
 
-    if LOSS_CPU.runs(*matrices, fits=lambda: softcap is None and lie_by_rows()):
+    if LOSS_CPU.runs(*matrices, size=size, fits=lambda: softcap is None and lie_by_rows()):
         return _module("loss_cpu")
     if LOSS_TRITON.runs(*matrices, fits=lambda: logits.size(1) == 1 or lie_by_rows()):
         return _module("loss_triton")

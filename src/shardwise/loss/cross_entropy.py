@@ -40,6 +40,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardwise.communication.trees import exact_parts
 from shardwise.kernels.dispatch import loss_kernels
 from shardwise.loss.combine import combine, gather_statistics
 from shardwise.loss.equal_shards import equal_ranges, with_size, without_sizes
@@ -72,13 +73,15 @@ class SplitCrossEntropy(Function):
         flat = flat_rows(logits)[:, : own_ids[1] - own_ids[0]]
         target_local, ignored = columns_of(target, own_ids, ignore_index)
         columns, ranges = column_parts(ranges, group)
+        # All parts go one way, which does not depend on how many are here.
+        size = None if exact_parts(group) is None else flat.size(0) * ranges[-1][1]
 
         def statistics(start: int, stop: int) -> Tensor:
             part, local = (
                 flat[:, start:stop],
                 target_local if len(columns) == 1 else columns_between(target_local, start, stop),
             )
-            kernels, smooth = loss_kernels(part, softcap=options.softcap), options.label_smoothing > 0
+            kernels, smooth = loss_kernels(part, softcap=options.softcap, size=size), options.label_smoothing > 0
             own: Tensor = kernels.row_statistics(part, local, want_sum=smooth, **options.of_kernels)
             return own if sizes_are_known else with_size(own, logits.size(-1))
 
@@ -93,7 +96,7 @@ class SplitCrossEntropy(Function):
         numbers = [combined.maximum, combined.weight, combined.at_target]
         rest = [] if combined.rest is None else [combined.rest]
         ctx.save_for_backward(logits, target_local, ignored, *numbers, *rest)
-        ctx.num_valid, ctx.columns = flat.size(1), columns
+        ctx.num_valid, ctx.columns, ctx.size = flat.size(1), columns, size
         ctx.options = options
         # The compiler decides what lies where.
         ctx.inplace = inplace and not torch.compiler.is_compiling()
@@ -111,7 +114,7 @@ class SplitCrossEntropy(Function):
         for start, stop in ctx.columns:
             out, valid = result[:, start:stop], source[:, start:stop]
             local = target_local if len(ctx.columns) == 1 else columns_between(target_local, start, stop)
-            loss_kernels(valid, out, softcap=options.softcap).gradient_(
+            loss_kernels(valid, out, softcap=options.softcap, size=ctx.size).gradient_(
                 out, valid, local, *numbers, **options.of_kernels
             )
         if num_valid < result.size(1):
