@@ -155,7 +155,10 @@ def _in_flight(workload: Workload, layout: Layout, stage: int, of_chunks: list[i
     """The most micro-batches that a stage holds, and the most bytes of them."""
     if layout.pp == 1:
         return 1, sum(of_chunks)
-    number = _enough_micro_batches(layout, layout.num_micro_batches(workload))
+    number = layout.num_micro_batches(workload)
+    if layout.schedule == "gpipe":
+        return number, number * sum(of_chunks)
+    number = _enough_micro_batches(layout, number)
     most = most_bytes = 0
     held, held_bytes = 0, 0
     for sign, chunk in _steps(layout.schedule, layout.pp, number, layout.virtual_stages)[stage]:
@@ -165,9 +168,7 @@ def _in_flight(workload: Workload, layout: Layout, stage: int, of_chunks: list[i
 
 
 def _enough_micro_batches(layout: Layout, number: int) -> int:
-    """As few as hold as much as ``number`` do: schedules but GPipe's repeat themselves once all stages are at work."""
-    if layout.schedule == "gpipe":
-        return number
+    """As few as hold as much as ``number`` do: schedules repeat themselves once all stages are at work."""
     return min(number, 4 * layout.pp * layout.virtual_stages)
 
 
