@@ -68,7 +68,9 @@ def flag_of(command: str, name: str) -> str:
     name = name.replace("_", "-")
     # Groups whose flags stand alone.
     return "--" + (
-        name.rpartition(".")[2] if command == "finetune" and name.startswith(("parallel.", "lora.")) else name
+        name.rpartition(".")[2]
+        if command == "finetune" and name.startswith(("parallel.", "lora.", "samples."))
+        else name
     )
 
 

@@ -31,7 +31,7 @@ from shardwise.tokenizer import Tokenizer
 from shardwise.training.ranks import open_ranks
 from shardwise.training.samples import encode_examples, left_out_notes
 from shardwise.training.texts import STDLIB, read_data
-from shardwise.training.trainer import losses_of
+from shardwise.training.trainer import model_inputs
 
 _USUAL_SEQUENCE_LENGTH = 512
 
@@ -108,7 +108,7 @@ def evaluate(arguments: EvalArguments) -> None:
         with torch.no_grad(), ranks.phase("measuring", limited=True):
             for batch in evaluation_batches(measure.windows, arguments.batch_size):
                 moved = tuple(tensor.to(ranks.device) for tensor in batch)
-                total += losses_of(model, moved).sum(dtype=torch.float64)
+                total += model(**model_inputs(moved)).sum(dtype=torch.float64)
         nats = float(total)
         if not math.isfinite(nats):
             raise DivergenceError(f"the loss on {measure.name} is {nats}: the model's weights have diverged")

@@ -164,7 +164,7 @@ class Trainer:
                     if self._seed_micro_batch is not None:
                         self._seed_micro_batch(number - 1)
                     with no_sync() if number < len(batches) else contextlib.nullcontext():
-                        loss = self._sum(losses_of(self.model, batch)) / num_labels
+                        loss = self._sum(self.model(**model_inputs(batch))) / num_labels
                         (loss if self.loss_scale is None else loss * scale).backward()
                     total.add(loss.detach())
             else:
@@ -241,7 +241,8 @@ class Trainer:
         def forward(micro_batch: int, chunk: int) -> Tensor:
             if self._seed_micro_batch is not None and torch.is_grad_enabled():
                 self._seed_micro_batch(micro_batch)
-            return losses_of(self._chunks[chunk], moved[micro_batch])
+            losses: Tensor = self._chunks[chunk](**model_inputs(moved[micro_batch]))
+            return losses
 
         return pipeline.run(
             schedule,
@@ -322,7 +323,7 @@ class Trainer:
         with self._deferred_checks() as checks:
             if self._pipeline is None:
                 for batch in self._mover.moved(batches):
-                    total.add(self._sum(losses_of(self.model, batch), torch.float64))
+                    total.add(self._sum(self.model(**model_inputs(batch)), torch.float64))
             else:
                 num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
                 # Enough at a time to keep the stages busy, and a bounded number of batches in memory.
@@ -366,12 +367,11 @@ class _ExactTotal(_Total):
         return self.tensor.new_tensor(exact_total(losses, groups=groups, what="the losses"))
 
 
-def losses_of(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """The loss of each token; what a stage that is not the last gives on."""
+def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
+    """The arguments with which a model gives the loss of each token; a stage that is not the last what it gives on."""
     tokens, labels, *places = batch
     positions, documents = places or (None, None)
-    losses: Tensor = model(tokens, positions, labels=labels, document_ids=documents)
-    return losses
+    return {"input_ids": tokens, "position_ids": positions, "labels": labels, "document_ids": documents}
 
 
 def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:
