@@ -117,7 +117,8 @@ def check_targets(paths: Iterable[str], config: LoraConfig, others: Mapping[str,
         ConfigError: a target that names none of ``paths``, or one of the ``others``; a pattern of no chosen layer.
     """
     paths = list(paths)
-    known = sorted({path.rpartition(".")[2] for path in paths})
+    names = sorted({path.rpartition(".")[2] for path in paths})
+    known = ", ".join(names)
     targets = config.target_modules
     for target in [targets] if isinstance(targets, str) else targets:
         if target == ALL_LINEAR:
@@ -127,11 +128,11 @@ def check_targets(paths: Iterable[str], config: LoraConfig, others: Mapping[str,
         if other is not None:
             raise ConfigError(f"adapters on {other} are not supported, and {target!r} names it; choose among {known}")
         if not any(map(alone.chooses, paths)):
-            near = difflib.get_close_matches(target, known, n=1)
+            near = difflib.get_close_matches(target, names, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             if isinstance(targets, str):
                 hint = f"; a string is a regular expression of whole paths; ({target!r},) is a name" if near else ""
-            raise ConfigError(f"the model has no linear layer {target!r} to adapt{hint}; it has {', '.join(known)}")
+            raise ConfigError(f"the model has no linear layer {target!r} to adapt{hint}; it has {known}")
     for name in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, name):
             one = dataclasses.replace(config, r=1, lora_alpha=0.0, rank_pattern={pattern: 2}, alpha_pattern={})

@@ -173,12 +173,12 @@ class ParamShard(TensorPieces):
         ones = (1,) * len(lead)
         if math.prod(layout.global_shape) == 0:
             # A tensor without elements is stored too.
-            return [(((*lead, *(0 for _ in shape)), self.data.detach().view(*ones, *shape)), rank == 0)]
+            return [(((*lead, *(0 for _ in shape)), self.data.detach().view((*ones, *shape))), rank == 0)]
         pieces: list[tuple[Piece, bool]] = []
         taken = 0
         for box in boxes_of_interval(shape, interval):
             count = math.prod(box.sizes)
-            view = self.data.detach()[taken : taken + count].view(*ones, *box.sizes)
+            view = self.data.detach()[taken : taken + count].view((*ones, *box.sizes))
             taken += count
             if dim is None:
                 pieces.append((((*lead, *box.offsets), view), rank == 0))
