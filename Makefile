@@ -11,11 +11,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Each rank imports the tests and the package anew: it should not compile them anew, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests of several ranks wait for each other, the other tests for programs that start: side by side they fill two cores.
-SIDE_BY_SIDE := $(MAKE) --no-print-directory -j2 tests-of-ranks other-tests
+# Tests of several ranks wait for each other, others for programs that start: side by side they fill two cores.
+SIDE_BY_SIDE := $(MAKE) --no-print-directory -j3 tests-of-ranks tests-of-programs other-tests
+PROGRAMS := $(addprefix tests/,benchmarks cli examples harness_test hostile)
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo gpu test test-fast test-under-load tests-of-ranks other-tests check install clean
+.PHONY: demo gpu test test-fast test-under-load tests-of-ranks tests-of-programs other-tests check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
@@ -34,10 +35,16 @@ test-under-load: $(INSTALLED_DEV)
 tests-of-ranks: $(INSTALLED_DEV)
 	$(PYTEST) -m "$(strip $(ONLY) ranks)"
 
-# Shown at its end, so that the two do not write into each other's lines.
+tests-of-programs: $(INSTALLED_DEV)
+	$(call shown_at_its_end,$(PYTEST) -m "$(strip $(ONLY) not ranks)" -o cache_dir=.pytest_cache/programs $(PROGRAMS))
+
 other-tests: $(INSTALLED_DEV)
-	@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$(PYTEST) -m "$(strip $(ONLY) not ranks)"' > "$$shown" && \
-	{ $(PYTEST) -m "$(strip $(ONLY) not ranks)" -o cache_dir=.pytest_cache/other >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
+	$(call shown_at_its_end,$(PYTEST) -m "$(strip $(ONLY) not ranks)" -o cache_dir=.pytest_cache/other $(PROGRAMS:%=--ignore=%))
+
+# So that they do not write into each other's lines.
+define shown_at_its_end
+@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$(1)' > "$$shown" && { $(1) >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
+endef
 
 # On one GPU, in ten minutes at most: its tests, its speed, and a dated table in benchmarks/results/. It installs nothing, as
 # constraints.txt has PyTorch without CUDA: GPU_PYTHON is a Python that has it.

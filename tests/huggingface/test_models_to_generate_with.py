@@ -230,7 +230,7 @@ def test_adapters_on_other_layers_are_named(group, base, tmp_path):
         with pytest.raises(ConfigError, match=message):
             opened.load_model(ranks)
         model = load_pretrained(base / "base", groups=Groups(tp=group))
-        message = rf"adapters on {what} \({target}\) are not supported, .*; choose among down_proj, gate_proj"
+        message = rf"adapters on {what} \((model\.)?{target}\) are not supported, .*; choose among down_proj, gate_proj"
         with pytest.raises(ConfigError, match=message):
             add_lora_(model, LoraConfig(target_modules=("q_proj", target)), read_config(base / "base").architecture)
         dist.barrier(group=group)
