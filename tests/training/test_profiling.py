@@ -13,10 +13,10 @@ from training.test_run import losses, open_tiny
 from training.tiny import tiny_settings
 
 from shardwise.errors import ConfigError
+from shardwise.training.profile_settings import ProfileSettings
 from shardwise.training.profiling import profiled
 from shardwise.training.ranks import Ranks
 from shardwise.training.run import train
-from shardwise.training.settings import ProfileSettings
 
 THREE = ProfileSettings(enabled=True, wait=1, warmup=1, active=2)
 

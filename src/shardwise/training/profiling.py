@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.errors import UnwritableError
 from shardwise.files import write_atomically
+from shardwise.training.profile_settings import ProfileSettings
 from shardwise.training.ranks import Ranks
-from shardwise.training.settings import ProfileSettings
 
 _LOGGER = logging.getLogger(__name__)
 
