@@ -28,7 +28,9 @@ from steps.problem import MAX_GRAD_NORM, LlamaSizes, Problem, Step
 from steps.runner import SEED
 from steps.shardwise_step import make_model, make_optimizer
 
-REPLICA_VARIANTS = ("ddp", "fsdp2", "buffers", "zero", "buffers_gloo", "zero_gloo")
+# The last computes what ``zero`` computes and communicates nothing, so it has other numbers than the rest.
+SILENT = "silent"
+REPLICA_VARIANTS = ("ddp", "fsdp2", "buffers", "zero", "buffers_gloo", "zero_gloo", SILENT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,27 @@ def make_buffers(problem: Problem, topology: Topology, group: ProcessGroup, *, z
     return Replica(step, lambda: [*_held_by(model, inner), *gradients.buffers])
 
 
+def make_silent(problem: Problem, topology: Topology, group: ProcessGroup) -> Replica:
+    """Forward, backward, clipping and a rank's share of the update, without any communication: the least that a step
+    of ``zero`` could take.
+    """
+    model = make_model(problem, topology)
+    gradients = GradientBuffers(model, group=topology.group("tp"), average=True)
+    # Every second parameter by size is about half of the elements.
+    mine = nn.ParameterList(sorted(model.parameters(), key=Tensor.numel)[::-NUM_RANKS])
+    optimizer = make_optimizer(mine)
+
+    def step() -> tuple[Tensor, Tensor]:
+        gradients.zero_()
+        loss = model(problem.ids, labels=problem.labels).mean()
+        loss.backward()
+        norm = clip_grad_norm_(mine, MAX_GRAD_NORM, tp_group=topology.group("tp"))
+        optimizer.step()
+        return loss.detach(), norm
+
+    return Replica(step, lambda: [*_held_by(model, optimizer), *gradients.buffers])
+
+
 def _held_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     yield from model.parameters()
     for state in optimizer.state.values():
@@ -148,7 +171,7 @@ class ReplicaRunner:
         every = Problem.draw(dataclasses.replace(sizes, batch_size=NUM_RANKS * sizes.batch_size), SEED)
         mine = slice(self._rank * sizes.batch_size, (self._rank + 1) * sizes.batch_size)
         problem = dataclasses.replace(every, sizes=sizes, ids=every.ids[mine], labels=every.labels[mine])
-        makers: dict[str, Callable[..., Replica]] = {"ddp": make_ddp, "fsdp2": make_fsdp2}
+        makers: dict[str, Callable[..., Replica]] = {"ddp": make_ddp, "fsdp2": make_fsdp2, SILENT: make_silent}
         for variant in variants:
             options: dict[str, Any] = {} if variant in makers else {"zero": variant.startswith("zero")}
             make = makers.get(variant, make_buffers)

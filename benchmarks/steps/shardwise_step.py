@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.config import ModelConfig
 from shardwise.models.gpt import GPT
@@ -89,7 +89,7 @@ def make_model(problem: Problem, topology: Topology, *, sequence_parallel: bool 
     return model
 
 
-def make_optimizer(model: GPT) -> AdamW:
+def make_optimizer(model: nn.Module) -> AdamW:
     """As every variant has it."""
     return AdamW(model, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=BETAS, epsilon=ADAM_EPSILON)
 
