@@ -8,6 +8,7 @@ from harness.parity import assert_bit_equal
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.layers import named_param_layouts
+from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.models.bert import Bert
 from shardwise.models.gpt import GPT
 from shardwise.optimizer.gradients import finalize_gradients_
@@ -35,6 +36,14 @@ KINDS = {
     "llama": (COMMON | LLAMA, {"position_embedding_type": "rope"}),
     "gpt": (COMMON | {"ffn_hidden_size": 200}, {"share_embeddings_and_output_weights": True}),
 }
+# Norms of each head, caps of scores and logits; norms of all heads together, weight gradients computed apart.
+OPTIONS = {
+    "llama": [
+        {"qk_layernorm": True, "attention_logit_softcap": 2.0, "final_logit_softcap": 3.0, "logits_scaling": 1.7},
+        {"qk_layernorm": True, "qk_layernorm_over_heads": True, "delay_wgrad_compute": True},
+    ],
+    "gpt": [{"qk_layernorm": True, "delay_wgrad_compute": True}],
+}
 
 
 def one_step(kind, topology, **options):
@@ -47,6 +56,9 @@ def one_step(kind, topology, **options):
     ids, labels = torch.randint(VOCAB, (2, 3, LENGTH), generator=torch.Generator().manual_seed(3)).unbind(0)
     loss = model(ids, labels=labels)
     (loss.sum(-1).sum() / ids.numel()).backward()
+    for layer in model.modules():
+        if isinstance(layer, ParallelLinear):
+            layer.backward_dw()
     finalize_gradients_(model, tp_group=groups.tp, dp_group=None)
     whole = {
         name: gather_parameter(param.grad, layout, group=groups.tp)
@@ -56,10 +68,10 @@ def one_step(kind, topology, **options):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients(group, kind):
+@pytest.mark.parametrize(("kind", "options"), [(kind, each) for kind in KINDS for each in [{}, *OPTIONS[kind]]])
+def test_loss_and_gradients(group, kind, options):
     alone, split = Topology.create(tp=1), Topology.create(tp=group.size())
-    options = {"exact_parts": 8, "fuse_output_layer_and_loss": True}
+    options = {"exact_parts": 8, "fuse_output_layer_and_loss": True, **options}
     expected = one_step(kind, alone, **options)
     found = [
         one_step(kind, split, sequence_parallel=sequence_parallel, **options) for sequence_parallel in (False, True)
@@ -80,8 +92,7 @@ def test_loss_and_gradients(group, kind):
     [
         ({"exact_parts": 6}, "exact_parts is 6; it must be a power of two"),
         ({"exact_parts": 8, "ffn_hidden_size": 130}, "the largest exact_parts that works is 2$"),
-        ({"exact_parts": 8, "qk_layernorm": True}, "qk_layernorm has no exact form"),
-        ({"exact_parts": 8, "final_logit_softcap": 5.0}, "final_logit_softcap has no exact form"),
+        ({"exact_parts": 8, "defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute has no exact form"),
     ],
 )
 def test_what_has_no_exact_form_is_refused(group, options, message):

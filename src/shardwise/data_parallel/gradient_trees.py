@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ class GradientTrees:
                 if param.requires_grad and param not in self._names:
                     self._names[param] = name
                     param.register_post_accumulate_grad_hook(self._take)
+            for module in chunk.modules():
+                if getattr(module, "delays_weight_gradients", False):
+                    layer: Any = module
+                    # What has no weight of its own is an output layer that is given the embedding's.
+                    layer.register_weight_gradient_hook(partial(self._take, use=int(layer.weight is None)))
         for param in self._names:
             tensor: Any = param
             # Models hand the output layer's part of a tied weight's gradient here.
@@ -98,11 +104,11 @@ class GradientTrees:
             else:
                 tensor.main_grad = total
 
-    def _take(self, param: Tensor) -> None:
+    def _take(self, param: Tensor, use: int = 0) -> None:
         assert isinstance(param, Parameter)
         grad, param.grad = param.grad, None
         if grad is not None:
-            self._add(param, 0, grad)
+            self._add(param, use, grad)
 
     def _take_output_gradient(self, param: Parameter, grad: Tensor) -> None:
         self._add(param, 1, grad)

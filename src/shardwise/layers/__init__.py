@@ -8,6 +8,7 @@ from shardwise.layers.arguments import layer_arguments as layer_arguments
 from shardwise.layers.column import ColumnLinear as ColumnLinear
 from shardwise.layers.embedding import VocabEmbedding as VocabEmbedding
 from shardwise.layers.exact import apply_norm as apply_norm
+from shardwise.layers.exact import norm_heads as norm_heads
 from shardwise.layers.linear import LinearParallelism as LinearParallelism
 from shardwise.layers.linear import tensor_parallel_linear as tensor_parallel_linear
 from shardwise.layers.module import GroupModule as GroupModule

@@ -19,7 +19,7 @@ from shardwise.communication import moves
 from shardwise.communication.collectives import all_reduce
 from shardwise.communication.trees import exact_parts, tree_sum
 from shardwise.errors import ShardingError
-from shardwise.layers.norm import NormFunction
+from shardwise.layers.norm import HeadsRMSNorm, NormFunction
 
 
 def apply_norm(norm: nn.Module, input_: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
@@ -54,6 +54,45 @@ def add_bias(output: Tensor, bias: Tensor, *, group: ProcessGroup, sequence_para
     assert number is not None
     result: Tensor = _AddBias.apply(output, bias, number, group if sequence_parallel and group.size() > 1 else None)
     return result
+
+
+def norm_heads(norm: nn.Module, heads: Tensor, *, group: ProcessGroup) -> Tensor:
+    """A norm of queries or keys in a group that sums over parts.
+
+    What is summed over all ranks' heads is cut into as many parts of whole heads as there can be.
+
+    Args:
+        norm: of each head by itself, which ``make_norm`` makes, or of all heads together.
+        heads: ``[s, b, heads/t, d]``, as many on each rank.
+        group: the ranks that share the heads.
+    """
+    parts, local = exact_parts(group), heads.size(2)
+    assert parts is not None
+    number, others = min(parts // group.size(), local & -local), group if group.size() > 1 else None
+    if isinstance(norm, HeadsRMSNorm):
+        return _norm_heads_together(norm, heads, number, others)
+    function = NormFunction.of(norm)
+    weights = moves.copies(function.weight, number, group=others)
+    biases = (None,) * number if function.bias is None else moves.copies(function.bias, number, group=others)
+    normed = [
+        _norm_by_rows(dataclasses.replace(function, weight=weight, bias=bias), part.contiguous())
+        for weight, bias, part in zip(weights, biases, heads.chunk(number, 2), strict=True)
+    ]
+    return torch.cat(normed, 2)
+
+
+def _norm_heads_together(norm: HeadsRMSNorm, heads: Tensor, number: int, others: ProcessGroup | None) -> Tensor:
+    parts = [part.contiguous() for part in heads.chunk(number, 2)]
+    sums = [norm.squares_of(part) for part in parts]
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    squares = moves.copies(sums[0] if others is None else moves.reduce(sums[0], group=others), number, group=others)
+    weights, width, first = moves.copies(norm.weight, number, group=others), heads.size(2) // number, norm.heads[0]
+    normed = [
+        norm.norm_some(part, square, weight, (first + i * width, first + (i + 1) * width))
+        for i, (part, square, weight) in enumerate(zip(parts, squares, weights, strict=True))
+    ]
+    return torch.cat(normed, 2)
 
 
 def _norm_by_rows(norm: NormFunction, input_: Tensor) -> Tensor:

@@ -89,13 +89,20 @@ class HeadsRMSNorm(nn.Module):
 
     def squares(self, input_: Tensor) -> Tensor:
         """The sum of the squares of ``[s, b, heads, d]`` that this rank contributes, ``[s, b]``, in fp32 or fp64."""
-        counted = input_[:, :, input_.size(2) - self.num_counted :]
-        return _wide(counted).square().sum(dim=(2, 3))
+        return self.squares_of(input_[:, :, input_.size(2) - self.num_counted :])
+
+    def squares_of(self, heads: Tensor) -> Tensor:
+        """The sum of the squares of ``[s, b, heads, d]``, ``[s, b]``, in fp32 or fp64."""
+        return _wide(heads).square().sum(dim=(2, 3))
 
     def forward(self, input_: Tensor, squares: Tensor) -> Tensor:
         """``[s, b, heads, d]`` to the same, where ``squares``, ``[s, b]``, are those of all heads."""
-        start, stop = (self.head_dim * head for head in self.heads)
-        weight = self.weight[start:stop].view(-1, self.head_dim)
+        return self.norm_some(input_, squares, self.weight, self.heads)
+
+    def norm_some(self, input_: Tensor, squares: Tensor, weight: Tensor, heads: Interval) -> Tensor:
+        """``forward`` of some of all heads, by ``weight``, ``[width]``, in place of the module's own."""
+        start, stop = (self.head_dim * head for head in heads)
+        weight = weight[start:stop].view(-1, self.head_dim)
         scale = torch.rsqrt(squares / self.weight.size(0) + self.eps)[:, :, None, None]
         wide = _wide(weight)
         return (_wide(input_) * scale * (wide + 1 if self.zero_centered else wide)).to(input_.dtype)

@@ -142,7 +142,8 @@ class ParallelLinear(ShardedModule):
         if self._delayed is None:
             return lambda: None
         gathers = self.parallelism is LinearParallelism.COLUMN_SEQUENCE
-        compute = self._delayed.take(fuse=self.fuse_weight_gradient, gather_group=self.group if gathers else None)
+        gather_group = self.group if gathers else None
+        compute = self._delayed.take(fuse=self.fuse_weight_gradient, gather_group=gather_group, exact=self._exact)
 
         def compute_and_tell() -> None:
             compute()

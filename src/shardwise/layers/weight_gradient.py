@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.communication.collectives import all_gather_async
 from shardwise.communication.pending import Pending
 from shardwise.errors import AssertedShardingError
+from shardwise.kernels.exact_products import ExactProducts
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.recompute import is_kept_briefly
 from shardwise.sharding import uneven_sizes
@@ -79,7 +80,9 @@ class WeightGradientQueue:
             inputs.insert(num_waiting, input_)
         return True
 
-    def take(self, *, fuse: bool, gather_group: ProcessGroup | None) -> Callable[[], None]:
+    def take(
+        self, *, fuse: bool, gather_group: ProcessGroup | None, exact: ExactProducts | None = None
+    ) -> Callable[[], None]:
         """Empty the queue; the function that is returned computes what waited (``compute_weight_gradients_``)."""
         weight, inputs, grad_outputs = self.weight, self.inputs, self.grad_outputs
         if weight is None or inputs is None:
@@ -87,7 +90,7 @@ class WeightGradientQueue:
         taken = inputs[:], grad_outputs[:]
         inputs.clear()
         grad_outputs.clear()
-        return lambda: compute_weight_gradients_(weight, *taken, fuse=fuse, gather_group=gather_group)
+        return lambda: compute_weight_gradients_(weight, *taken, fuse=fuse, gather_group=gather_group, exact=exact)
 
 
 class WeightGradient:
@@ -135,6 +138,7 @@ def compute_weight_gradients_(
     *,
     fuse: bool,
     gather_group: ProcessGroup | None,
+    exact: ExactProducts | None = None,
 ) -> None:
     """Add the weight gradients of several calls of a linear layer, in order, and empty both lists.
 
@@ -146,6 +150,7 @@ def compute_weight_gradients_(
         grad_outputs: ``[s, b, o]``, in the same order; emptied.
         fuse: see ``weight``.
         gather_group: the ranks that hold the inputs' other shards, by the balanced rule; None if each input is whole.
+        exact: how a layer multiplies in a group that sums over parts; None elsewhere.
 
     Raises:
         ShardingError: the lists are not of the same length.
@@ -175,5 +180,6 @@ def compute_weight_gradients_(
         if main_grad is not None:
             add_product_(main_grad, grad_output, input_)
             continue
-        gradient = grad_output.t().mm(input_).to(weight.dtype)
+        product = grad_output.t().mm(input_) if exact is None else exact.weight_gradient(grad_output, input_)
+        gradient = product.to(weight.dtype)
         weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)

@@ -63,14 +63,7 @@ class LanguageModel(GroupModule):
         """Raise ConfigError for what has no sum over parts."""
         config = self.config
         for name, lacks in (
-            ("qk_layernorm", config.qk_layernorm),
-            ("attention_logit_softcap", config.attention_logit_softcap is not None),
-            ("final_logit_softcap", config.final_logit_softcap is not None),
-            ("attention_logit_softcap", config.attention_logit_softcap is not None),
-            ("final_logit_softcap", config.final_logit_softcap is not None),
-            ("logits_scaling", config.logits_scaling != 1.0),
             ("gradient_accumulation_fusion", config.gradient_accumulation_fusion),
-            ("delay_wgrad_compute", config.delay_wgrad_compute),
             ("defer_embedding_wgrad_compute", config.defer_embedding_wgrad_compute),
         ):
             if lacks:

@@ -215,7 +215,9 @@ class TransformerModel(FixedTensors, LanguageModel):
         """
         weight: Any = self.shared_embedding_or_output_weight()
         take = getattr(weight, "take_output_gradient", None)
-        if take is None or not (self.pre_process and self.post_process and torch.is_grad_enabled()):
+        # A layer that leaves its weight gradient out of the backward gives it by itself.
+        delays = self.config.delay_wgrad_compute
+        if take is None or delays or not (self.pre_process and self.post_process and torch.is_grad_enabled()):
             shared: Tensor | None = weight
             return shared
         apart: Tensor = _TakenApart.apply(weight, take)

@@ -37,7 +37,6 @@ def check_exact(settings: RunSettings, dp: int) -> None:
     for excluded, what in (
         (parallel.fsdp, "parallel.fsdp, whose sums are PyTorch's"),
         (parallel.zero > 0, f"parallel.zero {parallel.zero}"),
-        (parallel.pp > 1 and parallel.pipeline_schedule == "zero-bubble", "parallel.pipeline-schedule zero-bubble"),
         (settings.optimizer.name != "adamw", f"optimizer.name {settings.optimizer.name}"),
         (settings.training.rng != "global", f"training.rng {settings.training.rng}, by which each rank draws its own"),
     ):

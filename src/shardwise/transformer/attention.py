@@ -14,6 +14,7 @@ from torch.nn.attention import sdpa_kernel
 from shardwise.communication import moves
 from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
+from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.rotary import split, split_and_rotate
@@ -24,6 +25,7 @@ from shardwise.layers import (
     RowLinear,
     layer_arguments,
     make_norm,
+    norm_heads,
     parameter_device,
 )
 from shardwise.random import streams
@@ -64,7 +66,7 @@ class SelfAttention(GroupModule):
         num_local_groups: key-value heads of this rank.
         q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of one head each, or of all heads together. Every
             rank holds them whole and applies them to its own heads, so that their gradients are partial sums
-            (``param.sequence_parallel``), with sequence parallelism or without.
+            (``param.sequence_parallel``), with sequence parallelism or without, except with ``config.exact_parts``.
         window_size: of this layer; None if none.
         rotates: whether this layer rotates queries and keys.
 
@@ -118,7 +120,8 @@ class SelfAttention(GroupModule):
             with parameter_device(group, on_cpu=config.use_cpu_initialization):
                 self.q_layernorm, self.k_layernorm = self._make_norms(config, split)
             for param in (*self.q_layernorm.parameters(), *self.k_layernorm.parameters()):
-                param.sequence_parallel = group.size() > 1  # type: ignore[attr-defined]
+                # By parts a gradient is whole as soon as it is made.
+                param.sequence_parallel = group.size() > 1 and not self._exact  # type: ignore[attr-defined]
         self.linear_proj = RowLinear(
             num_heads * head_dim,
             config.hidden_size,
@@ -190,6 +193,11 @@ class SelfAttention(GroupModule):
         """``[s, b, heads/t, d]`` and ``[s, b, groups/t, d]`` to the same."""
         if self.q_layernorm is None or self.k_layernorm is None:
             return query, key
+        if self._exact:
+            return (
+                norm_heads(self.q_layernorm, query, group=self.group),
+                norm_heads(self.k_layernorm, key, group=self.group),
+            )
         if not isinstance(self.q_layernorm, HeadsRMSNorm) or not isinstance(self.k_layernorm, HeadsRMSNorm):
             return self.q_layernorm(query), self.k_layernorm(key)
         squares = torch.stack((self.q_layernorm.squares(query), self.k_layernorm.squares(key)))
@@ -278,7 +286,9 @@ class SelfAttention(GroupModule):
     ) -> Tensor:
         """Written out for some queries at a time, and again in the backward, so that no more scores are in memory."""
         b, heads, s, _ = query.shape
-        rows = max(1, _SCORES_OF_BLOCK // max(1, b * heads * key.size(2)))
+        # The gradients of keys and values are sums over blocks, which then may not depend on how many heads are here.
+        counted = sum(self._head_sizes) if self._exact else heads
+        rows = max(1, _SCORES_OF_BLOCK // max(1, b * counted * key.size(2)))
         blocks = []
         for start in range(0, s, rows):
             some = query[:, :, start : start + rows]
@@ -303,7 +313,8 @@ class SelfAttention(GroupModule):
         scale = self.softmax_scale or 1 / math.sqrt(self.head_dim)
         scores = (query @ key.transpose(-1, -2)) * scale
         if self.logit_softcap is not None:
-            scores = softcap(scores, self.logit_softcap)
+            capped = partial(softcap, cap=self.logit_softcap)
+            scores = in_blocks(capped, scores) if self._exact else capped(scores)
         if bias is not None:
             scores = scores + bias
             forbidden = bias == -torch.inf
