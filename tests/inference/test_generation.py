@@ -10,7 +10,7 @@ from models.model_checks import randomise_small_parameters, whole_logits, whole_
 from models.test_gpt import SHAPES, Shape
 
 from shardwise.errors import ConfigError, DesyncError, VocabularyError
-from shardwise.inference import GREEDY, PreallocatedCache, Sampling, generate, sequence_log_probs
+from shardwise.inference import GREEDY, PreallocatedCache, PrefixCache, Sampling, generate, sequence_log_probs
 
 WINDOW = 16
 both_shapes = pytest.mark.parametrize(
@@ -162,6 +162,50 @@ def test_callback_sees_each_token_at_once(group):
         generate(model, [4], max_new_tokens=5, sampling=GREEDY, on_token=stop_at_third)
     assert seen == tokens[:3]
     assert model.training
+
+
+@pytest.mark.ranks(1, 3)
+@both_shapes
+def test_a_conversation_is_read_once(group, shape):
+    """Turns that go on, part early, repeat, and outgrow the window: what is kept changes no token."""
+    model = make_model(shape, group)
+    prefix, read, text = PrefixCache(model), [], []
+    model.register_forward_hook(lambda module, args, output: read.append(args[0].size(1)))
+    turns = (
+        (lambda said: [1, 2, 3], 3),
+        # The last token of the answer was not read either.
+        (lambda said: [*said, 41, 9], 3),
+        (lambda said: text, 1),
+        (lambda said: [*text[:4], 50, 51, 52], 3),
+        (lambda said: [*said, *range(20, 20 + WINDOW)], WINDOW),
+    )
+    said = []
+    for number, (turn, expected) in enumerate(turns):
+        text = turn(said)
+        answer = generate(model, text, max_new_tokens=2, sampling=Sampling(), seed=number)
+        read.clear()
+        assert generate(model, text, max_new_tokens=2, sampling=Sampling(), seed=number, prefix=prefix) == answer
+        assert read[0] == expected, (number, read)
+        said = [*text, *answer]
+
+
+@pytest.mark.ranks(2)
+def test_an_interrupted_answer_keeps_what_was_read(group):
+    model = make_model(Shape(), group)
+    prefix, expected = PrefixCache(model), generate(model, [4, 5], max_new_tokens=6, sampling=GREEDY)
+
+    def interrupt(token):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, [4, 5], max_new_tokens=3, sampling=GREEDY, prefix=prefix, on_token=interrupt)
+    assert prefix.num_tokens == 2
+    assert generate(model, [4, 5], max_new_tokens=6, sampling=GREEDY, prefix=prefix) == expected
+    other = make_model(Shape(), group)
+    with pytest.raises(ConfigError, match="prefix cache is of another model"):
+        generate(other, [4], max_new_tokens=1, sampling=GREEDY, prefix=prefix)
+    with pytest.raises(DesyncError, match=r"tokens kept: 1.*tokens kept: 0"):
+        generate(model, [4, 5], max_new_tokens=1, sampling=GREEDY, prefix=[prefix, PrefixCache(model)][group.rank()])
 
 
 @pytest.mark.ranks(2)

@@ -16,7 +16,7 @@ from shardwise.cli.streams import allow_any_character
 from shardwise.communication.agreement import agree, gather_objects
 from shardwise.data import ExampleEncoder, UnusableExampleError
 from shardwise.errors import DataError
-from shardwise.inference import TextStream, generate, on_layers
+from shardwise.inference import PrefixCache, TextStream, generate, on_layers
 from shardwise.models.gpt import GPT
 from shardwise.training.ranks import Ranks, open_ranks
 
@@ -91,6 +91,8 @@ class _Conversation:
         self._arguments, self._task, self._model, self._ranks = arguments, task, model, ranks
         self._notes: set[str] = set()
         self._num_turns = 0
+        # Each turn's prompt begins with the turns before it, which are not read again.
+        self._prefix = PrefixCache(model)
         self._reset()
 
     def _reset(self) -> None:
@@ -133,6 +135,7 @@ class _Conversation:
                     seed=(arguments.seed + self._num_turns) % 2**63,
                     eos_id=tuple(dict.fromkeys((*choice.eos_ids, *task.turn_ends))),
                     on_token=(lambda token: show(text.push(token))) if ranks.is_first else None,
+                    prefix=self._prefix,
                 )
         finally:
             if ranks.is_first:

@@ -3,6 +3,7 @@
 from shardwise.inference.cache import PreallocatedCache as PreallocatedCache
 from shardwise.inference.generation import generate as generate
 from shardwise.inference.generation import sequence_log_probs as sequence_log_probs
+from shardwise.inference.prefix import PrefixCache as PrefixCache
 from shardwise.inference.sampling import GREEDY as GREEDY
 from shardwise.inference.sampling import Sampling as Sampling
 from shardwise.inference.sampling import sample_next_token as sample_next_token

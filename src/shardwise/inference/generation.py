@@ -13,6 +13,7 @@ from shardwise.communication.agreement import check_same
 from shardwise.errors import ConfigError, VocabularyError
 from shardwise.inference.cache import PreallocatedCache
 from shardwise.inference.decoding import DecodeStep
+from shardwise.inference.prefix import PrefixCache
 from shardwise.inference.sampling import Sampling, checked_choice, choose_next_token
 from shardwise.models.gpt import GPT
 from shardwise.sharding import balanced_range
@@ -27,6 +28,7 @@ def generate(
     seed: int = 0,
     eos_id: int | Sequence[int] | None = None,
     on_token: Callable[[int], None] | None = None,
+    prefix: PrefixCache | None = None,
 ) -> list[int]:
     """Continue a prompt.
 
@@ -49,13 +51,14 @@ def generate(
         eos_id: the token that ends the text, or several that do.
         on_token: called with each token as soon as it is chosen, on every rank. What it raises ends the generation on
             its rank.
+        prefix: keys and values of the text before, of the same model; those of this text are left in it.
 
     Returns:
         The new tokens, without the prompt and without the one that ended the text.
 
     Raises:
-        ConfigError: no prompt, a negative ``max_new_tokens``, a seed out of range, or a model that is one of several
-            pipeline stages.
+        ConfigError: no prompt, a negative ``max_new_tokens``, a seed out of range, a model that is one of several
+            pipeline stages, or a ``prefix`` of another model.
         VocabularyError: a token of the prompt or ``eos_id`` outside the vocabulary.
         DesyncError: the ranks were given different arguments.
         DivergenceError: the logits are infinite or not numbers.
@@ -67,39 +70,52 @@ def generate(
     # This comes before the other checks, so that a mistake on one rank leaves no rank waiting.
     prompt_sha256 = hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()
     eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
-    asked = f"prompt SHA-256 {prompt_sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_ids=}"
-    check_same(asked, "what to generate", group=model.tp_group)
-    _check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
-
     window = model.max_sequence_length
     context = list(prompt_ids or eos_ids[:1])[-window:]
+    is_of_another = prefix is not None and prefix.model is not model
+    known = 0 if prefix is None or is_of_another else prefix.shared(context)
+    kept = f", tokens kept: {known}{' of another model' if is_of_another else ''}" if prefix is not None else ""
+    asked = f"prompt SHA-256 {prompt_sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_ids=}{kept}"
+    check_same(asked, "what to generate", group=model.tp_group)
+    if is_of_another:
+        raise ConfigError("the prefix cache is of another model; make it of the one that generates")
+    _check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
+
     device = model.embedding.word_embeddings.weight.device
     generator = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(seed)
-    cache = PreallocatedCache.for_model(model, batch_size=1, capacity=min(window, len(context) + max_new_tokens))
+    capacity = min(window, len(context) + max_new_tokens)
+    if prefix is None:
+        cache = PreallocatedCache.for_model(model, batch_size=1, capacity=capacity)
+    else:
+        cache = prefix.take(context, capacity)
     new_tokens: list[int] = []
-    unread = torch.tensor([context], device=device)
+    unread = torch.tensor([context[cache.length :]], device=device)
     step = DecodeStep(model, cache) if DecodeStep.why_not(model) is None else None
-    with _evaluation(model):
-        while len(new_tokens) < max_new_tokens:
-            logits = _next_logits(model, unread, cache, vocab_size, step)
-            chosen = choose_next_token(
-                logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generator
-            )
-            # The one time that the host waits for the device; the token's way back to the model is on the device.
-            token = int(chosen)
-            if token < 0:
-                checked_choice(chosen)
-            if token in eos_ids:
-                break
-            new_tokens.append(token)
-            if on_token is not None:
-                on_token(token)
-            context.append(token)
-            unread = chosen.unsqueeze(0)
-            if len(context) > window:
-                context = context[-max(1, window // 2) :]
-                unread = torch.tensor([context], device=device)
-                cache.truncate(0)
+    try:
+        with _evaluation(model):
+            while len(new_tokens) < max_new_tokens:
+                logits = _next_logits(model, unread, cache, vocab_size, step)
+                chosen = choose_next_token(
+                    logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generator
+                )
+                # The one time that the host waits for the device; the token's way back to the model is on the device.
+                token = int(chosen)
+                if token < 0:
+                    checked_choice(chosen)
+                if token in eos_ids:
+                    break
+                new_tokens.append(token)
+                if on_token is not None:
+                    on_token(token)
+                context.append(token)
+                unread = chosen.unsqueeze(0)
+                if len(context) > window:
+                    cache.truncate(0)
+                    context = context[-max(1, window // 2) :]
+                    unread = torch.tensor([context], device=device)
+    finally:
+        if prefix is not None:
+            prefix.keep(context)
     return new_tokens
 
 
@@ -140,7 +156,7 @@ def _next_logits(
     model: GPT, unread: Tensor, cache: PreallocatedCache, vocab_size: int, step: DecodeStep | None
 ) -> Tensor:
     """``[1, v/t]``: read the tokens ``[1, s]`` after those in the cache; the logits of the one after them."""
-    if step is not None and cache.length > 0:
+    if step is not None and cache.length > 0 and unread.size(1) == 1:
         logits = step(unread.squeeze(0))
     else:
         positions = torch.arange(cache.length, cache.length + unread.size(1), device=unread.device)
