@@ -224,7 +224,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_before_the_update(
 def test_weights_that_are_not_finite_are_never_published(group, tmp_path, monkeypatch):
     """An update may break what a finite gradient did not; here after the last step, on one rank alone."""
     session = open_tiny(tiny_settings(tmp_path, tp=2, steps=2), monkeypatch, tmp_path)
-    monkeypatch.setattr(session.trainer, "evaluate", lambda windows: 1.0)
+    monkeypatch.setattr(session.trainer, "evaluate", lambda windows: {"held_out_bits_per_byte": 1.0})
     if group.rank() == 1:
         update = session.trainer.optimizer.step
 
@@ -293,7 +293,7 @@ def test_progress_without_a_terminal_is_lines(capsys, monkeypatch, steps):
     with Progress(steps, 0, visible=True) as progress:
         for _ in range(steps):
             now[0] += 0.1
-            progress.update(loss=2.5, bits_per_byte=1.25, tokens_per_second=12345.6)
+            progress.update({"loss": 2.5, "bits_per_byte": 1.25}, {"tokens_per_second": 12345.6})
     text = capsys.readouterr().err
     assert "\r" not in text
     lines = text.splitlines()
@@ -302,7 +302,7 @@ def test_progress_without_a_terminal_is_lines(capsys, monkeypatch, steps):
     # Every five seconds, the first and the last.
     assert len(lines) == {1: 1, 250: 6}[steps]
     with Progress(steps, 0, visible=False) as progress:
-        progress.update(loss=2.5, bits_per_byte=1.25, tokens_per_second=1.0)
+        progress.update({"loss": 2.5, "bits_per_byte": 1.25}, {"tokens_per_second": 1.0})
     assert capsys.readouterr().err == ""
 
 
@@ -310,7 +310,7 @@ def test_progress_on_a_terminal_is_a_bar(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with Progress(2, 0, visible=True) as progress:
         for _ in range(2):
-            progress.update(loss=2.5, bits_per_byte=1.25, tokens_per_second=1.0)
+            progress.update({"loss": 2.5, "bits_per_byte": 1.25}, {"tokens_per_second": 1.0})
     text = capsys.readouterr().err
     assert "\r" in text
     assert "step 2/2" in text

@@ -28,10 +28,10 @@ from shardwise.data.reading import corpus_of
 from shardwise.errors import ConfigError, DivergenceError
 from shardwise.models.gpt import GPT
 from shardwise.tokenizer import Tokenizer
+from shardwise.training.objective import model_inputs
 from shardwise.training.ranks import open_ranks
 from shardwise.training.samples import encode_examples, left_out_notes
 from shardwise.training.texts import STDLIB, read_data
-from shardwise.training.trainer import model_inputs
 
 _USUAL_SEQUENCE_LENGTH = 512
 

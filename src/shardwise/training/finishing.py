@@ -32,7 +32,7 @@ class Outcome:
     Attributes:
         first_loss: of the first step that this process did, in nats per token; None if there was none to do.
         last_loss: of the last step; None likewise.
-        held_out_bits_per_byte: at the end.
+        held_out: what was measured on held-out data at the end, by name.
         seconds: spent in training steps.
         collectives_per_step: collectives that a rank launches in a step.
         bytes_per_step: bytes that a rank contributes to them.
@@ -43,13 +43,18 @@ class Outcome:
 
     first_loss: float | None
     last_loss: float | None
-    held_out_bits_per_byte: float
+    held_out: dict[str, float]
     seconds: float
     collectives_per_step: int
     bytes_per_step: int
     checkpoint: Path
     references: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def held_out_bits_per_byte(self) -> float:
+        """Of the held-out text, where that is what is measured."""
+        return self.held_out["held_out_bits_per_byte"]
 
 
 def finish(session: Session, outcome: Outcome) -> Outcome:
@@ -74,7 +79,8 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
 
     def draw() -> None:
         rows, title = read_metrics(session.out / "metrics.jsonl"), session.texts.name
-        if note := draw_loss(rows, session.out / "loss.png", references=references, title=title):
+        of, path = session.trainer.objective, session.out / "loss.png"
+        if note := draw_loss(rows, path, references=references, title=title, curves=of.curves, unit=of.unit):
             notes.append(note)
 
     attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.texts.held_out_bytes)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 
 from tqdm import tqdm
 
@@ -31,10 +32,15 @@ class Progress:
             form = "{desc}{percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
             self._bar = tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True)
 
-    def update(self, *, loss: float, bits_per_byte: float, tokens_per_second: float, **others: float) -> None:
-        """One more step is done; of its metrics these are shown, utilisation and memory if they are there."""
+    def update(self, reported: Mapping[str, float], others: Mapping[str, float]) -> None:
+        """One more step is done.
+
+        Args:
+            reported: what its objective reports, all of which is shown.
+            others: the other metrics; tokens per second are shown, and utilisation and memory if they are there.
+        """
         self._done += 1
-        shown = f"loss {loss:.3f}, {bits_per_byte:.3f} bits/byte, {tokens_per_second:,.0f} tokens/s"
+        shown = f"{_shown(reported)}, {others['tokens_per_second']:,.0f} tokens/s"
         if "mfu" in others:
             shown += f", MFU {others['mfu']:.1%}"
         shown += "".join(f", {shown_bytes(int(value))}" for name, value in others.items() if name.startswith("peak_"))
@@ -54,3 +60,12 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _shown(reported: Mapping[str, float]) -> str:
+    """Each number with its name, or its unit where that says enough."""
+    units = {"bits_per_byte": "bits/byte"}
+    return ", ".join(
+        f"{value:.3f} {units[name]}" if name in units else f"{name.replace('_', ' ')} {value:.3f}"
+        for name, value in reported.items()
+    )

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardwise.huggingface.description import ModelDescription
+from shardwise.topology import Groups
 from shardwise.training.build import build_model, describe
+from shardwise.training.objective import Objective
 from shardwise.training.ranks import Ranks
 from shardwise.training.settings import RunSettings, Settings
 from shardwise.training.texts import TrainingData, prepare_texts, share_texts
@@ -49,6 +53,15 @@ class Recipe:
         """The model, whose tokenizer has ``vocab_size`` ids."""
         assert isinstance(self.settings, Settings)
         return describe(self.settings.model, vocab_size)
+
+    def objective(self, groups: Groups, device: torch.device) -> Objective | None:
+        """What a step minimises; the cross entropy of each token if None. Every rank calls.
+
+        Args:
+            groups: the model's process groups.
+            device: where the model is.
+        """
+        return None
 
     def before(self, session: Session) -> None:
         """What is to be done before the first step; every rank calls."""

@@ -104,7 +104,7 @@ class _Training:
     _losses: list[float] = field(default_factory=list)
     _spent: float = 0.0
     _started: float = 0.0
-    _held_out: float | None = None
+    _held_out: dict[str, float] | None = None
     _peak_memory: float = 0.0
 
     def run(self) -> Outcome:
@@ -163,9 +163,8 @@ class _Training:
         self.signals.step_took(seconds)
         if math.isfinite(result.loss):
             self._losses.append(result.loss)
-        values = {
-            "loss": result.loss,
-            "bits_per_byte": result.loss * session.texts.bits_per_nat,
+        reported = session.trainer.objective.reported((result.loss, *result.others), session.texts.bits_per_nat)
+        values = reported | {
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "tokens_per_second": session.loader.num_tokens(step) / seconds,
@@ -177,11 +176,12 @@ class _Training:
         last = done == settings.steps
         signum = self._agreed() if last else 0
         if (last or _is_due(done, settings.eval_every)) and not signum:
-            self._held_out = values["held_out_bits_per_byte"] = self._evaluate(done)
+            self._held_out = self._evaluate(done)
+            values |= self._held_out
         if metrics is not None:
             # JSON has neither infinity nor NaN, which a step that overflows may have.
             metrics.write(step, {name: value for name, value in values.items() if math.isfinite(value)})
-        progress.update(**values)
+        progress.update(reported, values)
         if last:
             self._save(done, signum)
 
@@ -240,12 +240,13 @@ class _Training:
         signum = torch.tensor(self._wishes()[:1], dtype=torch.float32, device=ranks.device)
         return int(all_reduce(signum, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True))
 
-    def _evaluate(self, done: int) -> float:
+    def _evaluate(self, done: int) -> dict[str, float]:
         with self.signals.unhurried(), self.session.ranks.phase("measuring", limited=True):
-            value = self.session.trainer.evaluate(self.session.windows)
-        if not math.isfinite(value):
-            raise DivergenceError(f"the loss on held-out text is {value} after {done} steps")
-        return value
+            values = self.session.trainer.evaluate(self.session.windows)
+        for value in values.values():
+            if not math.isfinite(value):
+                raise DivergenceError(f"the loss on held-out text is {value} after {done} steps")
+        return values
 
     def _after_divergence(self) -> str:
         rate = f"a lower optimizer.learning-rate than {self.session.settings.optimizer.learning_rate:g}"

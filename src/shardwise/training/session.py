@@ -98,7 +98,7 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
     shortage = Shortage.of(settings, described, ranks, trains_weights=recipe.trains_weights)
     with shortage.explained():
         model = recipe.build_model(settings, vocab_size, groups=groups, device=ranks.device)
-        trainer = Trainer(settings, model, groups)
+        trainer = Trainer(settings, model, groups, recipe.objective(groups, ranks.device))
     if settings.parallel.exact:
         micro = settings.micro_batch_size(topology.size("dp"))
         sizes = {"micro_batch_size": micro, "sequence_length": settings.sequence_length}

@@ -35,6 +35,7 @@ from shardwise.pipeline_parallel.messages import hidden_shape
 from shardwise.random import seed_streams
 from shardwise.topology import Groups
 from shardwise.training.batch_mover import BatchMover
+from shardwise.training.objective import CrossEntropy, Objective
 from shardwise.training.optimization import build_optimizer
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
@@ -52,6 +53,7 @@ class StepResult:
 
     Attributes:
         loss: mean over the global batch, in nats per token, before the update.
+        others: the means of what the objective reports besides, likewise.
         grad_norm: global gradient norm before clipping.
         learning_rate: of the update.
         loss_scale: by which the loss was multiplied; None where it is not.
@@ -63,6 +65,7 @@ class StepResult:
     learning_rate: float
     loss_scale: float | None = None
     is_skipped: bool = False
+    others: tuple[float, ...] = ()
 
 
 class Trainer:
@@ -72,6 +75,7 @@ class Trainer:
         settings: of the run.
         model: on its device; with pipeline stages this rank's, or its chunks.
         groups: the model's process groups.
+        objective: what is minimised; the cross entropy of each token if None.
 
     Attributes:
         gradients: the buffers in which gradients are summed over the data-parallel ranks, and over micro-batches in
@@ -86,7 +90,9 @@ class Trainer:
             device; otherwise where they are used. True but on a CPU, where a look costs nothing.
     """
 
-    def __init__(self, settings: RunSettings, model: GPT | ModelChunks, groups: Groups) -> None:
+    def __init__(
+        self, settings: RunSettings, model: GPT | ModelChunks, groups: Groups, objective: Objective | None = None
+    ) -> None:
         self.wishes: Callable[[], Sequence[float]] | None = None
         self.before_update: Callable[[int, Sequence[float]], None] | None = None
         self.settings = settings
@@ -106,6 +112,7 @@ class Trainer:
         precision = PRECISIONS[settings.training.dtype]
         self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
         self._is_exact = isinstance(self.gradients, GradientTrees)
+        self.objective = CrossEntropy(self._is_exact) if objective is None else objective
         self._seed_micro_batch: Callable[[int], None] | None = None
         self.loss_scale = DynamicLossScale() if precision.scales_loss else None
         self.num_skipped = 0
@@ -152,7 +159,7 @@ class Trainer:
         if num_labels is None:
             num_labels = settings.training.global_batch_size * settings.sequence_length
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        total = self._new_total()
+        total = self._new_total(self.objective)
         batches = list(micro_batches)
         if isinstance(self.gradients, GradientTrees):
             self.gradients.begin(len(batches))
@@ -164,14 +171,22 @@ class Trainer:
                     if self._seed_micro_batch is not None:
                         self._seed_micro_batch(number - 1)
                     with no_sync() if number < len(batches) else contextlib.nullcontext():
-                        loss = self._sum(self.model(**model_inputs(batch))) / num_labels
+                        output = self.model(**self.objective.inputs(batch))
+                        loss, means = _means(self.objective, output, batch, num_labels)
                         (loss if self.loss_scale is None else loss * scale).backward()
-                    total.add(loss.detach())
+                    total.add(means)
             else:
                 name = settings.parallel.pipeline_schedule
                 schedule = make_schedule(name, self._pipeline.group.size(), len(batches), len(self._chunks))
-                for loss in self._run_pipeline(self._pipeline, schedule, batches, num_labels, scale, no_sync):
-                    total.add(loss)
+
+                def scaled(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+                    loss, means = _means(self.objective, output, batch, num_labels)
+                    return (loss if self.loss_scale is None else loss * scale), means
+
+                for means in self._run_pipeline(
+                    self._pipeline, schedule, batches, self.objective.inputs, scaled, no_sync
+                ):
+                    total.add(means)
         if self.gradients is not None:
             self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
@@ -186,7 +201,10 @@ class Trainer:
         )
         if meanwhile is not None:
             meanwhile()
-        mean_loss, grad_norm, *wishes = self._read(total, norm, checks, [] if self.wishes is None else self.wishes())
+        means_of_step, (grad_norm, *wishes) = self._read(
+            total, norm, checks, [] if self.wishes is None else self.wishes()
+        )
+        mean_loss, *others = means_of_step
         # Both are sums over all ranks, so that all ranks find this alike, before any weight is touched.
         wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
         wrong = {what: value for what, value in wrong.items() if not math.isfinite(value)}
@@ -200,20 +218,16 @@ class Trainer:
         if self.loss_scale is not None and wrong:
             self.loss_scale.skip_(step)
             self.num_skipped += 1
-            return StepResult(mean_loss, grad_norm, learning_rate, used, is_skipped=True)
+            return StepResult(mean_loss, grad_norm, learning_rate, used, is_skipped=True, others=tuple(others))
         set_learning_rate_(self.optimizer, learning_rate)
         self.optimizer.step()
         if self.loss_scale is not None:
             self.loss_scale.keep_()
-        return StepResult(mean_loss, grad_norm, learning_rate, used)
+        return StepResult(mean_loss, grad_norm, learning_rate, used, others=tuple(others))
 
-    def _new_total(self) -> _Total:
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        return _ExactTotal(zero) if self._is_exact else _Total(zero)
-
-    def _sum(self, losses: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        # All at once, the threads share one sum, and its order depends on their number.
-        return losses.sum(-1, dtype=dtype).sum() if self._is_exact else losses.sum(dtype=dtype)
+    def _new_total(self, objective: Objective) -> _Total:
+        zeros = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=self.device)
+        return _ExactTotal(zeros) if self._is_exact else _Total(zeros)
 
     def _seed_of(self, step: int, num_micro_batches: int, micro_batch: int) -> None:
         """Dropout's numbers of one micro-batch of the global batch, on whichever rank it is."""
@@ -225,15 +239,15 @@ class Trainer:
         pipeline: Pipeline[Tensor],
         schedule: Schedule,
         batches: Sequence[Batch],
-        num_labels: int = 1,
-        scale: float = 1.0,
+        inputs: Callable[[Batch], dict[str, Tensor | None]],
+        results: Callable[[Tensor, Batch], tuple[Tensor | None, Tensor]],
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> list[Tensor]:
-        """On the last stage each micro-batch's loss, its sum over ``num_labels``; nothing on the others."""
+        """On the last stage what ``results`` gives of each micro-batch's output, beside what the backward is called on;
+        nothing on the others."""
 
-        def loss(_: int, losses: Tensor) -> tuple[Tensor, Tensor]:
-            total = self._sum(losses, None if torch.is_grad_enabled() else torch.float64) / num_labels
-            return (total if self.loss_scale is None else total * scale), total.detach()
+        def loss(micro_batch: int, output: Tensor) -> tuple[Tensor | None, Tensor]:
+            return results(output, moved[micro_batch])
 
         moved = list(self._mover.moved(batches))
         config, (b, s) = self._chunks[0].config, batches[0][0].shape
@@ -241,8 +255,8 @@ class Trainer:
         def forward(micro_batch: int, chunk: int) -> Tensor:
             if self._seed_micro_batch is not None and torch.is_grad_enabled():
                 self._seed_micro_batch(micro_batch)
-            losses: Tensor = self._chunks[chunk](**model_inputs(moved[micro_batch]))
-            return losses
+            output: Tensor = self._chunks[chunk](**inputs(moved[micro_batch]))
+            return output
 
         return pipeline.run(
             schedule,
@@ -260,7 +274,7 @@ class Trainer:
 
     def _read(
         self, total: _Total, norm: Tensor | None, checks: DeferredChecks | None, wishes: Sequence[float] = ()
-    ) -> list[float]:
+    ) -> tuple[list[float], list[float]]:
         """The one place where the host waits for the device, once a step.
 
         Args:
@@ -270,7 +284,7 @@ class Trainer:
             wishes: of which the largest over all ranks are wanted.
 
         Returns:
-            The sum, the norm and the wishes, the same on every rank.
+            The sums; the norm and the wishes; the same on every rank.
 
         Raises:
             VocabularyError: a check has failed on any rank; on every rank.
@@ -282,11 +296,11 @@ class Trainer:
         for group in groups if largest.numel() else ():
             largest = all_reduce(largest, group=group, op=dist.ReduceOp.MAX, may_overwrite=True)
         summed = total.over(groups[1:])
-        scalars = torch.stack([summed] if norm is None else [summed, norm])
+        scalars = summed if norm is None else torch.cat([summed, norm.to(summed.dtype).view(1)])
         numbers: list[float] = torch.cat([scalars, largest]).tolist()
         if checks is not None and numbers.pop():
             agree(checks.run, group=groups)
-        return numbers
+        return numbers[: len(summed)], numbers[len(summed) :]
 
     def wait_for_weights(self) -> None:
         """Wait until every weight is as the last step left it, before they are read otherwise than by a forward."""
@@ -312,40 +326,66 @@ class Trainer:
         batches = loader.batch(step, rank, num_ranks, self.settings.micro_batch_size(num_ranks))
         return step, loader, [self._mover.start(batch) for batch in batches]
 
+    def evaluate(self, windows: Windows) -> dict[str, float]:
+        """What the objective measures of held-out data, by name, the same on every rank."""
+        objective = self.objective.of_evaluation
+        total = self._new_total(objective)
+        with self._deferred_checks() as checks:
+            self.measure(
+                windows, lambda output, batch: total.add(_means(objective, output, batch, 1, torch.float64)[1])
+            )
+        return objective.held_out(self._read(total, None, checks)[0], windows)
+
     @torch.no_grad()
-    def evaluate(self, windows: Windows) -> float:
-        """Bits per byte of the held-out text, the same on every rank."""
+    def measure(self, windows: Windows, each: Callable[[Tensor, Batch], None]) -> None:
+        """Hand the model's output for each batch of this rank's windows, in evaluation mode, to ``each``.
+
+        Args:
+            windows: all of them, in the order of ``evaluation_batches``.
+            each: called on the last stage, with the output and the batch.
+        """
         self.wait_for_weights()
         self.model.eval()
+        inputs = self.objective.of_evaluation.inputs
         micro = self.settings.micro_batch_size(self.dp_group.size())
-        total = self._new_total()
         batches = evaluation_batches(windows, micro, self.dp_group.rank(), self.dp_group.size())
-        with self._deferred_checks() as checks:
-            if self._pipeline is None:
-                for batch in self._mover.moved(batches):
-                    total.add(self._sum(self.model(**model_inputs(batch)), torch.float64))
-            else:
-                num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
-                # Enough at a time to keep the stages busy, and a bounded number of batches in memory.
-                while several := list(itertools.islice(batches, _BATCHES_PER_STAGE * num_stages)):
-                    schedule = forward_only(num_stages, len(several), num_chunks)
-                    for loss in self._run_pipeline(self._pipeline, schedule, several):
-                        total.add(loss)
-        (nats,) = self._read(total, None, checks)
-        return windows.bits_per_byte(nats)
+        if self._pipeline is None:
+            for batch in self._mover.moved(batches):
+                each(self.model(**inputs(batch)), batch)
+            return
+
+        def handed(output: Tensor, batch: Batch) -> tuple[None, Tensor]:
+            each(output, batch)
+            return None, output.new_empty(0)
+
+        num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
+        # Enough at a time to keep the stages busy, and a bounded number of batches in memory.
+        while several := list(itertools.islice(batches, _BATCHES_PER_STAGE * num_stages)):
+            schedule = forward_only(num_stages, len(several), num_chunks)
+            self._run_pipeline(self._pipeline, schedule, several, inputs, handed)
+
+
+def _means(
+    objective: Objective, output: Tensor, batch: Batch, num_labels: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """A micro-batch's sums over ``num_labels``: the loss to call the backward on; and all of them, without gradient."""
+    loss, others = objective.sums(output, batch, dtype)
+    loss = loss / num_labels
+    alone = loss.detach().view(1)
+    return loss, alone if others is None else torch.cat([alone.to(others.dtype), others / num_labels])
 
 
 class _Total:
-    """The sum of the losses of a rank's micro-batches, in fp64."""
+    """The sums of what a rank's micro-batches report, in fp64: of the loss first."""
 
-    def __init__(self, zero: Tensor) -> None:
-        self.tensor = zero
+    def __init__(self, zeros: Tensor) -> None:
+        self.tensor = zeros
 
-    def add(self, loss: Tensor) -> None:
-        self.tensor += loss
+    def add(self, means: Tensor) -> None:
+        self.tensor += means
 
     def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
-        """The sum over the ranks of all groups."""
+        """The sums over the ranks of all groups."""
         total = self.tensor
         for group in groups:
             total = all_reduce(total, group=group)
@@ -353,25 +393,18 @@ class _Total:
 
 
 class _ExactTotal(_Total):
-    """The same, rounded once, so that it does not matter which rank has which micro-batch."""
+    """The same of the loss alone, rounded once, so that it does not matter which rank has which micro-batch."""
 
-    def __init__(self, zero: Tensor) -> None:
-        super().__init__(zero)
+    def __init__(self, zeros: Tensor) -> None:
+        super().__init__(zeros)
         self._losses: list[Tensor] = []
 
-    def add(self, loss: Tensor) -> None:
-        self._losses.append(loss.to(self.tensor.dtype))
+    def add(self, means: Tensor) -> None:
+        self._losses.append(means.to(self.tensor.dtype))
 
     def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
-        losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
-        return self.tensor.new_tensor(exact_total(losses, groups=groups, what="the losses"))
-
-
-def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
-    """The arguments with which a model gives the loss of each token; a stage that is not the last what it gives on."""
-    tokens, labels, *places = batch
-    positions, documents = places or (None, None)
-    return {"input_ids": tokens, "position_ids": positions, "labels": labels, "document_ids": documents}
+        losses: list[float] = torch.cat(self._losses).tolist() if self._losses else []
+        return self.tensor.new_tensor([exact_total(losses, groups=groups, what="the losses")])
 
 
 def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:

@@ -105,7 +105,7 @@ def tf32(device_type: str, dtype: str) -> list[dispatch.Choice]:
 def summary(session: Session, outcome: Outcome) -> str:
     """What came of it, and where it is."""
     references = f" ({compared(outcome)})" if outcome.references else ""
-    lines = [f"held-out text: {outcome.held_out_bits_per_byte:.3f} bits per byte{references}"]
+    lines = [session.trainer.objective.of_evaluation.outcome(outcome.held_out) + references]
     if outcome.first_loss is not None and outcome.last_loss is not None:
         lines.append(f"loss {outcome.first_loss:.3f} -> {outcome.last_loss:.3f} in {outcome.seconds:.0f} s")
     lines.append(f"files: {session.out} (checkpoint {outcome.checkpoint.name})")

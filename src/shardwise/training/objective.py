@@ -1,0 +1,100 @@
+"""What a step minimises: from a model's output for a micro-batch to sums, which micro-batches and ranks add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.data import Batch, Windows
+
+
+class Objective:
+    """The loss of a run, and what it reports besides.
+
+    Attributes:
+        names: what is summed beside the loss, by the names that metrics give its mean.
+        curves: names of the metrics that are drawn, of a training batch and of held-out data.
+        unit: of both.
+    """
+
+    names: tuple[str, ...] = ()
+    curves: tuple[str, str] = ("bits_per_byte", "held_out_bits_per_byte")
+    unit = "bits per byte"
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
+        """The arguments of a model; a stage that is not the last gives on its hidden states in either case."""
+        return model_inputs(batch)
+
+    def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+        """The loss of a micro-batch, and what else is reported.
+
+        Args:
+            output: of the model, of its last stage.
+            batch: what it was given, on its device.
+            dtype: in which losses are summed; their own if None.
+
+        Returns:
+            A scalar to call the backward on, summed over what is averaged; and ``[len(names)]``, fp64, without
+            gradient, or None if there are no names.
+        """
+        raise NotImplementedError
+
+    @property
+    def of_evaluation(self) -> Objective:
+        """What is measured on held-out data."""
+        return self
+
+    def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
+        """What a step's metrics say.
+
+        Args:
+            means: of the loss, and of each of ``names``.
+            bits_per_nat: bits per byte of the training text that a loss of one nat per token is.
+        """
+        return dict(zip(("loss", *self.names), means, strict=True))
+
+    def held_out(self, sums: Sequence[float], windows: Windows) -> dict[str, float]:
+        """What the metrics say of held-out data, of ``sums`` over all of it; what matters most comes first."""
+        raise NotImplementedError
+
+    def outcome(self, held_out: dict[str, float]) -> str:
+        """What people are told at the end of a run of ``held_out``'s result."""
+        raise NotImplementedError
+
+
+@dataclass
+class CrossEntropy(Objective):
+    """Of each token that counts.
+
+    Attributes:
+        is_exact: sum in an order that does not depend on the number of threads.
+    """
+
+    is_exact: bool = False
+
+    def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+        """The sum of the losses that the model gives; see ``Objective``."""
+        # All at once, the threads share one sum, and its order depends on their number.
+        return output.sum(-1, dtype=dtype).sum() if self.is_exact else output.sum(dtype=dtype), None
+
+    def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
+        """The loss, in nats per token and in bits per byte."""
+        return super().reported(means, bits_per_nat) | {"bits_per_byte": means[0] * bits_per_nat}
+
+    def held_out(self, sums: Sequence[float], windows: Windows) -> dict[str, float]:
+        """Bits per byte of held-out text."""
+        return {"held_out_bits_per_byte": windows.bits_per_byte(sums[0])}
+
+    def outcome(self, held_out: dict[str, float]) -> str:
+        """Bits per byte."""
+        return f"held-out text: {held_out['held_out_bits_per_byte']:.3f} bits per byte"
+
+
+def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
+    """The arguments with which a model gives the loss of each token; a stage that is not the last what it gives on."""
+    tokens, labels, *places = batch
+    positions, documents = places or (None, None)
+    return {"input_ids": tokens, "position_ids": positions, "labels": labels, "document_ids": documents}
