@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
+from shardwise.communication.collectives import all_gather
 from shardwise.errors import ConfigError
 from shardwise.kernels.exact_products import ExactProducts
 from shardwise.sharded_state import gather_parameter, sharded_state_dict
@@ -29,7 +30,7 @@ ZERO_BUBBLE = {"pp": 2, "pipeline_schedule": "zero-bubble"}
 SELECTIVE = {"granularity": "selective", "modules": ("core_attn", "layernorm", "mlp_act")}
 
 
-def settings_of(kind, *, exact=True, recompute=None, parallel=None, **training):
+def settings_of(kind, *, exact=True, recompute=None, parallel=None, optimizer=None, **training):
     return Settings(
         data=("text",),
         device="cpu",
@@ -47,7 +48,7 @@ def settings_of(kind, *, exact=True, recompute=None, parallel=None, **training):
         ),
         parallel=ParallelSettings(exact=exact, **(parallel or {})),
         recompute=RecomputeSettings(**(recompute or {})),
-        optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=2),
+        optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=2, **(optimizer or {})),
         training=TrainingSettings(steps=STEPS, global_batch_size=BATCH, micro_batch_size=1, **training),
     )
 
@@ -67,11 +68,18 @@ def train(settings, groups):
 
 
 def state_of(trainer):
-    """What this rank's stage has of the whole run: weights, and both moments of each."""
-    state = {}
+    """What this rank's stage has of the whole run: weights, their fp32 copies, and what is kept of each."""
+    trainer.wait_for_weights()
+    state, weight_of = {}, getattr(trainer.optimizer, "weight_of", lambda param: param.detach())
     for key, shard in sharded_state_dict(trainer.model, group=trainer.tp_group).items():
-        state[key] = gather_parameter(shard.data.detach(), shard.layout, group=trainer.tp_group)
-        for kind, (tensor, layout) in trainer.optimizer.state_of(shard.data, shard.layout).items():
+        param, layout = shard.data, shard.layout
+        state[key] = gather_parameter(param.detach(), layout, group=trainer.tp_group)
+        held = {kind: tensor for kind, (tensor, _) in trainer.optimizer.state_of(param, layout).items()}
+        for kind, tensor in (held | {"copy": weight_of(param)}).items():
+            if trainer.zero is not None:
+                intervals = trainer.zero.parameters.shares[param].intervals
+                sizes = [stop - start for start, stop in intervals]
+                tensor = all_gather(tensor, group=trainer.dp_group, sizes=sizes).view(param.shape)
             state[f"{kind} of {key}"] = gather_parameter(tensor, layout, group=trainer.tp_group)
     return state
 
@@ -81,10 +89,10 @@ def alone_of(topology):
 
 
 def check(kind, layouts, **options):
-    """Each layout's run against the one that each rank does by itself."""
+    """Each layout's run against the one that each rank does by itself, whose trainer is returned."""
     topology = Topology.create(tp=1)
-    trainer, expected = train(settings_of(kind, **options), alone_of(topology))
-    expected_state = state_of(trainer)
+    alone, expected = train(settings_of(kind, **options), alone_of(topology))
+    expected_state = state_of(alone)
     for parallel in layouts:
         extra = {"recompute": parallel.pop("recompute")} if "recompute" in parallel else {}
         split = Topology.create(tp=parallel.get("tp", 1), pp=parallel.get("pp", 1))
@@ -96,6 +104,7 @@ def check(kind, layouts, **options):
             assert_bit_equal(tensor, expected_state[name], name=f"{name} with {parallel}")
         split.destroy()
     topology.destroy()
+    return alone
 
 
 @pytest.mark.ranks(2)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from shardwise.accounting.parameters import Parameter
 from shardwise.accounting.workload import Layout, Workload
+from shardwise.data_parallel.bucket import DEFAULT_BUCKET_SIZE
 from shardwise.data_parallel.bucket_bounds import place
-from shardwise.data_parallel.gradient_buffers import DEFAULT_BUCKET_SIZE
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from functools import lru_cache
 from shardwise.accounting.parameters import Parameter, Part
 from shardwise.accounting.shares import shares_of
 from shardwise.accounting.workload import Layout, Workload
+from shardwise.data_parallel.bucket import DEFAULT_BUCKET_SIZE
 from shardwise.data_parallel.bucket_bounds import place
-from shardwise.data_parallel.gradient_buffers import DEFAULT_BUCKET_SIZE
 
 # A number of steps for each parameter, in fp32.
 _STEP_BYTES = 4

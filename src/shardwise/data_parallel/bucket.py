@@ -6,12 +6,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.communication.pending import Pending
+from shardwise.data_parallel.bucket_bounds import place
 from shardwise.sharding import Interval
+
+DEFAULT_BUCKET_SIZE = 1 << 23
+"""Elements of a bucket: 32 MiB of fp32."""
 
 
 @dataclass(eq=False)
@@ -33,6 +38,11 @@ class Bucket:
     is_scattered: bool = False
     arrived: set[Parameter] = field(default_factory=set)
     pending: Pending | None = None
+
+    def view(self, index: int) -> Tensor:
+        """Where the gradient of ``params[index]`` lies, of its shape."""
+        param = self.params[index]
+        return self.data.narrow(0, self.starts[index], param.numel()).view(param.shape)
 
     def own(self, flat: Tensor, group: ProcessGroup) -> Tensor:
         """What this rank owns of a tensor that is laid out as ``data``: as many elements as each other rank."""
@@ -56,6 +66,38 @@ class Bucket:
         self.arrived.clear()
 
 
+def make_buckets(
+    params: Sequence[Parameter],
+    *,
+    dtype: torch.dtype | None,
+    bucket_size: int | None,
+    num_ranks: int,
+    is_scattered: bool,
+) -> tuple[Tensor, list[Bucket]]:
+    """A buffer of zeros for the gradients of parameters of one dtype and device, and its buckets.
+
+    Args:
+        params: in the order in which their gradients lie.
+        dtype: of the buffer; the parameters' own if None.
+        bucket_size: as in ``bucket_bounds.place``.
+        num_ranks: between which a bucket may be split.
+        is_scattered: of the buckets.
+    """
+    first = params[0]
+    placement = place([param.numel() for param in params], bucket_size=bucket_size, world_size=num_ranks)
+    buffer = torch.zeros(placement.bounds[-1], dtype=dtype or first.dtype, device=first.device)
+    buckets = [
+        Bucket(
+            buffer[start:stop],
+            tuple(params[index] for index in indices),
+            tuple(placement.starts[index] - start for index in indices),
+            is_scattered,
+        )
+        for indices, (start, stop) in zip(placement.buckets, pairwise(placement.bounds), strict=True)
+    ]
+    return buffer, buckets
+
+
 def trained_by_dtype(
     modules: Sequence[nn.Module], apart: Collection[Parameter] = ()
 ) -> list[tuple[list[int], list[tuple[str, Parameter]]]]:
@@ -71,8 +113,8 @@ def trained_by_dtype(
             if param.requires_grad:
                 seen.setdefault(param, f"chunk {number}: {name}" if len(modules) > 1 else name)
     groups: dict[object, tuple[list[int], list[tuple[str, Parameter]]]] = {}
-    for place, (param, name) in enumerate(reversed(seen.items())):
+    for number, (param, name) in enumerate(reversed(seen.items())):
         places, params = groups.setdefault((param.dtype, param.device, param in apart), ([], []))
-        places.append(place)
+        places.append(number)
         params.append((name, param))
     return list(groups.values())

@@ -28,12 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.communication.agreement import check_same
 from shardwise.communication.collectives import all_reduce_async, reduce_scatter_async
-from shardwise.data_parallel.bucket import Bucket, trained_by_dtype
-from shardwise.data_parallel.bucket_bounds import place
+from shardwise.data_parallel.bucket import DEFAULT_BUCKET_SIZE, Bucket, make_buckets, trained_by_dtype
 from shardwise.errors import ConfigError
-
-DEFAULT_BUCKET_SIZE = 1 << 23
-"""Elements of a bucket: 32 MiB of fp32."""
 
 
 @dataclass(eq=False)
@@ -144,20 +140,21 @@ class GradientBuffers:
         scatters: bool,
     ) -> Iterator[tuple[int, Bucket]]:
         """One buffer; its buckets, each with the place of its last parameter in the order of all."""
-        first = params[0][1]
-        placement = place([param.numel() for _, param in params], bucket_size=bucket_size, world_size=self.group.size())
-        buffer = torch.zeros(placement.bounds[-1], dtype=dtype or first.dtype, device=first.device)
+        buffer, buckets = make_buckets(
+            [param for _, param in params],
+            dtype=dtype,
+            bucket_size=bucket_size,
+            num_ranks=self.group.size(),
+            is_scattered=scatters,
+        )
         self.buffers.append(buffer)
-        for number, indices in enumerate(placement.buckets):
-            start, stop = placement.bounds[number : number + 2]
-            starts = tuple(placement.starts[index] - start for index in indices)
-            bucket = Bucket(buffer[start:stop], tuple(params[index][1] for index in indices), starts, scatters)
-            for index in indices:
-                name, param = params[index]
-                start = placement.starts[index]
-                view = buffer[start : start + param.numel()].view(param.shape)
-                self._slots[param] = _Slot(name, view, bucket, param in delayed, param in late)
-            yield places[indices[-1]], bucket
+        names = {param: name for name, param in params}
+        last = -1
+        for bucket in buckets:
+            for index, param in enumerate(bucket.params):
+                self._slots[param] = _Slot(names[param], bucket.view(index), bucket, param in delayed, param in late)
+            last += len(bucket.params)
+            yield places[last], bucket
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

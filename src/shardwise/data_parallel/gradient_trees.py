@@ -7,12 +7,14 @@ the leaves are runs of as many as its odd factor says, summed one after the othe
 
 A weight that is used twice, as embedding and as output layer, has a tree for each use, and their sum at the end: on
 different pipeline stages the two are summed apart as well.
+
+With ``scatter`` each rank gets an interval of the sums, which is the first half of what travels otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,12 +23,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.communication.collectives import all_reduce
+from shardwise.communication.collectives import all_reduce, reduce_scatter
 from shardwise.communication.trees import TreeCounter
+from shardwise.data_parallel.bucket import DEFAULT_BUCKET_SIZE, Bucket, make_buckets, trained_by_dtype
 from shardwise.errors import ConfigError
-
-# Gradients travel in runs of about this many elements.
-_BUCKET_ELEMENTS = 1 << 23
 
 
 class GradientTrees:
@@ -39,16 +39,29 @@ class GradientTrees:
         model: the module whose trained parameters it is, or a pipeline stage's chunks.
         group: the ranks that see different samples; it sums over parts (``communication.trees.sum_in_parts``).
         dtype: of the sums; each parameter's own if None.
+        scatter: as of ``GradientBuffers``: each rank gets its own interval of each bucket (``Bucket.own``), and
+            ``main_grad`` is a view of the bucket, of which the rest is of no use.
+        whole: with ``scatter``, parameters whose gradients every rank gets all the same.
+
+    Attributes:
+        buckets: with ``scatter``, in the order in which they are reduced.
 
     Raises:
-        ConfigError: in ``finish``, a parameter got a gradient from some micro-batches only.
+        ConfigError: in ``finish``, a parameter got a gradient from some micro-batches only, or with ``scatter`` none.
     """
 
     def __init__(
-        self, model: nn.Module | Sequence[nn.Module], *, group: ProcessGroup, dtype: torch.dtype | None = None
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        group: ProcessGroup,
+        dtype: torch.dtype | None = None,
+        scatter: bool = False,
+        whole: Collection[Parameter] = (),
     ) -> None:
         self.group = group
         self.dtype = dtype
+        self.buckets: list[Bucket] = []
         self._run = 1
         modules = [model] if isinstance(model, nn.Module) else list(model)
         self._sums: dict[tuple[Parameter, int], _Sum] = {}
@@ -67,10 +80,23 @@ class GradientTrees:
             tensor: Any = param
             # Models hand the output layer's part of a tied weight's gradient here.
             tensor.take_output_gradient = self._take_output_gradient
+        whole = set(whole)
+        for _, params in trained_by_dtype(modules, apart=whole) if scatter else ():
+            self.buckets += make_buckets(
+                [param for _, param in params],
+                dtype=dtype,
+                bucket_size=DEFAULT_BUCKET_SIZE,
+                num_ranks=group.size(),
+                is_scattered=params[0][1] not in whole,
+            )[1]
 
     def begin(self, num_micro_batches: int) -> None:
         """Forget all gradients; this rank has so many micro-batches in the step to come, and others as many."""
         self._run = num_micro_batches // (num_micro_batches & -num_micro_batches)
+        self.zero_()
+
+    def zero_(self) -> None:
+        """Forget all gradients."""
         self._sums.clear()
         for param in self._names:
             tensor: Any = param
@@ -91,6 +117,10 @@ class GradientTrees:
             raise ConfigError(
                 f"exact: {name} got a gradient from {count} of {most} micro-batches; it needs one from each"
             )
+        for bucket in self.buckets:
+            self._reduce_(bucket)
+        if self.buckets:
+            return
         keys = [key for param in self._names for use in (0, 1) if (key := (param, use)) in self._sums]
         totals = dict(zip(keys, self._over_ranks([self._sums.pop(key).total() for key in keys]), strict=True))
         for param in self._names:
@@ -117,6 +147,31 @@ class GradientTrees:
     def _add(self, param: Parameter, use: int, grad: Tensor) -> None:
         summed = self._sums.setdefault((param, use), _Sum(self._run))
         summed.add(grad if self.dtype is None else grad.to(self.dtype))
+
+    def _reduce_(self, bucket: Bucket) -> None:
+        """Sum over the ranks what lies in a bucket, to each element's owner or to every rank."""
+        others: list[tuple[int, Tensor]] = []
+        for index, param in enumerate(bucket.params):
+            totals = [self._sums.pop(key).total() for use in (0, 1) if (key := (param, use)) in self._sums]
+            if not totals:
+                raise ConfigError(
+                    f"exact: {self._names[param]} got no gradient, and its optimizer's state is split over the "
+                    "data-parallel ranks; freeze it, or leave zero out"
+                )
+            tensor: Any = param
+            tensor.main_grad = bucket.view(index).copy_(totals[0])
+            others += [(index, total.flatten()) for total in totals[1:]]
+        target = bucket.own(bucket.data, self.group) if bucket.is_scattered else bucket.data
+        reduce = reduce_scatter if bucket.is_scattered else all_reduce
+        target.copy_(reduce(bucket.data, group=self.group))
+        for index, total in others:
+            view = bucket.view(index).view(-1)
+            if not bucket.is_scattered:
+                view += all_reduce(total, group=self.group)
+                continue
+            intervals = bucket.intervals(index, self.group.size())
+            low, high = intervals[self.group.rank()]
+            view[low:high] += reduce_scatter(total, group=self.group, sizes=[stop - start for start, stop in intervals])
 
     def _over_ranks(self, totals: Sequence[Tensor]) -> list[Tensor]:
         if self.group.size() == 1:
@@ -152,11 +207,11 @@ class _Sum:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Runs of tensors of one dtype, each of about ``_BUCKET_ELEMENTS``."""
+    """Runs of tensors of one dtype, each of about ``DEFAULT_BUCKET_SIZE``."""
     bucket: list[Tensor] = []
     elements = 0
     for tensor in tensors:
-        if bucket and (elements + tensor.numel() > _BUCKET_ELEMENTS or tensor.dtype != bucket[0].dtype):
+        if bucket and (elements + tensor.numel() > DEFAULT_BUCKET_SIZE or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket, elements = [], 0
         bucket.append(tensor)

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.communication.collectives import all_gather_async
 from shardwise.communication.pending import Pending
 from shardwise.data_parallel.gradient_buffers import GradientBuffers
+from shardwise.data_parallel.gradient_trees import GradientTrees
 from shardwise.sharding import Interval
 
 
@@ -68,14 +69,14 @@ class ParameterBuffers:
 
     Args:
         model: the module, or a pipeline stage's chunks, as it was given to ``gradients``.
-        gradients: its gradients, in buffers.
+        gradients: its gradients, in buckets.
 
     Attributes:
         group: the ranks that share out the updates.
         shares: by parameter.
     """
 
-    def __init__(self, model: nn.Module | Sequence[nn.Module], gradients: GradientBuffers) -> None:
+    def __init__(self, model: nn.Module | Sequence[nn.Module], gradients: GradientBuffers | GradientTrees) -> None:
         self.group = gradients.group
         self.shares: dict[Parameter, Share] = {}
         self._buckets = gradients.buckets

@@ -134,7 +134,7 @@ def global_grad_norm(
     """
     if exact_parts(tp_group) is not None:
         counted_once = (
-            (gradient, layout)
+            (gradient, layout, None if shares is None else shares[param])
             for _, param, layout in named_param_layouts(model, tp_group.size())
             if (gradient := gradient_of(param)) is not None and not getattr(param, "shared", False)
         )

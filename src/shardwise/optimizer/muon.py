@@ -48,7 +48,10 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     """
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix
-    norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    # Of one thread for each row, so that their number changes no bit.
+    norm = torch.linalg.vector_norm(
+        torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
+    )
     x = x / (norm + torch.finfo(norm.dtype).tiny).to(x.dtype)
     a, b, c = _COEFFICIENTS
     for _ in range(_STEPS):
@@ -153,6 +156,7 @@ class Muon:
         momentum: decay of the gradient's mean.
         matrix_learning_rate_ratio: learning rate of the matrices, as a multiple of the other's.
         betas, epsilon: of AdamW.
+        exact_parts: as of ``AdamW``.
     """
 
     def __init__(
@@ -165,6 +169,7 @@ class Muon:
         matrix_learning_rate_ratio: float,
         betas: tuple[float, float],
         epsilon: float,
+        exact_parts: int | None = None,
     ) -> None:
         self._parts: dict[Parameter, list[_Part]] = {}
         self._momenta: dict[Parameter, Tensor] = {}
@@ -186,6 +191,7 @@ class Muon:
             betas=betas,
             epsilon=epsilon,
             without=self._parts,
+            exact_parts=exact_parts,
         )
         self._own: dict[str, Any] = {
             "params": list(self._parts),
@@ -225,7 +231,8 @@ class Muon:
                 for index, move in self._moves(params, gradients).items()
             }
             for param, move in zip(params, dealing.hand_back(moves, like=params[0]), strict=True):
-                param.mul_(1 - rate * self._own["weight_decay"]).add_(move.view_as(param), alpha=-rate)
+                # In 16 bits the sum with a multiple rounds the last elements of a tensor otherwise: two operations.
+                param.mul_(1 - rate * self._own["weight_decay"]).sub_(move.view_as(param).mul_(rate))
 
     def _moves(self, params: Sequence[Parameter], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """How weights shall move, per unit of learning rate, by their places among ``params``.

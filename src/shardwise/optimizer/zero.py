@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shardwise.data_parallel import Division, GradientBuffers, ParameterBuffers
+from shardwise.data_parallel import Division, GradientBuffers, GradientTrees, ParameterBuffers
 from shardwise.optimizer.master_weights import MasterWeights
 from shardwise.optimizer.optimizer import ShardedOptimizer
 from shardwise.sharding import Interval, ParamLayout
@@ -30,7 +30,7 @@ class ZeroOptimizer:
     Args:
         optimizer: of the model's parameters, before its first step; from here on it updates this rank's elements.
         model: the module, or a pipeline stage's chunks; its parameters' memory moves.
-        gradients: its gradients, in buffers made with ``scatter``.
+        gradients: its gradients, made with ``scatter``.
         has_masters: parameters in 16 bits have fp32 copies, which are updated.
 
     Attributes:
@@ -43,7 +43,7 @@ class ZeroOptimizer:
         self,
         optimizer: ShardedOptimizer,
         model: nn.Module | Sequence[nn.Module],
-        gradients: GradientBuffers,
+        gradients: GradientBuffers | GradientTrees,
         *,
         has_masters: bool,
     ) -> None:

@@ -36,8 +36,6 @@ def check_exact(settings: RunSettings, dp: int) -> None:
     )
     for excluded, what in (
         (parallel.fsdp, "parallel.fsdp, whose sums are PyTorch's"),
-        (parallel.zero > 0, f"parallel.zero {parallel.zero}"),
-        (settings.optimizer.name != "adamw", f"optimizer.name {settings.optimizer.name}"),
         (settings.training.rng != "global", f"training.rng {settings.training.rng}, by which each rank draws its own"),
     ):
         require(not excluded, f"parallel.exact has no exact form of {what}; leave one of them out")

@@ -50,18 +50,17 @@ def build_optimizer(
     parts = chunks[0].config.exact_parts
     if parts is not None:
         sum_in_parts(dp_group, parts)
-        trees = GradientTrees(chunks, group=dp_group, dtype=dtype)
-        return MasterWeights(optimizer, model) if has_masters else optimizer, trees
     if settings.parallel.shards_fully(num_ranks):
         from shardwise.data_parallel.fully_sharded import FullyShardedModel
 
         sharded = FullyShardedModel(chunks, group=dp_group, dtype=dtype)
         return LocalShards(optimizer, sharded), sharded
-    if num_ranks == 1 and not has_masters:
+    if num_ranks == 1 and not has_masters and parts is None:
         return optimizer, None
     splits_state = settings.parallel.zero > 0 and num_ranks > 1
     whole = summed_over_other_groups(model, tp_group=groups.tp, embd_group=groups.embd)
-    gradients = GradientBuffers(chunks, group=dp_group, dtype=dtype, scatter=splits_state, whole=whole)
+    summing = GradientBuffers if parts is None else GradientTrees
+    gradients = summing(chunks, group=dp_group, dtype=dtype, scatter=splits_state, whole=whole)
     if splits_state:
         return ZeroOptimizer(optimizer, chunks, gradients, has_masters=has_masters), gradients
     return MasterWeights(optimizer, model) if has_masters else optimizer, gradients

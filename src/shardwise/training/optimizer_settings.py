@@ -100,10 +100,10 @@ class OptimizerSettings(Checked, prefix="optimizer."):
             "weight_decay": self.weight_decay,
             "betas": (self.beta1, self.beta2),
             "epsilon": self.epsilon,
+            "exact_parts": getattr(getattr(model, "config", None), "exact_parts", None),
         }
         if self.name == "adamw":
-            config: Any = getattr(model, "config", None)
-            return AdamW(model, exact_parts=getattr(config, "exact_parts", None), **options)
+            return AdamW(model, **options)
         ratio = self.matrix_learning_rate_ratio
         return Muon(
             model,
