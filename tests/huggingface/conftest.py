@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
-from hf_references import Reference, make_reference
+from hf_references import Reference, add_padded_values, make_reference
 
 from shardwise.topology import Groups
 from shardwise.training.ranks import open_ranks
@@ -30,6 +30,14 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
 def reference(request: pytest.FixtureRequest, make: Callable[[str], Reference]) -> Reference:
     """The reference that the test's parameter names."""
     return make(request.param)
+
+
+@pytest.fixture
+def padded(reference: Reference) -> Reference:
+    """The same, with what it computes of a padded batch."""
+    if not (reference.folder.parent / "padded.safetensors").exists():
+        add_padded_values(reference)
+    return reference
 
 
 @pytest.fixture

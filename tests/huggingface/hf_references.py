@@ -172,6 +172,10 @@ class Reference:
         """``input_ids``, ``labels``, ``logits``, ``loss``, and ``gradient.NAME`` for each stored tensor."""
         return load_file(self.folder.parent / "values.safetensors")
 
+    def padded_values(self) -> dict[str, Tensor]:
+        """What ``add_padded_values`` saved."""
+        return load_file(self.folder.parent / "padded.safetensors")
+
     def weights(self) -> dict[str, Tensor]:
         """The stored tensors."""
         return load_file(self.folder / "model.safetensors")
@@ -193,28 +197,47 @@ def transformers_model(name: str, **changes: Any) -> Any:
     return model.eval()
 
 
+PADDED = torch.tensor([[0] * 3 + [1] * 8, [1] * 9 + [0] * 2, [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]])
+"""A mask with padding on the left, on the right, and in the middle."""
+
+
 def make_reference(name: str, root: Path) -> Reference:
     """Save a model and what it computes below ``root``."""
     model = transformers_model(name)
-    folder = root / name / "model"
-    model.save_pretrained(folder)
-    generator = torch.Generator().manual_seed(1)
-    vocab_size = model.config.vocab_size
-    # Without BERT's padding, 0, which transformers gives no gradient from the lookup.
-    input_ids, labels = (torch.randint(1, vocab_size, (BATCH, LENGTH), generator=generator) for _ in range(2))
-    labels[:, 3] = -100
-    values = {"input_ids": input_ids, "labels": labels}
+    reference = Reference(name, root / name / "model")
+    model.save_pretrained(reference.folder)
+    mask = None
     if name.startswith("bert"):
-        kinds = (torch.arange(LENGTH) >= 5).long().expand(BATCH, -1).contiguous()
         mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
         mask[1, 9:] = 0
-        values |= {"token_types": kinds, "mask": mask}
-        output = model(input_ids=input_ids, token_type_ids=kinds, attention_mask=mask)
+    _save_values(reference, model, "values", mask, seed=1)
+    return reference
+
+
+def add_padded_values(reference: Reference) -> None:
+    """Save what the model computes of a batch padded as ``PADDED``."""
+    _save_values(reference, transformers_model(reference.name), "padded", PADDED, seed=2)
+
+
+def _save_values(reference: Reference, model: Any, file: str, mask: Tensor | None, *, seed: int) -> None:
+    name, generator = reference.name, torch.Generator().manual_seed(seed)
+    shape = (BATCH, LENGTH) if mask is None else mask.shape
+    # Without BERT's padding, 0, which transformers gives no gradient from the lookup.
+    input_ids, labels = (torch.randint(1, model.config.vocab_size, shape, generator=generator) for _ in range(2))
+    labels[:, 3] = -100
+    values = {"input_ids": input_ids, "labels": labels}
+    if mask is not None:
+        values["mask"] = mask
+        # What stands where padding is must not matter.
+        labels[mask == 0] = -100
+    if name.startswith("bert"):
+        values["token_types"] = (torch.arange(LENGTH) >= 5).long().expand(shape[0], -1).contiguous()
+        output = model(input_ids=input_ids, token_type_ids=values["token_types"], attention_mask=mask)
         logits = output.prediction_logits if name == "bert" else output.logits
         if name == "bert":
             values["sentence_logits"] = output.seq_relationship_logits
     else:
-        logits = model(input_ids=input_ids).logits
+        logits = model(input_ids=input_ids, attention_mask=mask).logits
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     total = loss + values["sentence_logits"].logsumexp(-1).sum() if "sentence_logits" in values else loss
     total.backward()
@@ -222,8 +245,10 @@ def make_reference(name: str, root: Path) -> Reference:
     names = STORED_NAMES.get(name, {})
     gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
     values |= {f"gradient.{names.get(key, key)}": gradient for key, gradient in gradients.items()}
-    save_file({key: value.detach().contiguous() for key, value in values.items()}, root / name / "values.safetensors")
-    return Reference(name, folder)
+    save_file(
+        {key: value.detach().contiguous() for key, value in values.items()},
+        reference.folder.parent / f"{file}.safetensors",
+    )
 
 
 def layouts(world_size: int) -> list[tuple[int, int]]:

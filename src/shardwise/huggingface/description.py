@@ -72,6 +72,7 @@ class ModelDescription:
     final_logit_softcap: float | None = None
     attention_logit_softcap: float | None = None
     position_offset: int = 0
+    positions_skip_padding: bool = False
     share_embeddings_and_output_weights: bool = False
     position_embedding_type: str = "learned_absolute"
     rotary_percent: float = 1.0

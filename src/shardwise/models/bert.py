@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication import moves
 from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError, ShardingError
+from shardwise.errors import ConfigError
 from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm, parameter_device
+from shardwise.models.padding import forbidden_keys, is_token
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.sharding import balanced_sizes
 from shardwise.topology import Groups
@@ -182,9 +183,12 @@ class Bert(TransformerModel):
             hidden: Tensor = self.embedding(input_ids, position_ids, tokentype_ids)
         else:
             hidden = self._input_of_a_later_stage()
+        forbidden = None
+        if attention_mask is not None:
+            forbidden = forbidden_keys(is_token(attention_mask, hidden.size(1), s))
         hidden = self.encoder(
             hidden,
-            attention_mask=AttentionMask(_padding(attention_mask, hidden.size(1), s), alibi_slopes=self.alibi_slopes),
+            attention_mask=AttentionMask(forbidden, alibi_slopes=self.alibi_slopes),
             sequence_length=s,
             **self._rotary(position_ids, s, hidden),
         )
@@ -196,15 +200,3 @@ class Bert(TransformerModel):
         hidden = self.lm_head(hidden)
         scores = self._logits(hidden, s) if lm_labels is None else self._loss(hidden, lm_labels, s)
         return scores, binary_logits
-
-
-def _padding(attention_mask: Tensor | None, b: int, s: int) -> Tensor | None:
-    """``[b, 1, 1, s]``, True for padding."""
-    if attention_mask is None:
-        return None
-    if attention_mask.shape != (b, s):
-        raise ShardingError(
-            f"the attention mask has shape {list(attention_mask.shape)}; it must be [{b}, {s}], 1 for each real token "
-            "and 0 for padding"
-        )
-    return (attention_mask == 0)[:, None, None, :]

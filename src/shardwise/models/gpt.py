@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
+from shardwise.models.padding import TokensFirst, forbidden_keys, is_token, positions_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.block import TransformerBlock
-from shardwise.transformer.masks import AttentionMask
+from shardwise.transformer.masks import AttentionMask, AttnMaskType
 
 
 class GPT(TransformerModel):
@@ -27,6 +28,7 @@ class GPT(TransformerModel):
         rope_scaling: lowers the rotary frequencies, for longer contexts.
         window_rotary_base: base of the rotary wavelengths of layers with a window, if they have one of their own.
         position_offset: rows of a table of learned positions before that of position 0 (OPT has 2).
+        positions_skip_padding: padding is not counted by positions, where ``forward`` is given none (OPT).
         vp_stage: which of the stage's chunks this is, with interleaving.
 
     Attributes:
@@ -59,9 +61,11 @@ class GPT(TransformerModel):
         Args:
             input_ids: ``[b, s]`` token ids. A stage that is not the first reads only their shape, and its input from
                 ``set_input_tensor``.
-            position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
-            attention_mask: bools, True where attention is forbidden, broadcast to ``[b, heads/t, s, keys]``; what comes
-                after a token is forbidden anyway.
+            position_ids: ``[s]`` or ``[b, s]``; if None 0 to ``s - 1``, padding counted, or with
+                ``positions_skip_padding`` and a mask ``[b, s]`` how many tokens are before each.
+            attention_mask: ``[b, s]``, 1 or True for tokens and 0 for padding, wherever in a row that is, as in
+                ``transformers``; with a cache ``[b, keys]``. Or bools of more dimensions, True where attention is
+                forbidden, broadcast to ``[b, heads/t, s, keys]``. What comes after a token is forbidden anyway.
             labels: ``[b, s]`` ids to predict; -100 costs nothing.
             document_ids: ``[b, s]`` integers, for several texts packed into one row: tokens see those with their own
                 number only. Positions go on from text to text unless ``position_ids`` say otherwise.
@@ -69,20 +73,36 @@ class GPT(TransformerModel):
 
         Returns:
             Loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``), or ``[s, b, h]``
-            (``[s/t, b, h]`` with sequence parallelism) on a stage that is not the last.
+            (``[s/t, b, h]`` with sequence parallelism) on a stage that is not the last. What is returned for padding
+            means nothing, and is finite.
 
         Raises:
-            ShardingError: the sequence is too long, or a later stage has no input.
+            ShardingError: the sequence is too long, a mask of another shape, or a later stage has no input.
             VocabularyError: an id outside the vocabulary.
         """
         s = self._sequence_length(input_ids, position_ids, labels)
+        forbidden, first, key_positions = attention_mask, None, None
+        if attention_mask is not None and attention_mask.dim() == 2:
+            b = (self._input_of_a_later_stage() if input_ids is None else input_ids.t()).size(1)
+            tokens = is_token(attention_mask, b, s + getattr(cache, "length", 0))
+            forbidden = forbidden_keys(tokens)
+            if position_ids is None and self.positions_skip_padding:
+                position_ids = positions_of(tokens)[:, -s:]
+            if cache is None and document_ids is None and self._sees_all_before:
+                forbidden, first = None, TokensFirst(tokens)
+                position_ids = first.order if position_ids is None else first.move(position_ids.expand(b, -1))
+                input_ids = None if input_ids is None else first.move(input_ids)
+                labels = None if labels is None else first.move(labels)
+            elif self.alibi_slopes is not None:
+                key_positions = positions_of(tokens)
         hidden: Tensor = self.embedding(input_ids, position_ids) if self.pre_process else self._input_of_a_later_stage()
         hidden = self.decoder(
             hidden,
             attention_mask=AttentionMask(
-                attention_mask,
+                forbidden,
                 document_ids=document_ids,
                 alibi_slopes=self.alibi_slopes,
+                key_positions=key_positions,
                 query_position=getattr(cache, "query_position", None),
             ),
             cache=cache,
@@ -91,4 +111,14 @@ class GPT(TransformerModel):
         )
         if not self.post_process:
             return hidden
-        return self._logits(hidden, s) if labels is None else self._loss(hidden, labels, s)
+        if labels is None:
+            logits = self._logits(hidden, s)
+            return logits if first is None else first.move_sequence_back(logits)
+        loss = self._loss(hidden, labels, s)
+        return loss if first is None else first.move_back(loss)
+
+    @property
+    def _sees_all_before(self) -> bool:
+        """Whether every layer's tokens see all tokens before them and none after."""
+        masks = (getattr(layer.self_attention, "attn_mask_type", AttnMaskType.no_mask) for layer in self.block.layers)
+        return self.config.window_size is None and all(mask.is_causal for mask in masks)

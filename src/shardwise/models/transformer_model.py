@@ -64,6 +64,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         window_rotary_base: the base of layers with a window, which are then not scaled (Gemma 3); as the others' if
             None.
         position_offset: rows of a table of learned positions before that of position 0.
+        positions_skip_padding: see ``GPT``.
         groups: process groups.
         vp_stage: which of the stage's chunks this is, with interleaving.
 
@@ -98,6 +99,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         rope_scaling: RotaryScaling | None = None,
         window_rotary_base: float | None = None,
         position_offset: int = 0,
+        positions_skip_padding: bool = False,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, groups)
@@ -105,6 +107,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         self.rope_scaling = rope_scaling or None
         self.window_rotary_base = window_rotary_base
         self.position_offset = position_offset
+        self.positions_skip_padding = positions_skip_padding
         self._check(vocab_size, max_sequence_length, position_embedding_type)
         if config.sequence_parallel and groups.tp.size() == 1:
             # With one rank there is nothing to split.

@@ -40,6 +40,8 @@ class AttentionMask:
         document_ids: ``[b, s]`` integers: tokens see those with their own number only. For several texts packed into
             one row; without a cache.
         alibi_slopes: ``[heads/t]``, this rank's: scores fall by so much per position of distance.
+        key_positions: ``[b, keys]`` integers: the positions that ALiBi measures distances between; each key's place if
+            None.
         query_position: int64 ``[1]`` of the one query, whose keys are a whole cache; what lies after it is forbidden.
             With ALiBi as the only other restriction.
 
@@ -53,6 +55,7 @@ class AttentionMask:
         *,
         document_ids: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        key_positions: Tensor | None = None,
         query_position: Tensor | None = None,
     ) -> None:
         if forbidden is not None and forbidden.dtype != torch.bool:
@@ -62,6 +65,7 @@ class AttentionMask:
         self.forbidden = forbidden
         self.document_ids = document_ids
         self.alibi_slopes = alibi_slopes
+        self.key_positions = key_positions
         self.query_position = query_position
         self._is_plain = forbidden is None and document_ids is None and alibi_slopes is None
         self._made: dict[object, Tensor] = {}
@@ -118,7 +122,11 @@ class AttentionMask:
         if self.alibi_slopes is not None:
             wide = torch.promote_types(query.dtype, torch.float32)
             slopes = self.alibi_slopes.to(device, wide)[:, None, None]
-            bias = (slopes * -(queries - keys).abs().to(wide)).to(query.dtype)
+            distances = queries - keys
+            if self.key_positions is not None:
+                places = self.key_positions[:, None, None, :]
+                distances = places[..., num_keys - new :].transpose(-1, -2) - places
+            bias = (slopes * -distances.abs().to(wide)).to(query.dtype)
         if forbidden:
             bias = bias.masked_fill(functools.reduce(torch.logical_or, forbidden), -torch.inf)
         return bias
