@@ -1,5 +1,6 @@
 """Text generation with a split model: key-value cache, sampling from split logits, the loop."""
 
+from shardwise.inference.batch import generate_batch as generate_batch
 from shardwise.inference.cache import PreallocatedCache as PreallocatedCache
 from shardwise.inference.generation import generate as generate
 from shardwise.inference.generation import sequence_log_probs as sequence_log_probs

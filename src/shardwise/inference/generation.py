@@ -79,7 +79,7 @@ def generate(
     check_same(asked, "what to generate", group=model.tp_group)
     if is_of_another:
         raise ConfigError("the prefix cache is of another model; make it of the one that generates")
-    _check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
+    check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
 
     device = model.embedding.word_embeddings.weight.device
     generator = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(seed)
@@ -92,7 +92,7 @@ def generate(
     unread = torch.tensor([context[cache.length :]], device=device)
     step = DecodeStep(model, cache) if DecodeStep.why_not(model) is None else None
     try:
-        with _evaluation(model):
+        with evaluation_mode(model):
             while len(new_tokens) < max_new_tokens:
                 logits = _next_logits(model, unread, cache, vocab_size, step)
                 chosen = choose_next_token(
@@ -133,13 +133,13 @@ def sequence_log_probs(model: GPT, input_ids: Tensor) -> Tensor:
         ShardingError: the sequences are longer than the model's ``max_sequence_length`` and one.
         VocabularyError: a token outside the vocabulary.
     """
-    with _evaluation(model):
+    with evaluation_mode(model):
         loss: Tensor = model(input_ids[:, :-1], labels=input_ids[:, 1:])
     return -loss
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; each module's own mode is restored, whatever it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -167,9 +167,10 @@ def _next_logits(
     return logits
 
 
-def _check_arguments(
+def check_arguments(
     prompt_ids: Sequence[int], max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocab_size: int
 ) -> None:
+    """Raise what ``generate`` does of arguments out of range."""
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must not be negative")
     if not 0 <= seed < 2**63:

@@ -19,6 +19,7 @@ Nothing here waits for a GPU before the choice is read: a token that cannot be c
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,13 +119,23 @@ def sample_next_token(
 
 
 def choose_next_token(
-    logits: Tensor, sampling: Sampling, *, vocab_size: int, group: ProcessGroup, generator: torch.Generator
+    logits: Tensor,
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+    group: ProcessGroup,
+    generator: torch.Generator | Sequence[torch.Generator],
 ) -> Tensor:
-    """``sample_next_token`` without a look at the choice: -1 where the logits are infinite or not numbers."""
+    """``sample_next_token`` without a look at the choice: -1 where the logits are infinite or not numbers.
+
+    Of several generators each row has its own, as if it were alone.
+    """
     if sampling.temperature == 0 or sampling.top_k == 1:
         return _argmax(logits, vocab_size, group)
     start = _check_shard(logits, vocab_size, group)
-    uniform = torch.rand(logits.size(0), vocab_size, generator=generator, dtype=torch.float64, device=generator.device)
+    generators = [generator] if isinstance(generator, torch.Generator) else generator
+    shape = logits.size(0) // len(generators), vocab_size
+    uniform = torch.cat([torch.rand(shape, generator=g, dtype=torch.float64, device=g.device) for g in generators])
     # Multiplying by the temperature, where dividing by it would be equivalent, does not overflow at a small one.
     noise = (-uniform.log()).log_().mul_(-sampling.temperature).to(logits.device)
     if sampling.top_k == 0 and sampling.top_p == 1:

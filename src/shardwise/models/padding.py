@@ -16,8 +16,8 @@ def is_token(attention_mask: Tensor, b: int, s: int) -> Tensor:
     """
     if attention_mask.shape != (b, s):
         raise ShardingError(
-            f"the attention mask has shape {list(attention_mask.shape)}; a mask of two dimensions must be [{b}, {s}], "
-            "1 for each real token and 0 for padding"
+            f"the attention mask has shape {list(attention_mask.shape)}; it must be [{b}, {s}], 1 for each real "
+            "token and 0 for padding"
         )
     return attention_mask != 0
 
