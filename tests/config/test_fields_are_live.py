@@ -55,6 +55,7 @@ STAGES = {"pipeline_model_parallel_size": 2}
 CHANGES = {
     "params_dtype": Change(torch.float64, "loss"),
     "sequence_parallel": Change(True, "collectives"),
+    "tp_comm_overlap": Change(True, "operators", {"sequence_parallel": True}),
     "perform_initialization": Change(False, "random numbers drawn"),
     "deterministic_mode": Change(True, "operators"),
     "gradient_accumulation_fusion": Change(True, "main gradients"),

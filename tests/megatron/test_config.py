@@ -259,8 +259,8 @@ def test_a_training_dtype_that_layers_do_not_have():
 
 def test_the_word_is_said_for_the_parallel_part_too():
     say_once.cache_clear()
-    with pytest.warns(UserWarning, match="^tp_comm_overlap changes nothing here") as caught:
-        ModelParallelConfig(tp_comm_overlap=True)
+    with pytest.warns(UserWarning, match="^tp_comm_overlap_rs_dgrad changes nothing here") as caught:
+        ModelParallelConfig(tp_comm_overlap_rs_dgrad=True)
     assert caught[0].filename == __file__
 
 

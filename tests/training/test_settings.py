@@ -30,6 +30,11 @@ from shardwise.training.settings import (
         (lambda: ModelSettings(sequence_length=1), "sequence-length is 1"),
         (lambda: ModelSettings(dropout=1.0), "dropout is 1.0"),
         (lambda: ParallelSettings(tp=0), "tp is 0"),
+        (lambda: ParallelSettings(tp=2, tp_comm_overlap=True), "--parallel.sequence-parallel, which is off; use both"),
+        (
+            lambda: ParallelSettings(tp=2, sequence_parallel=True, tp_comm_overlap=True, exact=True),
+            "parallel.exact and --parallel.tp-comm-overlap exclude each other",
+        ),
         (lambda: RecomputeSettings(num_layers=2), "num-layers 2 needs --recompute.granularity full (it is 'none')"),
         (lambda: RecomputeSettings("full", modules=("mlp",)), "needs --recompute.granularity selective"),
         (lambda: RecomputeSettings("selective", modules=()), "names nothing"),

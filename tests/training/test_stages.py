@@ -12,6 +12,8 @@ from harness.parity import assert_bit_equal, assert_close_to
 from training.test_run import open_tiny
 from training.tiny import tiny_settings
 
+from shardwise.communication import overlap
+from shardwise.communication.pending import Pending
 from shardwise.errors import ParityError
 from shardwise.pipeline_parallel import Pipeline
 from shardwise.sharded_state import gather_parameter, sharded_state_dict
@@ -180,6 +182,35 @@ def test_parity_is_proved_in_stages_too(group, tmp_path, monkeypatch):
         monkeypatch.setattr(Pipeline, "run", halved(Pipeline.run))
     with pytest.raises(ParityError, match="more than rounding explains"):
         check_parity(session, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_a_run_that_overlaps_equals_one_rank_and_says_how(group, tmp_path, monkeypatch):
+    parallel = ParallelSettings(tp=2, sequence_parallel=True, tp_comm_overlap=True)
+    settings = dataclasses.replace(tiny_settings(tmp_path), parallel=parallel)
+    session = open_tiny(settings, monkeypatch, tmp_path)
+    assert check_parity(session, steps=2).line().startswith("tp=2 equals tp=1 over 2 steps")
+    lines = [line for line in banner(session).splitlines() if line.startswith("layers ")]
+    assert lines == [
+        "layers parts, column forward, row forward, row backward: symmetric memory is memory of CUDA devices, and this "
+        "is a cpu",
+        f"layers parts, column backward: {dict(session.ways)['column backward'].why}",
+    ]
+    # Lose what the other rank adds.
+    monkeypatch.setattr(overlap, "multiply_and_scatter", halved_sums(overlap.multiply_and_scatter))
+    with pytest.raises(ParityError, match="more than rounding explains"):
+        check_parity(session, steps=2)
+
+
+def halved_sums(multiply_and_scatter):
+    """``multiply_and_scatter`` whose sums are of half of their terms."""
+
+    def wrong(*arguments, **options):
+        pending = multiply_and_scatter(*arguments, **options)
+        return Pending(None, lambda: pending.wait() / 2)
+
+    return wrong
 
 
 def halved(run):

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import shardwise
 from shardwise.cli.launch import physical_cores
 from shardwise.cli.variables import VARIABLES
+from shardwise.communication.symmetric_memory import why_no_symmetric_memory
 from shardwise.communication.transports.shared_memory import why_not_here
 from shardwise.kernels.dispatch import REDUCE_NORM, Call, Choice, report, why_repeat_keys
 from shardwise.training.devices import choose_device
@@ -74,9 +75,10 @@ def fast_paths(devices: Iterable[torch.device]) -> list[Choice]:
         choices.extend(tf32(device.type, "float32"))
         choices.extend(report(device.type, device_index=device.index or 0))
         choices.append(REDUCE_NORM.report(Call(device.type, device_index=device.index or 0)))
-    refusal = why_not_here()
+    refusal, no_symmetric = why_not_here(), why_no_symmetric_memory()
     return [
         *choices,
+        Choice("symmetric memory of GPUs", no_symmetric is None, no_symmetric or "--tp-comm-overlap"),
         Choice("shared memory between CPU ranks", refusal is None, refusal or "ranks of one machine, 2 to 8 of them"),
     ]
 

@@ -124,10 +124,10 @@ def _counted(operator: Any, collective: str) -> Any:
     return kernel
 
 
-def record(name: str, tensor: Tensor) -> None:
-    """Tell the counters of a collective that the dispatcher does not see."""
-    if _active:
-        _record(Launch(name, _num_bytes(tensor)))
+def record(name: str, what: Tensor | int) -> None:
+    """Tell the counters of a collective that the dispatcher does not see, and of this rank's tensor or bytes."""
+    if _active and not getattr(_this_thread, "is_uncounted", False):
+        _record(Launch(name, what if isinstance(what, int) else _num_bytes(what)))
 
 
 @contextlib.contextmanager

@@ -69,14 +69,19 @@ def all_gather_async(
         return Pending(None, lambda: tensor)
     if not 0 <= dim < tensor.dim():
         dim = checked_dim(dim, tensor.shape)
-    if sizes is None:
-        sizes = (tensor.size(dim),) * t
-    elif len(sizes) != t or sizes[group.rank()] != tensor.size(dim):
+    sizes = (tensor.size(dim),) * t if sizes is None else checked_shards(tensor, group, dim, sizes)
+    return choose_transport("all_gather", tensor, group).all_gather(tensor, group, dim, sizes, buffer)
+
+
+def checked_shards(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Sequence[int]:
+    """``sizes``, if they can be those of the ranks' shards that are gathered; see ``all_gather``."""
+    t = group.size()
+    if len(sizes) != t or sizes[group.rank()] != tensor.size(dim):
         raise ShardingError(
             f"all_gather on rank {group.rank()} of {t}: sizes {list(sizes)} do not fit a shard of "
             f"{tensor.size(dim)} along dimension {dim}; pass one size per rank"
         )
-    return choose_transport("all_gather", tensor, group).all_gather(tensor, group, dim, sizes, buffer)
+    return sizes
 
 
 def all_gather(

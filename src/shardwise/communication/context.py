@@ -30,6 +30,7 @@ class GroupContext:
         has_tried_to_share: the ranks have found out whether they share memory.
         time_limits: by type of device, how long a rank waits for another; None where waiting is the stream's affair.
         symmetric_buffers: by device, memory that the ranks reach in each other, where they can.
+        symmetric_refusals: by device, why they cannot; None where they can.
         num_messages: how many messages between two ranks this rank has sent and received.
         exact_parts: over how many parts sums go, by a tree that is the same at every number of ranks (``trees``); None
             where a sum is the transport's.
@@ -41,6 +42,7 @@ class GroupContext:
     has_tried_to_share: bool = False
     time_limits: dict[str, datetime.timedelta | None] = field(default_factory=dict)
     symmetric_buffers: dict[torch.device, GlobalSymmetricMemoryBuffer] = field(default_factory=dict)
+    symmetric_refusals: dict[torch.device, str | None] = field(default_factory=dict)
     num_messages: int = 0
     exact_parts: int | None = None
 

@@ -18,6 +18,7 @@ from shardwise.processes import machine
 _WHAT = "how to make symmetric memory"
 # Activations of one tensor-parallel region of a large model: 8192 tokens of width 16384 in bf16.
 _MEBIBYTES = 256
+_TRIED_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,25 @@ def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None)
     if buffer is None:
         buffer = buffers[device] = GlobalSymmetricMemoryBuffer(_MEBIBYTES, group, device)
     return buffer
+
+
+def why_no_symmetric_memory() -> str | None:
+    """Why no two GPUs of this machine reach each other's memory, as far as one process can tell; None if they do."""
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if number < 2:
+        return f"it takes two GPUs of one machine, and PyTorch sees {number or 'none'}"
+    if not torch.cuda.can_device_access_peer(0, 1):
+        return "the first two GPUs do not reach each other's memory"
+    return None
+
+
+def why_not_symmetric(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks do not reach each other's memory on a device; None if they do. The first call is collective."""
+    refusals = context_of(group).symmetric_refusals
+    if device not in refusals:
+        made = _symmetric(_TRIED_BYTES, group, device)
+        refusals[device] = made if isinstance(made, str) else None
+    return refusals[device]
 
 
 def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, Any] | str:

@@ -18,6 +18,8 @@ class LayerConfig:
         params_dtype: dtype of the parameters.
         sequence_parallel: keep what lies between tensor-parallel regions split along the sequence (Korthikanti et al.
             2022); the activations there take 1/t of the memory. On one rank there is nothing to split.
+        tp_comm_overlap: with ``sequence_parallel`` multiply what ranks gather as it arrives, and send what they sum as
+            it is made: the same numbers, and more of the communication beside products (``communication.overlap``).
         perform_initialization: give weights their initial values when made.
         use_cpu_initialization: draw initial values on the CPU, so that they do not depend on the device.
         deterministic_mode: choose operations whose result does not depend on the order of threads.
@@ -41,6 +43,7 @@ class LayerConfig:
 
     params_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
     perform_initialization: bool = True
     use_cpu_initialization: bool = False
     deterministic_mode: bool = False

@@ -89,6 +89,15 @@ def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return onednn_linear(input_, weight, bias) if onednn else F.linear(input_, weight, bias)
 
 
+def linear_into_(output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``linear``, written into ``output [..., o]``, which is contiguous, and is returned; not recorded by autograd."""
+    rows = input_.reshape(input_.shape[:-1].numel(), input_.size(-1))
+    if prefers_onednn(rows, weight):
+        return output.copy_(onednn_linear(input_, weight, bias))
+    _linear_into(output.view(rows.size(0), weight.size(0)), rows, weight, bias)
+    return output
+
+
 def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``linear`` whose output's rows begin at multiples of 16 bytes on CUDA, whatever their length.
 

@@ -24,6 +24,7 @@ def layer_arguments(config: LayerConfig, *, group: ProcessGroup, linear: bool = 
     if linear:
         arguments |= {
             "sequence_parallel": config.sequence_parallel,
+            "overlap": config.tp_comm_overlap,
             "fuse_weight_gradient": config.gradient_accumulation_fusion,
             "delay_weight_gradient": config.delay_wgrad_compute,
         }

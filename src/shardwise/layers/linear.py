@@ -6,7 +6,7 @@ the backward's communication run while the weight gradient is computed.
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from shardwise.errors import ShardingError
 from shardwise.kernels import products
 from shardwise.kernels.exact_products import ExactProducts
 from shardwise.kernels.main_grad import add_product_, main_grad_of
+from shardwise.layers.overlapped import multiply_gathered, multiply_scattered
 from shardwise.layers.weight_gradient import WeightGradient
 from shardwise.recompute import is_kept_briefly
 from shardwise.sharding import uneven_sizes
@@ -76,13 +77,17 @@ class TensorParallelLinear(Function):
         sizes: Sizes,
         weight_gradient: WeightGradient | None,
         exact: ExactProducts | None = None,
+        overlaps: bool = False,
     ) -> Tensor:
         ctx.exact = exact
+        ctx.overlaps = overlaps
         ctx.parallelism = parallelism
         ctx.group = group
         ctx.sizes = sizes
         ctx.weight_gradient = weight_gradient
         kept = input_ if ctx.needs_input_grad[1] else None
+        output: Tensor | None = None
+        keeps_gathered = False
         if parallelism is LinearParallelism.COLUMN_SEQUENCE:
             assert group is not None
             # A deferred gradient gathers by itself, when its time comes.
@@ -90,7 +95,20 @@ class TensorParallelLinear(Function):
             keeps_gathered = kept is not None and is_kept_briefly() and not defers
             # What is dropped after the product lies in memory that every layer uses in turn.
             buffer = None if keeps_gathered else context_of(group).buffers
-            input_ = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer).wait()
+            if overlaps:
+                output, gathered = multiply_gathered(
+                    "column forward",
+                    input_,
+                    weight,
+                    bias,
+                    group=group,
+                    sizes=sizes,
+                    buffer=buffer,
+                    needs_whole=keeps_gathered,
+                )
+                input_ = input_ if gathered is None else gathered
+            else:
+                input_ = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer).wait()
             if keeps_gathered:
                 kept = input_
         elif parallelism is LinearParallelism.ROW_SEQUENCE:
@@ -98,8 +116,12 @@ class TensorParallelLinear(Function):
             ctx.sizes = uneven_sizes(input_.size(0), group.size())
         if kept is not None and weight_gradient is not None:
             weight_gradient.announce(kept)
-        ctx.gathers_again = parallelism is LinearParallelism.COLUMN_SEQUENCE and kept is not input_
+        ctx.gathers_again = parallelism is LinearParallelism.COLUMN_SEQUENCE and not keeps_gathered
         ctx.save_for_backward(kept, weight)
+        if output is not None:
+            return output
+        if overlaps and parallelism is LinearParallelism.ROW_SEQUENCE:
+            return multiply_scattered("row forward", input_, weight, group=cast(ProcessGroup, group)).wait()
         return _multiply_and_reduce(input_, weight, bias, parallelism, group, exact)
 
     @staticmethod
@@ -113,7 +135,13 @@ class TensorParallelLinear(Function):
         grad_input = grad_weight = grad_bias = None
 
         if parallelism is LinearParallelism.ROW_SEQUENCE:
-            grad_output = all_gather(grad_output, group=group, dim=0, sizes=sizes)
+            if ctx.overlaps and needs_input_grad:
+                grad_input, gathered = multiply_gathered(
+                    "row backward", grad_output, weight.t(), group=group, sizes=sizes
+                )
+                grad_output = cast(Tensor, gathered)
+            else:
+                grad_output = all_gather(grad_output, group=group, dim=0, sizes=sizes)
         if needs_weight_grad and weight_gradient is not None and weight_gradient.defer(input_, grad_output):
             needs_weight_grad = False
             grad_weight = weight_gradient.placeholder()
@@ -124,7 +152,10 @@ class TensorParallelLinear(Function):
             gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
 
         pending: Pending | None = None
-        if needs_input_grad:
+        if ctx.overlaps and needs_input_grad:
+            if parallelism is LinearParallelism.COLUMN_SEQUENCE:
+                pending = multiply_scattered("column backward", grad_output, weight.t(), group=group)
+        elif needs_input_grad:
             grad_input = (products if exact is None else exact).input_gradient(grad_output, weight)
             if parallelism is LinearParallelism.COLUMN:
                 pending = all_reduce_async(grad_input, group=group, may_overwrite=True)
@@ -146,7 +177,7 @@ class TensorParallelLinear(Function):
             grad_bias = flat.sum(dim=0) if exact is None else exact.bias_gradient(flat)
         if pending is not None:
             grad_input = pending.wait()
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -164,6 +195,7 @@ def tensor_parallel_linear(
     sequence_length: int | None = None,
     weight_gradient: WeightGradient | None = None,
     exact: ExactProducts | None = None,
+    overlaps: bool = False,
 ) -> Tensor:
     """``input_ @ weight.T + bias`` on one rank's shard of the weight, with the communication of ``parallelism``.
 
@@ -178,6 +210,8 @@ def tensor_parallel_linear(
         weight_gradient: what becomes of the weight's gradient; autograd's if None.
         exact: makes the products, in a group that sums over parts (``communication.trees``), of one rank too; PyTorch's
             products if None.
+        overlaps: let the products of COLUMN_SEQUENCE and ROW_SEQUENCE be made as the ranks' rows come and go; nothing
+            with the other two, and with ``exact``.
 
     Returns:
         ``[s, b, o]`` (``[s/t, b, o]`` with ROW_SEQUENCE, by the balanced rule).
@@ -193,9 +227,13 @@ def tensor_parallel_linear(
     if sequence_length is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
         assert group is not None
         sizes = shard_sizes(input_, sequence_length, group)
+    sequence = (LinearParallelism.COLUMN_SEQUENCE, LinearParallelism.ROW_SEQUENCE)
+    overlaps = overlaps and exact is None and parallelism in sequence
     local = parallelism is LinearParallelism.LOCAL
     if (local and weight_gradient is None and exact is None) or not torch.is_grad_enabled():
         # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
+        if overlaps:
+            return _overlapped(input_, weight, bias, parallelism, cast(ProcessGroup, group), sizes)
         if parallelism is LinearParallelism.COLUMN_SEQUENCE:
             assert group is not None
             input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=context_of(group).buffers)
@@ -204,7 +242,8 @@ def tensor_parallel_linear(
         input_, weight, bias = products.autocast(input_, weight, bias)
     is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
     fused = LinearParallelism.LOCAL if is_row and is_kept_briefly() else parallelism
-    output: Tensor = TensorParallelLinear.apply(input_, weight, bias, fused, group, sizes, weight_gradient, exact)
+    arguments = (fused, group, sizes, weight_gradient, exact, overlaps and fused is parallelism)
+    output: Tensor = TensorParallelLinear.apply(input_, weight, bias, *arguments)
     if fused is parallelism:
         return output
     # Recomputation ends with the last tensor that is saved. The product saves, the move after it does not: apart, the
@@ -241,6 +280,25 @@ def shard_sizes(shard: Tensor, sequence_length: int | None, group: ProcessGroup)
             f"{sequence_length}; it should have {sequence_length // group.size()}"
         )
     return sizes
+
+
+def _overlapped(
+    input_: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    parallelism: LinearParallelism,
+    group: ProcessGroup,
+    sizes: Sizes,
+) -> Tensor:
+    """The forward of the sequence-parallel forms without a gradient, overlapped."""
+    if torch.is_autocast_enabled(input_.device.type):
+        input_, weight, bias = products.autocast(input_, weight, bias)
+    if parallelism is LinearParallelism.ROW_SEQUENCE:
+        return multiply_scattered("row forward", input_, weight, group=group).wait()
+    buffer = context_of(group).buffers
+    return multiply_gathered(
+        "column forward", input_, weight, bias, group=group, sizes=sizes, buffer=buffer, needs_whole=False
+    )[0]
 
 
 def _multiply_and_reduce(

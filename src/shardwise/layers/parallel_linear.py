@@ -27,6 +27,8 @@ class ParallelLinear(ShardedModule):
 
     Args:
         in_features, out_features, group, sequence_parallel, sections, parallelism: as the layer's own.
+        overlap: with ``sequence_parallel`` multiply the ranks' rows as they come, and sum them as they go
+            (``communication.overlap``), in place of all at once.
         fuse_weight_gradient: add the weight's gradient to ``weight.main_grad`` in place of ``weight.grad``.
         delay_weight_gradient: leave the weight's gradient out of the backward, for ``backward_dw``.
         weight_gradient_queue: where weight gradients wait, before those two.
@@ -55,6 +57,7 @@ class ParallelLinear(ShardedModule):
         sequence_parallel: bool,
         sections: int,
         parallelism: LinearParallelism | None,
+        overlap: bool = False,
         fuse_weight_gradient: bool = False,
         delay_weight_gradient: bool = False,
         weight_gradient_queue: WeightGradientQueue | None = None,
@@ -67,6 +70,7 @@ class ParallelLinear(ShardedModule):
         self.sections = sections
         usual = self._usual_parallelism[self.sequence_parallel]
         self.parallelism = LinearParallelism.LOCAL if group.size() == 1 else parallelism or usual
+        self.overlap = overlap
         self.fuse_weight_gradient = fuse_weight_gradient
         self._delayed = WeightGradientQueue(inputs=[]) if delay_weight_gradient else None
         self._weight_gradient_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
@@ -125,6 +129,7 @@ class ParallelLinear(ShardedModule):
             sequence_length=sequence_length,
             weight_gradient=weight_gradient,
             exact=self._exact,
+            overlaps=self.overlap,
         )
 
     @property

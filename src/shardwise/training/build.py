@@ -62,6 +62,7 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "delay_wgrad_compute": pp > 1 and parallel.pipeline_schedule == "zero-bubble",
         "sequence_parallel": parallel.sequence_parallel,
+        "tp_comm_overlap": parallel.tp_comm_overlap,
         "exact_parts": parallel.exact_parts if parallel.exact else None,
         "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
         **settings.recompute.config_fields(),

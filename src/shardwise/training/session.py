@@ -11,7 +11,9 @@ from torch import nn
 
 from shardwise.accounting.flops import model_flops_per_token
 from shardwise.communication.agreement import agree, gather_objects
+from shardwise.communication.overlap import Pass, Way, ways_of_layers
 from shardwise.communication.transports import transport_name
+from shardwise.config import ModelConfig
 from shardwise.data import DataLoader, SampleLoader, Windows
 from shardwise.huggingface.description import ModelDescription
 from shardwise.layers import named_param_layouts
@@ -40,6 +42,7 @@ class Session:
         loader: training batches.
         windows: held-out windows.
         trainer: model and optimizer.
+        ways: how each pass of the layers goes together with its collective, with ``parallel.tp_comm_overlap``.
         transport: how the tensor-parallel ranks' tensors travel.
         num_parameters: of the whole model, tied weights counted once.
         utilisation: what the steps are measured against.
@@ -54,6 +57,7 @@ class Session:
     loader: DataLoader | SampleLoader
     windows: Windows
     trainer: Trainer
+    ways: list[tuple[Pass, Way]]
     transport: str
     num_parameters: int
     utilisation: Utilisation
@@ -112,10 +116,20 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
         loader,
         windows,
         trainer,
+        ways=_ways(model.config, settings, groups, ranks) if settings.parallel.tp_comm_overlap else [],
         transport=transport_name(groups.tp, ranks.device),
         num_parameters=count_parameters(model, topology),
         utilisation=_utilisation(recipe, ranks, described),
         shortage=shortage,
+    )
+
+
+def _ways(config: ModelConfig, settings: RunSettings, groups: Groups, ranks: Ranks) -> list[tuple[Pass, Way]]:
+    return ways_of_layers(
+        group=groups.tp,
+        device=ranks.device,
+        even=settings.sequence_length % groups.tp.size() == 0,
+        column_has_bias=config.add_qkv_bias,
     )
 
 

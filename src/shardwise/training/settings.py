@@ -83,6 +83,8 @@ class ParallelSettings(Checked, prefix="parallel."):
     Attributes:
         tp: ranks that split each layer; what tp and pp leave of the ranks is data parallelism.
         sequence_parallel: split what lies between tensor-parallel regions along the sequence, which saves memory.
+        tp_comm_overlap: with sequence_parallel let the linear layers multiply what ranks gather as it arrives, and send
+            what they sum as it is made; on GPUs through symmetric memory where they can. The banner says which way.
         pp: pipeline stages, which share out the layers; the text sample at the end of a run needs one stage.
         pipeline_schedule: the order in which stages take micro-batches forward and back. "interleaved" goes with
             virtual_stages over 1.
@@ -98,6 +100,7 @@ class ParallelSettings(Checked, prefix="parallel."):
 
     tp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
     sequence_parallel: Annotated[bool, tyro.conf.arg(aliases=("--sequence-parallel",))] = False
+    tp_comm_overlap: Annotated[bool, tyro.conf.arg(aliases=("--tp-comm-overlap",))] = False
     pp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--pp",))] = 1
     pipeline_schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved", "zero-bubble"], tyro.conf.arg(aliases=("--pipeline-schedule",))
@@ -110,6 +113,16 @@ class ParallelSettings(Checked, prefix="parallel."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            self.sequence_parallel or not self.tp_comm_overlap,
+            "parallel.tp-comm-overlap is about the gathers and sums of --parallel.sequence-parallel, which is off; use "
+            "both, or neither",
+        )
+        require(
+            not (self.exact and self.tp_comm_overlap),
+            "parallel.exact and --parallel.tp-comm-overlap exclude each other: exact makes products and sums over "
+            "fixed parts, whatever the ranks; leave one out",
+        )
         require(
             self.virtual_stages == 1 or (self.pp > 1 and self.pipeline_schedule == "interleaved"),
             f"parallel.virtual-stages {self.virtual_stages} needs --parallel.pipeline-schedule interleaved (it is "

@@ -11,6 +11,7 @@ from shardwise.kernels import dispatch
 from shardwise.training.precision import PRECISIONS
 
 if TYPE_CHECKING:
+    from shardwise.communication.overlap import Way
     from shardwise.training.finishing import Outcome
     from shardwise.training.session import Session
 
@@ -40,6 +41,7 @@ def banner(session: Session) -> str:
         + (f", through {session.transport}" if tp > 1 else "")
         + (f", exact in {settings.parallel.exact_parts} parts" if settings.parallel.exact else "")
         + _device(session)
+        + _ways(session)
         + speed(session)
     )
 
@@ -57,7 +59,8 @@ def _device(session: Session) -> str:
             + (" and gathers" if session.trainer.model.config.sequence_parallel else "")
             + f" behind weight gradients ({queues} is {os.environ.get(queues, 'not set')})"
         )
-        bare.append("the tensor-parallel collectives of the forward, and gathers of output gradients")
+        if not session.ways:
+            bare.append("the tensor-parallel collectives of the forward, and gathers of output gradients")
     if topology.size("dp") > 1:
         hidden.append("sums over data-parallel ranks behind the backward")
     if topology.size("pp") > 1:
@@ -65,6 +68,15 @@ def _device(session: Session) -> str:
     if not hidden:
         return ""
     return f"\noverlap {'; '.join(hidden)}" + "".join(f"\n       not {what}" for what in bare)
+
+
+def _ways(session: Session) -> str:
+    """How each pass of the linear layers goes together with its collective, and why not faster."""
+    passes: dict[Way, list[str]] = {}
+    for pass_, way in session.ways:
+        passes.setdefault(way, []).append(pass_)
+    lines = (f"{way.name}, {', '.join(those)}: {way.why}" for way, those in passes.items())
+    return "".join(f"\nlayers {line}" for line in lines)
 
 
 def _size(number: int) -> str:

@@ -244,6 +244,24 @@ def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int],
     return Pending(Work(work, "all_to_all", tensor, group), lambda: result, tensor)
 
 
+def shift(tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None) -> Pending:
+    """Start sending rows ``step`` places on in the ring, and receiving from as far back."""
+    _validate("shift", tensor, group, step, list(counts), but_dim=0)
+    sent, received = shifted_sizes(group, step, counts)
+    result = tensor.new_empty((sum(received), *tensor.shape[1:])) if out is None else out
+    work = dist.all_to_all_single(result, tensor, received, sent, group=group, async_op=True)
+    return Pending(Work(work, "shift", tensor, group), lambda: result, tensor)
+
+
+def shifted_sizes(group: ProcessGroup, step: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """How many rows this rank sends to and receives from each, where every rank sends its ``counts`` on by ``step``."""
+    t, rank = group.size(), group.rank()
+    sent, received = [0] * t, [0] * t
+    sent[(rank + step) % t] = counts[rank]
+    received[(rank - step) % t] = counts[(rank - step) % t]
+    return sent, received
+
+
 def broadcast_(tensor: Tensor, group: ProcessGroup, group_src: int) -> Tensor:
     """Overwrite ``tensor`` with the source's. No other transport broadcasts: it happens at set-up."""
     _validate("broadcast", tensor, group, group_src)

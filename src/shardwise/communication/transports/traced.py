@@ -14,7 +14,12 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.pending import Pending
-from shardwise.communication.transports.torch_distributed import is_even, join_gathered, packed_by_rank
+from shardwise.communication.transports.torch_distributed import (
+    is_even,
+    join_gathered,
+    packed_by_rank,
+    shifted_sizes,
+)
 
 _operators = torch.ops._c10d_functional
 
@@ -65,4 +70,11 @@ def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int],
     launched = _operators.all_to_all_single(
         tensor.contiguous(), list(output_sizes), list(input_sizes), group.group_name
     )
+    return _pending(launched, lambda result: result)
+
+
+def shift(tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None) -> Pending:
+    """Start sending rows ``step`` places on in the ring, and receiving from as far back; the compiler plans memory."""
+    sent, received = shifted_sizes(group, step, counts)
+    launched = _operators.all_to_all_single(tensor.contiguous(), received, sent, group.group_name)
     return _pending(launched, lambda result: result)

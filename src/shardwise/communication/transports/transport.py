@@ -46,6 +46,15 @@ class Transport(Protocol):
     ) -> Pending:
         """Start an exchange of rows with every rank."""
 
+    def shift(
+        self, tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None
+    ) -> Pending:
+        """Start sending rows to the rank ``step`` places on in the ring, and receiving from the one as far back.
+
+        ``tensor`` is contiguous, with as many rows as ``counts`` says of this rank. What is received, as many rows as
+        ``counts`` says of their sender, goes into ``out``, if there is one, contiguous too.
+        """
+
 
 def check_exchange(sent: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
     """Raise DesyncError unless every rank sends what every other expects.

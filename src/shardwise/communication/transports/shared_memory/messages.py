@@ -257,3 +257,39 @@ class AllToAll(_Cut):
         for lanes, part in zip(every, self._parts, strict=True):
             piece = self._piece(part, chunk)
             piece.copy_(lanes[channel.rank, : piece.numel()])
+
+
+class Shift(_Cut):
+    """The rows of the rank ``step`` places back in the ring.
+
+    Args:
+        tensor: this rank's rows, contiguous.
+        step: how far rows go.
+        counts: every rank's number of rows.
+        out: contiguous, receives the result; new memory if None.
+    """
+
+    __slots__ = ("_rows", "_source")
+
+    def __init__(
+        self, channel: Channel, tensor: Tensor, step: int, counts: Sequence[int], out: Tensor | None = None
+    ) -> None:
+        row_shape, dtype = tensor.shape[1:], tensor.dtype
+        self._per_chunk = SLOT_BYTES // dtype.itemsize
+        super().__init__(
+            channel,
+            ("shift", tensor.shape, dtype, f"by {step} of {list(counts)} rows"),
+            hash((6, _DTYPE_NUMBER[dtype], *row_shape, step, *counts)),
+            -(-max(counts) * row_shape.numel() // self._per_chunk),
+        )
+        self._rows = tensor.reshape(-1)
+        self._source = (channel.rank - step) % channel.t
+        self.result = tensor.new_empty((counts[self._source], *row_shape)) if out is None else out
+        self.start()
+
+    def _write(self, chunk: int, slot: int) -> None:
+        self._put(self._piece(self._rows, chunk), slot)
+
+    def _read(self, chunk: int, slot: int) -> None:
+        piece = self._piece(self.result.view(-1), chunk)
+        piece.copy_(self._channel.rows(slot, piece.dtype, piece.shape)[self._source])

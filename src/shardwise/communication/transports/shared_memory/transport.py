@@ -19,9 +19,16 @@ from shardwise.communication.transports.shared_memory.messages import (
     AllReduce,
     AllToAll,
     ReduceScatter,
+    Shift,
 )
 
-CARRIED = {"all_reduce": SUMMABLE, "all_gather": MOVABLE, "reduce_scatter": SUMMABLE, "all_to_all": MOVABLE}
+CARRIED = {
+    "all_reduce": SUMMABLE,
+    "all_gather": MOVABLE,
+    "reduce_scatter": SUMMABLE,
+    "all_to_all": MOVABLE,
+    "shift": MOVABLE,
+}
 """The dtypes that each operation takes."""
 
 REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
@@ -64,3 +71,10 @@ class SharedMemory(Channel):
         """As in ``Transport``."""
         accounting.record("all_to_all", tensor)
         return AllToAll(self, tensor.detach(), output_sizes, input_sizes)
+
+    def shift(
+        self, tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None
+    ) -> Pending:
+        """As in ``Transport``."""
+        accounting.record("all_to_all", tensor)
+        return Shift(self, tensor.detach(), step, counts, out)
