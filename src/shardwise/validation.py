@@ -83,7 +83,13 @@ def deferred_checks() -> DeferredChecks | None:
 
 
 def check_ids(
-    ids: Tensor, vocab_size: int, *, what: str, ignore_index: int | None = None, may_wait: bool = False
+    ids: Tensor,
+    vocab_size: int,
+    *,
+    what: str,
+    ignore_index: int | None = None,
+    may_wait: bool = False,
+    of: str | None = None,
 ) -> None:
     """Raise VocabularyError for ids that are no integers or, where ``validation_applies``, outside the vocabulary.
 
@@ -96,6 +102,7 @@ def check_ids(
         what: what the ids are, for the message.
         ignore_index: one more id that is allowed.
         may_wait: look on CUDA too.
+        of: what they are ids of, for the message; the vocabulary if None.
     """
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise VocabularyError(f"{what} of shape {list(ids.shape)} is of {ids.dtype}; ids are of an integer dtype")
@@ -105,7 +112,7 @@ def check_ids(
     if ignore_index is not None:
         wrong &= ids != ignore_index
     allowed = "" if ignore_index is None else f" (and is not ignore_index {ignore_index})"
-    message = f"is outside the vocabulary of {vocab_size} ids{allowed}"
+    message = f"is outside {of or f'the vocabulary of {vocab_size} ids'}{allowed}"
     deferred = deferred_checks()
     if deferred is not None:
         deferred.add(wrong.any(), partial(_raise_first, ids, wrong, what, message))

@@ -166,7 +166,7 @@ class Reference:
 
     @property
     def is_bert(self) -> bool:
-        return self.name not in GPT_LIKE
+        return self.name.startswith("bert")
 
     def values(self) -> dict[str, Tensor]:
         """``input_ids``, ``labels``, ``logits``, ``loss``, and ``gradient.NAME`` for each stored tensor."""
@@ -181,12 +181,39 @@ class Reference:
         return load_file(self.folder / "model.safetensors")
 
 
+CLASSIFIERS = {
+    "gpt2": ("GPT2ForSequenceClassification", {}),
+    "gpt2_tokens": ("GPT2ForTokenClassification", {}),
+    "bloom": ("BloomForSequenceClassification", {}),
+    "bloom_tokens": ("BloomForTokenClassification", {}),
+    "llama": ("LlamaForSequenceClassification", {}),
+    "llama_tokens": ("LlamaForTokenClassification", {"classifier_dropout": 0.2}),
+    "llama_tied": ("LlamaForSequenceClassification", {"problem_type": "multi_label_classification"}),
+    "mistral": ("MistralForSequenceClassification", {"num_labels": 1}),
+    "mistral_tokens": ("MistralForTokenClassification", {}),
+    "qwen2": ("Qwen2ForSequenceClassification", {"problem_type": "regression"}),
+    "qwen3": ("Qwen3ForSequenceClassification", {}),
+    "phi3": ("Phi3ForSequenceClassification", {}),
+    "smollm3": ("SmolLM3ForSequenceClassification", {}),
+    "olmo2": ("Olmo2ForSequenceClassification", {}),
+    "gemma2": ("Gemma2ForSequenceClassification", {}),
+    "gemma3": ("Gemma3TextForSequenceClassification", {}),
+    "gpt_neox": ("GPTNeoXForSequenceClassification", {}),
+    "gpt_neox_tokens": ("GPTNeoXForTokenClassification", {}),
+    "opt": ("OPTForSequenceClassification", {}),
+    "bert": ("BertForSequenceClassification", {"problem_type": "single_label_classification"}),
+    "bert_tokens": ("BertForTokenClassification", {}),
+}
+"""Models of ``MODELS`` with heads for labels, three but where it says otherwise."""
+
+
 def transformers_model(name: str, **changes: Any) -> Any:
     """A model of ``MODELS`` in which every parameter is random, in evaluation mode."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
-    class_name, fields = MODELS[name]
+    class_name, fields = MODELS[name.removesuffix("_tokens")]
+    class_name = changes.pop("class_name", class_name)
     model_class = getattr(transformers, class_name)
     torch.manual_seed(len(name))
     model = model_class(model_class.config_class(**(fields | changes), attn_implementation="eager"))
@@ -217,6 +244,37 @@ def make_reference(name: str, root: Path) -> Reference:
 def add_padded_values(reference: Reference) -> None:
     """Save what the model computes of a batch padded as ``PADDED``."""
     _save_values(reference, transformers_model(reference.name), "padded", PADDED, seed=2)
+
+
+def make_classifier(name: str, root: Path) -> Reference:
+    """Save a model of ``CLASSIFIERS`` below ``root``, and what it computes of a padded batch."""
+    class_name, changes = CLASSIFIERS[name]
+    changes = {"num_labels": 3, "pad_token_id": 0} | changes
+    model = transformers_model(name, class_name=class_name, **changes)
+    reference = Reference(name, root / f"{name}_classifier" / "model")
+    model.save_pretrained(reference.folder)
+    generator = torch.Generator().manual_seed(3)
+    n, rows = changes["num_labels"], len(PADDED)
+    input_ids = torch.randint(1, model.config.vocab_size, PADDED.shape, generator=generator)
+    if not reference.is_bert:
+        input_ids = input_ids.masked_fill(PADDED == 0, 0)
+    if name.endswith("_tokens"):
+        labels = torch.randint(n, PADDED.shape, generator=generator).masked_fill(PADDED == 0, -100)
+    elif changes.get("problem_type") == "multi_label_classification":
+        labels = torch.randint(2, (rows, n), generator=generator).float()
+    elif changes.get("problem_type") == "regression" or n == 1:
+        labels = torch.rand((rows, n) if n > 1 else (rows,), generator=generator)
+    else:
+        labels = torch.tensor([2, -100, 0])
+    output = model(input_ids=input_ids, attention_mask=PADDED, labels=labels)
+    output.loss.backward()
+    values = {"input_ids": input_ids, "labels": labels, "logits": output.logits, "loss": output.loss, "mask": PADDED}
+    values |= {f"gradient.{key}": param.grad for key, param in model.named_parameters() if param.grad is not None}
+    save_file(
+        {key: value.detach().contiguous() for key, value in values.items()},
+        reference.folder.parent / "values.safetensors",
+    )
+    return reference
 
 
 def _save_values(reference: Reference, model: Any, file: str, mask: Tensor | None, *, seed: int) -> None:

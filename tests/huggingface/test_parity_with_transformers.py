@@ -35,11 +35,7 @@ class Step:
 
         def forward_step(iterator: object, model: Any) -> tuple[Tensor, Any]:
             labels = self.values["labels"] if with_labels else None
-            if self.reference.is_bert:
-                inputs = [self.values[name] for name in ("input_ids", "mask", "token_types")]
-                output = model(*inputs, lm_labels=labels)
-            else:
-                output = model(self.values["input_ids"], attention_mask=self.values.get("mask"), labels=labels)
+            output = self.call(model, labels)
             if model.post_process:
                 output = self.remember(output, labels)
             return output, lambda scalar: (scalar, None)
@@ -56,6 +52,11 @@ class Step:
             pg_collection=self.groups,
         )
 
+    def call(self, model: Any, labels: Tensor | None) -> Any:
+        if self.reference.is_bert:
+            return model(*(self.values[name] for name in ("input_ids", "mask", "token_types")), lm_labels=labels)
+        return model(self.values["input_ids"], attention_mask=self.values.get("mask"), labels=labels)
+
     def remember(self, output: Any, labels: Tensor | None) -> Tensor:
         output, sentence_logits = output if self.reference.is_bert else (output, None)
         if sentence_logits is not None:
@@ -69,35 +70,59 @@ class Step:
         return loss if sentence_logits is None else loss + sentence_logits.logsumexp(-1).sum()
 
 
+class ClassifierStep(Step):
+    """The same of a model with a classification head."""
+
+    def call(self, model: Any, labels: Tensor | None) -> Any:
+        return model(self.values["input_ids"], attention_mask=self.values["mask"], labels=labels)
+
+    def remember(self, output: Any, labels: Tensor | None) -> Tensor:
+        if labels is None:
+            self.outputs["logits"] = output.detach()
+            return output.sum()
+        counted = (labels != -100).sum() if output.shape == labels.shape and not labels.is_floating_point() else None
+        self.outputs["loss"] = loss = output.sum() / (output.numel() if counted is None else counted)
+        return loss
+
+
 def gathered_gradients(model: Any, reference: Reference) -> dict[str, Tensor]:
     """The gradients of this rank's stage, whole, by transformers' names."""
     config = read_config(reference.folder)
+    table = config.architecture.table_of(config.description.classification)
     gradients: dict[str, Tensor] = {}
     for key, shard in model.sharded_state_dict().items():
         grad = shard.data.grad
         assert grad is not None, f"{key} has no gradient"
         whole = gather_shards(grad, shard.layout, model.tp_group)
-        composition = compose(config.architecture.table, key, shard.layout.global_shape, config.description.heads)
+        composition = compose(table, key, shard.layout.global_shape, config.description.heads)
         gradients |= composition.take_apart(whole)
     return gradients
 
 
 def check(
-    reference: Reference, expected: dict[str, Tensor], tp: int, pp: int, *, sequence_parallel: bool = False
+    reference: Reference,
+    expected: dict[str, Tensor],
+    tp: int,
+    pp: int,
+    *,
+    sequence_parallel: bool = False,
+    kind: type[Step] = Step,
 ) -> None:
     """Load the model at a layout, and compare logits, loss and gradients; at real tokens, where there is a mask."""
     groups = groups_of(tp, pp)
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     model = load_pretrained(reference.folder, groups=groups, sequence_parallel=sequence_parallel, **dropout)
     model.parallel_output = False
-    step = Step(model, reference, groups, expected)
+    if kind is ClassifierStep and model.post_process:
+        model.classifier.dropout.p = 0.0
+    step = kind(model, reference, groups, expected)
     step.run(with_labels=False)
     step.run(with_labels=True)
     finalize_gradients_(model, tp_group=groups.tp, dp_group=groups.dp, embd_group=groups.embd)
     assert bool(step.outputs) == model.post_process
     for name, value in step.outputs.items():
         wanted = expected[name]
-        if name == "logits" and "mask" in expected and not reference.is_bert:
+        if name == "logits" and value.dim() == 3 and "mask" in expected and not reference.is_bert:
             assert value.isfinite().all()
             value, wanted = (each[expected["mask"] != 0] for each in (value, wanted))
         assert_close_to(value, wanted, rtol_of_norm=RTOL, name=f"{name} at tp {tp}, pp {pp}")

@@ -25,7 +25,8 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
     whole = Part(range(model.num_layers), is_first=True, is_last=True)
-    looked_up = _LOOKED_UP[:1] if model.share_embeddings_and_output_weights else _LOOKED_UP
+    is_output = model.share_embeddings_and_output_weights and model.classification is None
+    looked_up = _LOOKED_UP[:1] if is_output else _LOOKED_UP
     multiplied = sum(
         param.numel
         for param in parameters_of(model, whole, tp=1, rank=0)

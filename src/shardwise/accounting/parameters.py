@@ -125,8 +125,12 @@ def _parameters(model: ModelDescription, part: Part, split: _Split) -> Iterator[
     if part.is_last:
         if model.final_layernorm:
             yield from _norm("decoder.final_layernorm", model)
-        tied = model.share_embeddings_and_output_weights
-        if not (tied and part.is_first):
+        tied, head = model.share_embeddings_and_output_weights, model.classification
+        if head is not None:
+            yield Parameter("classifier.weight", (head.num_labels, h))
+            if head.bias:
+                yield Parameter("classifier.bias", (head.num_labels,))
+        elif not (tied and part.is_first):
             yield Parameter("output_layer.weight", vocabulary, is_copy=tied)
 
 

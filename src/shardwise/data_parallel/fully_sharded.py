@@ -66,7 +66,7 @@ class FullyShardedModel:
 
     def _shard(self, chunk: LanguageModel) -> FSDPModule:
         units: list[nn.Module] = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
-        if chunk.pre_process and not chunk.share_embeddings_and_output_weights:
+        if chunk.pre_process and not chunk.ties_weights:
             units.append(chunk.get_submodule("embedding"))
         for unit in units:
             self._shard_unit(unit)

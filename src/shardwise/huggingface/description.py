@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from shardwise.errors import ConfigError
 from shardwise.huggingface.mapping import Heads
+from shardwise.models.classification import Classification
 from shardwise.transformer.rotary_scaling import RotaryScaling
 
 # A larger size is a mistake, and is refused before anyone waits for it or runs out of memory.
@@ -34,6 +35,7 @@ class ModelDescription:
         attention_bias: there is a bias on attention's output projection.
         qkv_bias: there are biases on its query, key and value projections.
         mlp_bias: there are biases on both projections of the MLP.
+        classification: a head for labels, in place of all others.
         add_binary_head: BERT's next-sentence head, and the pooler before it.
         init_method_std: standard deviation of new weights.
     """
@@ -81,6 +83,7 @@ class ModelDescription:
     rope_scaling: RotaryScaling | None = None
     window_rotary_base: float | None = None
     num_tokentypes: int = 0
+    classification: Classification | None = None
     add_binary_head: bool = False
     hidden_dropout: float = dataclasses.field(default=0.0, compare=False)
     attention_dropout: float = dataclasses.field(default=0.0, compare=False)

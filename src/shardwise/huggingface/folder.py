@@ -12,6 +12,7 @@ from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, read_config
 from shardwise.huggingface.reading import TensorFolder, is_weight_dtype, weight_dtype
+from shardwise.models.classification import Classification
 from shardwise.tensor_files import some_tensors
 
 
@@ -25,6 +26,7 @@ class PretrainedFolder:
         config: what ``config.json`` says.
         description: the model's description.
         tensors: what is stored.
+        changes_head: the model is to have a head that is not the folder's.
 
     Raises:
         ConfigError, CheckpointError: see ``load_pretrained``.
@@ -38,6 +40,7 @@ class PretrainedFolder:
         self.description: ModelDescription = self.architecture.adapt(
             self.config.description, self.tensors.tensors.keys()
         )
+        self.changes_head = False
 
     @property
     def architecture(self) -> Architecture:
@@ -55,8 +58,18 @@ class PretrainedFolder:
             return self.config.dtype or torch.float32
         return weight_dtype(first)
 
+    def change_head_(self, head: Classification) -> None:
+        """Let the model have a classification head: the folder's if it is the same, else a new one.
+
+        Raises:
+            ConfigError: the architecture has no such head.
+        """
+        self.architecture.classifier_of(head.task)
+        self.changes_head = head != self.description.classification
+        self.description = self.architecture.with_head(self.description, head)
+
     def stored_names(self, expected: Set[str]) -> dict[str, str]:
-        """The stored name of each of the ``expected`` tensors.
+        """The stored name of each of the ``expected`` tensors, those of a new head left out that are not there.
 
         Raises:
             CheckpointError: one is missing, or there is one that is not expected.
@@ -70,12 +83,18 @@ class PretrainedFolder:
                 raise CheckpointError(f"{self.path} holds tensor {name!r} twice, also as {stored!r}")
             if name in expected or name in copies:
                 found[name] = stored
-            elif not any(re.search(f"{pattern}$", name) for pattern in self.architecture.ignored):
+            elif not (
+                any(re.search(f"{pattern}$", name) for pattern in self.architecture.ignored)
+                or (self.changes_head and name in self.architecture.tensors_of_heads)
+            ):
                 extra.append(stored)
         for copy, original in copies.items():
             if copy in found:
                 found.setdefault(original, found[copy])
-        if missing := sorted(expected - found.keys()):
+        missing = sorted(expected - found.keys())
+        if self.changes_head:
+            missing = [name for name in missing if name not in self.architecture.tensors_of_heads]
+        if missing:
             raise CheckpointError(f"{self.path} lacks {some_tensors(missing)}, which its config.json asks for")
         if extra:
             raise CheckpointError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from shardwise.huggingface.filling import check_copies, check_shapes, fill_shard
 from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.mapping import Composition, compose
 from shardwise.huggingface.ranks import gather_from_stages, model_groups
+from shardwise.initialization import draw_seed, part_seeded
+from shardwise.layers import ReplicatedLinear
 from shardwise.models.chunks import ModelChunks
+from shardwise.models.classification import Classification
 from shardwise.sharding import ParamShard
 from shardwise.topology import Groups
 
@@ -28,6 +31,7 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     max_sequence_length: int | None = None,
+    classification: Classification | None = None,
     **settings: Any,
 ) -> Model | ModelChunks:
     """The model in a Hugging Face folder, split over the ranks.
@@ -41,6 +45,9 @@ def load_pretrained(
         dtype: dtype of the parameters; if None that of ``config.json``, or else that of the first tensor.
         device: device of the parameters; PyTorch's default device if None, or this rank's GPU for groups of GPUs.
         max_sequence_length: longest sequence, for models without learned positions; that of ``config.json`` if None.
+        classification: the head that the model is to have. If it is not the folder's, it is a new one, whose initial
+            values depend on the state of PyTorch's default generator, the same at every layout; what the folder has of
+            other heads is not read.
         **settings: fields of ``ModelConfig`` that the folder does not decide, or that replace what it says
             (``hidden_dropout``).
 
@@ -53,7 +60,7 @@ def load_pretrained(
         CheckpointError: a file or tensor that is missing, one too many, or of another shape than the config says;
             all errors alike on every rank, naming the field or tensor.
     """
-    source = agree(lambda: PretrainedFolder(folder), group=model_groups(groups))
+    source = agree(lambda: _opened(folder, classification), group=model_groups(groups))
     settings = {
         "params_dtype": dtype or source.dtype,
         "pipeline_model_parallel_size": groups.num_stages,
@@ -94,7 +101,30 @@ def load_pretrained(
             check_copies(shard, composition, source, names)
 
     agree(fill, group=model_groups(groups))
+    if source.changes_head:
+        seed = draw_seed()
+        for model in models:
+            _start_head_(model, parts, seed)
     return models[0] if config.virtual_pipeline_model_parallel_size is None else ModelChunks(models)
+
+
+def _opened(folder: str | Path, classification: Classification | None) -> PretrainedFolder:
+    source = PretrainedFolder(folder)
+    if classification is not None:
+        source.change_head_(classification)
+    return source
+
+
+def _start_head_(model: Model, filled: Container[str], seed: int) -> None:
+    """Give initial values to what of a classification head was not read."""
+    for part in ("classifier", "pooler"):
+        module = getattr(model, part, None)
+        if module is None or any(f"{part}.{name}" in filled for name, _ in module.named_parameters()):
+            continue
+        with part_seeded(seed, part):
+            for each in module.modules():
+                if isinstance(each, ReplicatedLinear):
+                    each.reset_parameters()
 
 
 def _check_sizes(source: PretrainedFolder) -> None:
@@ -118,10 +148,12 @@ def _plan(
 
     def compositions() -> dict[str, tuple[ParamShard, Composition]]:
         heads = source.description.heads
+        table = source.architecture.table_of(source.description.classification)
         return {
-            key: (shard, compose(source.architecture.table, key, shard.layout.global_shape, heads))
+            key: (shard, compose(table, key, shard.layout.global_shape, heads))
             for model in models
             for key, shard in model.sharded_state_dict().items()
+            if not (source.changes_head and key.startswith("classifier."))
         }
 
     parts = agree(compositions, group=model_groups(groups))
@@ -130,8 +162,12 @@ def _plan(
 
     def check() -> dict[str, str]:
         names = source.stored_names(expected)
-        for _, composition in parts.values():
-            check_shapes(source.tensors, composition, names)
+        for key, (_, composition) in list(parts.items()):
+            if composition.stored_shapes.keys() <= names.keys():
+                check_shapes(source.tensors, composition, names)
+            else:
+                # Of a new head.
+                del parts[key]
         return names
 
     return parts, agree(check, group=model_groups(groups))

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.huggingface.architectures import ARCHITECTURES, Architecture
+from shardwise.huggingface.architectures.classifier import with_label_fields
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.reading import read_json
@@ -72,8 +73,9 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
         raise fields.error("model_type", model_type, f"one of {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[model_type]
     classes = values.get("architectures") or [architecture.classes[0]]
-    if not isinstance(classes, list) or len(classes) != 1 or classes[0] not in architecture.classes:
-        raise fields.error("architectures", classes, f"one of {', '.join(architecture.classes)}")
+    known = (*architecture.classes, *(format.class_name for format in architecture.classifiers))
+    if not isinstance(classes, list) or len(classes) != 1 or classes[0] not in known:
+        raise fields.error("architectures", classes, f"one of {', '.join(known)}")
     if values.get("quantization_config") is not None:
         raise fields.error("quantization_config", values["quantization_config"], "null: weights must not be quantized")
     name = next((name for name in ("dtype", "torch_dtype") if values.get(name) not in (None, "auto")), None)
@@ -130,16 +132,19 @@ def config_to_json(
 def _written_as(
     architecture: Architecture, description: ModelDescription, dtype: torch.dtype | None, base: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    values = {"architectures": [architecture.class_of(description)], "model_type": architecture.model_type}
+    values = {"architectures": [architecture.class_name(description)], "model_type": architecture.model_type}
+    head = description.classification
     if dtype is not None:
         # Every reader knows this name; transformers 5 writes "dtype" instead.
         values["torch_dtype"] = str(dtype).removeprefix("torch.")
     if base is not None and base.get("model_type") == architecture.model_type:
         kept = {name: value for name, value in base.items() if name not in ("dtype", "torch_dtype", "architectures")}
+        kept = kept if head is None else with_label_fields(kept, head.num_labels)
         if _describes(architecture, kept | values, description):
             return kept | values
         values = kept | values
     values |= architecture.write(description)
+    values = values if head is None else with_label_fields(values, head.num_labels)
     meant = architecture.read(Fields(values))
     if different := description.differences(meant):
         text = ", ".join(f"{name} {mine!r} (it would be {theirs!r})" for name, (mine, theirs) in different.items())

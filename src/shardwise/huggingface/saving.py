@@ -155,7 +155,7 @@ def _plan(
         base = None
     stored_dtype = dtype or models[0].config.params_dtype
     config = config_to_json(description, architecture=architecture, dtype=stored_dtype, base=base)
-    table = ARCHITECTURES[config["model_type"]].table
+    table = ARCHITECTURES[config["model_type"]].table_of(description.classification)
     parts = {
         key: _Part(shard, compose(table, key, shard.layout.global_shape, description.heads), dtype or shard.dtype)
         for model in models

@@ -68,17 +68,18 @@ class ReplicatedLinear(ShardedModule):
         out_features: width of the output, ``o``.
         group: the ranks that hold the layer.
         init: fills the weight in place; the bias starts at 0.
+        bias: there is one.
         sequence_shards: each rank applies the layer to its own part of the sequence, so that gradients are partial
             sums (``param.sequence_parallel``).
         options: as for ``ColumnLinear``.
 
     Attributes:
         weight: ``[o, i]``.
-        bias: ``[o]``.
+        bias: ``[o]``, or None.
     """
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class ReplicatedLinear(ShardedModule):
         *,
         group: ProcessGroup,
         init: InitMethod,
+        bias: bool = True,
         sequence_shards: bool = False,
         **options: Any,
     ) -> None:
@@ -95,6 +97,9 @@ class ReplicatedLinear(ShardedModule):
             ("weight", (out_features, in_features), init),
             ("bias", (out_features,), torch.nn.init.zeros_),
         ):
+            if name == "bias" and not bias:
+                self.register_parameter(name, None)
+                continue
             layout = ParamLayout.replicated(shape, group.size())
             self._make_parameter(name, layout, method, partial_gradient=sequence_shards)
 

@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication import moves
 from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm, parameter_device
+from shardwise.models.classification import Classification
 from shardwise.models.padding import forbidden_keys, is_token
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.sharding import balanced_sizes
@@ -96,7 +97,7 @@ class Bert(TransformerModel):
         num_tokentypes: number of token types; 0 for none.
         layer_spec: what a layer is made of. Its ``SelfAttention`` is not causal here, unless one is given that says
             what it forbids (``functools.partial(SelfAttention, attn_mask_type=...)``).
-        add_binary_head: there are a pooler and a head for the next sentence.
+        add_binary_head: there are a pooler and a head for the next sentence; not with ``classification``.
         options: ``pre_process`` and what follows it, as for ``GPT``.
 
     Attributes:
@@ -104,7 +105,8 @@ class Bert(TransformerModel):
         encoder: this stage's layers.
         lm_head: before the output layer; on the last stage, as all that follows.
         output_layer: has a bias; with tied weights it has no weight of its own if this is the first stage too.
-        pooler, binary_head: or None.
+        pooler, binary_head: or None. A head for sequences has a pooler too.
+        classifier: with ``classification``, in place of ``lm_head``, ``output_layer`` and ``binary_head``.
 
     Raises:
         ConfigError: a size or an option out of range.
@@ -136,7 +138,8 @@ class Bert(TransformerModel):
         if spec.attention is SelfAttention:
             spec = dataclasses.replace(spec, attention=partial(SelfAttention, attn_mask_type=AttnMaskType.padding))
         # The base class makes all parts and reads these attributes.
-        self.num_tokentypes, self.add_binary_head = num_tokentypes, add_binary_head
+        self.num_tokentypes = num_tokentypes
+        self.add_binary_head = add_binary_head and options.get("classification") is None
         self.pooler: Pooler | None = None
         self.binary_head: ReplicatedLinear | None = None
         super().__init__(config, vocab_size, max_sequence_length, groups=groups, layer_spec=spec, **options)
@@ -150,6 +153,12 @@ class Bert(TransformerModel):
             with self._seeded("binary_head"):
                 self.binary_head = _dense(self.config, 2, self.tp_group)
 
+    def _make_classifier(self, spec: Classification) -> None:
+        if not spec.is_of_tokens:
+            with self._seeded("pooler"):
+                self.pooler = Pooler(self.config, self.tp_group)
+        super()._make_classifier(spec)
+
     def forward(
         self,
         input_ids: Tensor | None,
@@ -158,6 +167,7 @@ class Bert(TransformerModel):
         lm_labels: Tensor | None = None,
         *,
         position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None] | Tensor:
         """Loss of each token with ``lm_labels``, else logits, and the logits of "B follows A" against "B is random".
 
@@ -168,16 +178,22 @@ class Bert(TransformerModel):
             tokentype_ids: ``[b, s]``; all 0 if None and there are token types.
             lm_labels: ``[b, s]`` ids of the masked tokens, -100 elsewhere, which costs nothing.
             position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
+            labels: with ``classification``, see ``Classification.loss``; in place of ``lm_labels``.
 
         Returns:
-            Loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``); and ``[b, 2]``, or
-            None without ``add_binary_head``. On a stage that is not the last only the hidden states, ``[s, b, h]``
-            (``[s/t, b, h]`` with sequence parallelism).
+            With ``classification`` the loss of each sequence ``[b]`` or token ``[b, s]``, or logits ``[b, n]`` or
+            ``[b, s, n]``. Otherwise a pair: loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without
+            ``parallel_output``); and ``[b, 2]``, or None without ``add_binary_head``. On a stage that is not the last
+            only the hidden states, ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism).
 
         Raises:
-            ShardingError: the sequence is too long, a mask of another shape, or a later stage has no input.
-            VocabularyError: an id outside the vocabulary.
+            ShardingError: the sequence is too long, a mask of another shape, a later stage has no input, or labels of
+                the other kind.
+            VocabularyError: an id outside the vocabulary, or a label that is none.
         """
+        if (lm_labels if self.classification is not None else labels) is not None:
+            given, wanted = ("labels", "lm_labels") if self.classification is None else ("lm_labels", "labels")
+            raise ShardingError(f"{given} are given, and this model's are {wanted}")
         s = self._sequence_length(input_ids, attention_mask, lm_labels)
         if self.pre_process:
             hidden: Tensor = self.embedding(input_ids, position_ids, tokentype_ids)
@@ -194,6 +210,12 @@ class Bert(TransformerModel):
         )
         if not self.post_process:
             return hidden
+        if self.classification is not None:
+            if self.pooler is None:
+                logits = self.classifier.of_tokens(hidden, s).transpose(0, 1)
+            else:
+                logits = self.classifier.of_sequences(self.pooler(hidden, sequence_length=s))
+            return logits if labels is None else self.classification.loss(logits, labels)
         binary_logits = None
         if self.pooler is not None and self.binary_head is not None:
             binary_logits = self.binary_head(self.pooler(hidden, sequence_length=s))

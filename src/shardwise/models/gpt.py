@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from shardwise.errors import ShardingError
+from shardwise.models.classification import Classification
 from shardwise.models.padding import TokensFirst, forbidden_keys, is_token, positions_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.transformer.attention import KeyValueCache
@@ -29,12 +31,14 @@ class GPT(TransformerModel):
         window_rotary_base: base of the rotary wavelengths of layers with a window, if they have one of their own.
         position_offset: rows of a table of learned positions before that of position 0 (OPT has 2).
         positions_skip_padding: padding is not counted by positions, where ``forward`` is given none (OPT).
+        classification: in place of the output layer there is a head that gives sequences or tokens labels.
         vp_stage: which of the stage's chunks this is, with interleaving.
 
     Attributes:
         embedding: ``TokenEmbedding``; on the first stage.
         decoder: this stage's layers.
         output_layer: on the last stage; with tied weights it has none of its own if that is the first stage too.
+        classifier: with ``classification``, on the last stage.
         output_queue: with ``config.defer_embedding_wgrad_compute``, what ``finish_weight_gradients`` computes after the
             last backward before the optimizer's step.
 
@@ -66,21 +70,24 @@ class GPT(TransformerModel):
             attention_mask: ``[b, s]``, 1 or True for tokens and 0 for padding, wherever in a row that is, as in
                 ``transformers``; with a cache ``[b, keys]``. Or bools of more dimensions, True where attention is
                 forbidden, broadcast to ``[b, heads/t, s, keys]``. What comes after a token is forbidden anyway.
-            labels: ``[b, s]`` ids to predict; -100 costs nothing.
+            labels: ``[b, s]`` ids to predict; -100 costs nothing. With ``classification`` see ``Classification.loss``.
             document_ids: ``[b, s]`` integers, for several texts packed into one row: tokens see those with their own
                 number only. Positions go on from text to text unless ``position_ids`` say otherwise.
             cache: keys and values of earlier tokens, for generation; give ``position_ids`` with it.
 
         Returns:
-            Loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``), or ``[s, b, h]``
-            (``[s/t, b, h]`` with sequence parallelism) on a stage that is not the last. What is returned for padding
-            means nothing, and is finite.
+            With ``classification`` the loss of each sequence ``[b]`` or token ``[b, s]``, or logits ``[b, n]`` or
+            ``[b, s, n]``. Otherwise loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without
+            ``parallel_output``). Hidden states ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) on a stage
+            that is not the last. What is returned for padding means nothing, and is finite.
 
         Raises:
             ShardingError: the sequence is too long, a mask of another shape, or a later stage has no input.
-            VocabularyError: an id outside the vocabulary.
+            VocabularyError: an id outside the vocabulary, or a label that is none.
+            ConfigError: several sequences to classify without a ``pad_token_id``.
         """
-        s = self._sequence_length(input_ids, position_ids, labels)
+        own_ids, own_labels = input_ids, labels
+        s = self._sequence_length(input_ids, position_ids, labels if self.classification is None else None)
         forbidden, first, key_positions = attention_mask, None, None
         if attention_mask is not None and attention_mask.dim() == 2:
             b = (self._input_of_a_later_stage() if input_ids is None else input_ids.t()).size(1)
@@ -92,7 +99,7 @@ class GPT(TransformerModel):
                 forbidden, first = None, TokensFirst(tokens)
                 position_ids = first.order if position_ids is None else first.move(position_ids.expand(b, -1))
                 input_ids = None if input_ids is None else first.move(input_ids)
-                labels = None if labels is None else first.move(labels)
+                labels = None if labels is None or self.classification is not None else first.move(labels)
             elif self.alibi_slopes is not None:
                 key_positions = positions_of(tokens)
         hidden: Tensor = self.embedding(input_ids, position_ids) if self.pre_process else self._input_of_a_later_stage()
@@ -111,11 +118,34 @@ class GPT(TransformerModel):
         )
         if not self.post_process:
             return hidden
+        if self.classification is not None:
+            return self._classify(self.classification, hidden, own_ids, own_labels, s, first)
         if labels is None:
             logits = self._logits(hidden, s)
             return logits if first is None else first.move_sequence_back(logits)
         loss = self._loss(hidden, labels, s)
         return loss if first is None else first.move_back(loss)
+
+    def _classify(
+        self,
+        spec: Classification,
+        hidden: Tensor,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        s: int,
+        first: TokensFirst | None,
+    ) -> Tensor:
+        if spec.is_of_tokens:
+            logits = self.classifier.of_tokens(hidden, s)
+            logits = (logits if first is None else first.move_sequence_back(logits)).transpose(0, 1)
+        else:
+            if input_ids is None:
+                raise ShardingError("the last token of each sequence is looked for; pass input_ids to the last stage")
+            places = self.classifier.last_tokens(input_ids)
+            if first is not None:
+                places = first.place_of(places)
+            logits = self.classifier.of_sequences(self.classifier.pool(hidden, places, s))
+        return logits if labels is None else spec.loss(logits, labels)
 
     @property
     def _sees_all_before(self) -> bool:

@@ -15,6 +15,7 @@ from shardwise.errors import AssertedConfigError, AssertedShardingError, ConfigE
 from shardwise.layers import GroupModule, parameter_device
 from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from shardwise.models.classification import Classification
 from shardwise.sharded_state import state_of_parts
 from shardwise.sharding import ParamShard, ShardedOffset
 from shardwise.topology import Groups
@@ -23,6 +24,8 @@ from shardwise.transformer.backend import check_attention_backend
 
 class LanguageModel(GroupModule):
     """Base of GPT, BERT and their kin.
+
+    A model with a ``classification`` has its head in place of an output layer.
 
     A model on it sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has
     ``output_layer``), ``share_embeddings_and_output_weights``, ``vocab_size`` and, with interleaving, ``vp_stage``, and
@@ -45,6 +48,7 @@ class LanguageModel(GroupModule):
     post_process: bool
     # Defaults for models that do not set these.
     share_embeddings_and_output_weights: bool = False
+    classification: Classification | None = None
     vocab_size: int | None = None
     vp_stage: int | None = None
     # Whether attention always has a mask or bias besides the causal one, which some backends do not support.
@@ -186,13 +190,18 @@ class LanguageModel(GroupModule):
         separate = self.config.defer_embedding_wgrad_compute or self.config.exact_parts is not None
         return self.config.fuse_output_layer_and_loss and not separate
 
+    @property
+    def ties_weights(self) -> bool:
+        """Whether the model has an output layer, and its weight is the embedding's."""
+        return self.share_embeddings_and_output_weights and self.classification is None
+
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight that this stage holds: the word embedding's on the first, the output layer's on the last.
 
         Returns:
             ``[v/t, h]``, or None on a stage between, and if the weights are not tied.
         """
-        if not self.share_embeddings_and_output_weights:
+        if not self.ties_weights:
             return None
         model: Any = self
         if self.pre_process:
@@ -281,7 +290,7 @@ class LanguageModel(GroupModule):
         for name in (output_weight, output_bias):
             if name in entries:
                 entries[name] = _of_vocabulary(entries[name], entries[name].key)
-        if self.share_embeddings_and_output_weights:
+        if self.ties_weights:
             self._tie_state(entries, output_weight, f"{prefix}embedding.word_embeddings.weight")
         return entries
 

@@ -53,6 +53,10 @@ class TokensFirst:
         """``[b, s]`` in the new order."""
         return rows.gather(1, self.order)
 
+    def place_of(self, places: Tensor) -> Tensor:
+        """``[b]``, a place in each row, to where it is in the new order."""
+        return self._back.gather(1, places.unsqueeze(1)).squeeze(1)
+
     def move_back(self, rows: Tensor) -> Tensor:
         """``[b, s]`` in the order of the input."""
         return rows.gather(1, self._back)

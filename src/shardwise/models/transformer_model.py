@@ -15,6 +15,7 @@ from shardwise.errors import AssertedShardingError, ConfigError, ShardingError
 from shardwise.initialization import draw_seed, part_seeded
 from shardwise.layers import ColumnLinear, layer_arguments, parameter_device
 from shardwise.layers.weight_gradient import WeightGradientQueue
+from shardwise.models.classification import Classification, Classifier
 from shardwise.models.embedding import PositionEmbedding, TokenEmbedding
 from shardwise.models.language_model import LanguageModel
 from shardwise.topology import Groups
@@ -64,7 +65,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         window_rotary_base: the base of layers with a window, which are then not scaled (Gemma 3); as the others' if
             None.
         position_offset: rows of a table of learned positions before that of position 0.
-        positions_skip_padding: see ``GPT``.
+        positions_skip_padding, classification: see ``GPT``.
         groups: process groups.
         vp_stage: which of the stage's chunks this is, with interleaving.
 
@@ -100,6 +101,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         window_rotary_base: float | None = None,
         position_offset: int = 0,
         positions_skip_padding: bool = False,
+        classification: Classification | None = None,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, groups)
@@ -108,6 +110,11 @@ class TransformerModel(FixedTensors, LanguageModel):
         self.window_rotary_base = window_rotary_base
         self.position_offset = position_offset
         self.positions_skip_padding = positions_skip_padding
+        self.classification = classification
+        if classification is not None and config.exact_parts is not None:
+            raise ConfigError(
+                f"exact_parts is {config.exact_parts}, and classification heads have no exact form; leave it at None"
+            )
         self._check(vocab_size, max_sequence_length, position_embedding_type)
         if config.sequence_parallel and groups.tp.size() == 1:
             # With one rank there is nothing to split.
@@ -163,9 +170,11 @@ class TransformerModel(FixedTensors, LanguageModel):
         )
         self.add_module(self.block_name, block)
         self.output_queue: WeightGradientQueue | None = None
-        if config.defer_embedding_wgrad_compute and post_process:
+        if config.defer_embedding_wgrad_compute and post_process and classification is None:
             self.output_queue = WeightGradientQueue(limit=config.wgrad_deferral_limit, inputs=[])
-        if post_process:
+        if post_process and classification is not None:
+            self._make_classifier(classification)
+        elif post_process:
             with self._seeded("output_layer"):
                 self.output_layer = self._make_output_layer(vocab_size, self._output_bias)
             self._make_heads()
@@ -174,6 +183,11 @@ class TransformerModel(FixedTensors, LanguageModel):
 
     def _make_heads(self) -> None:
         """Make what a model has beside the output layer, where it ends."""
+
+    def _make_classifier(self, spec: Classification) -> None:
+        """Make the head of a model that classifies."""
+        with self._seeded("classifier"):
+            self.classifier = Classifier(self.config, spec, self.tp_group)
 
     def _make_output_layer(self, vocab_size: int, bias: bool) -> ColumnLinear:
         return ColumnLinear(

@@ -1,13 +1,16 @@
 """An architecture of Hugging Face's: which fields and which tensors say what ours do."""
 
+import dataclasses
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.huggingface.architectures.classifier import ClassifierFormat
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import ACTIVATION_NAMES, Fields
-from shardwise.huggingface.mapping import Table
+from shardwise.huggingface.mapping import Heads, Table, whole
+from shardwise.models.classification import Classification, Task
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Architecture:
         ignored: regular expressions for names of tensors that are no parameters, such as buffers.
         copies: tensors that are the same as another, whatever is tied: either may be missing.
         renamed: pairs of an old ending of names and today's.
+        classifiers: its classes with a classification head.
     """
 
     model_type: str
@@ -90,6 +94,7 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
+    classifiers: tuple[ClassifierFormat, ...] = ()
 
     def read(self, fields: Fields) -> ModelDescription:
         """The model that a ``config.json`` describes.
@@ -100,7 +105,12 @@ class Architecture:
         for name, value in self.required.items():
             fields.require(name, value)
         values = {name: setting.read(fields) for name, setting in self.settings.items()}
-        return ModelDescription(**{**self.fixed, **values, **self.read_others(fields, values)})
+        description = ModelDescription(**{**self.fixed, **values, **self.read_others(fields, values)})
+        names = fields.values.get("architectures")
+        for format in self.classifiers:
+            if names == [format.class_name]:
+                return self.with_head(description, format.read(fields))
+        return description
 
     def write(self, model: ModelDescription) -> dict[str, Any]:
         """The fields of a ``config.json`` that give the description again, as far as the architecture has any.
@@ -109,7 +119,42 @@ class Architecture:
             ConfigError: a value that no field can have.
         """
         values = {setting.name: setting.write(getattr(model, name)) for name, setting in self.settings.items()}
-        return values | self.write_others(model)
+        values |= self.write_others(model)
+        if model.classification is not None:
+            values |= self.classifier_of(model.classification.task).write(model.classification)
+        return values
+
+    def classifier_of(self, task: Task) -> ClassifierFormat:
+        """The class for a task.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for format in self.classifiers:
+            if format.task == task:
+                return format
+        others = ", ".join(format.task for format in self.classifiers) or "no head for labels"
+        raise ConfigError(f"{self.model_type} models in Hugging Face have no head for {task}, but {others}")
+
+    def with_head(self, model: ModelDescription, head: Classification) -> ModelDescription:
+        """The same model with a classification head in place of its own."""
+        return dataclasses.replace(model, classification=head, add_binary_head=False)
+
+    def table_of(self, head: Classification | None) -> Table:
+        """``table``, with the head's row for a model that classifies."""
+        if head is None:
+            return self.table
+        return {**self.table, "classifier.*": whole(f"{self.classifier_of(head.task).tensor}.*")}
+
+    @property
+    def tensors_of_heads(self) -> set[str]:
+        """The names of tensors that only one of the model's heads has."""
+        found = {f"{format.tensor}.{leaf}" for format in self.classifiers for leaf in ("weight", "bias")}
+        for pattern, source in self.table.items():
+            if pattern.startswith(("output_layer.", "lm_head.", "binary_head.", "pooler.")):
+                for leaf in ("weight", "bias"):
+                    found |= source((1, 1), Heads(1, 1, 1), {"*": leaf}).stored_shapes.keys()
+        return found
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         """What is neither fixed nor in ``values``, those of the settings: heads that each have a key and a value.
@@ -130,6 +175,14 @@ class Architecture:
     def class_of(self, model: ModelDescription) -> str:
         """The name in ``architectures`` to write."""
         return self.classes[0]
+
+    def class_name(self, model: ModelDescription) -> str:
+        """``class_of``, or that of a classification head."""
+        return (
+            self.class_of(model)
+            if model.classification is None
+            else self.classifier_of(model.classification.task).class_name
+        )
 
     def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
         """The description corrected by the names of the stored tensors."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
+from shardwise.huggingface.architectures.classifier import ClassifierFormat
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.mapping import separate_qkv, whole
@@ -52,9 +53,13 @@ class _Bert(Architecture):
 
     def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
         # A file may hold more heads than ``architectures`` says; that of ``bert-base-uncased`` does.
+        if model.classification is not None:
+            return model
         has_head = model.add_binary_head or "cls.seq_relationship.weight" in stored
         return dataclasses.replace(model, add_binary_head=has_head)
 
+
+_DROPOUT = ("classifier_dropout", "hidden_dropout_prob")
 
 BERT = _Bert(
     model_type="bert",
@@ -90,6 +95,19 @@ BERT = _Bert(
         # With untied embeddings, transformers stores two output biases and uses only one.
         "tie_word_embeddings": True,
     },
+    classifiers=(
+        ClassifierFormat(
+            "sequence-classification",
+            "BertForSequenceClassification",
+            "classifier",
+            bias=True,
+            dropout=_DROPOUT,
+            pads=False,
+        ),
+        ClassifierFormat(
+            "token-classification", "BertForTokenClassification", "classifier", bias=True, dropout=_DROPOUT
+        ),
+    ),
     prefix="bert.",
     table=TABLE,
     tied={"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"},

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.huggingface.architectures.architecture import Architecture, Setting
+from shardwise.huggingface.architectures.classifier import classifiers
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.mapping import whole
 
@@ -32,6 +33,7 @@ class _Bloom(Architecture):
 BLOOM = _Bloom(
     model_type="bloom",
     classes=("BloomForCausalLM", "BloomModel"),
+    classifiers=classifiers("Bloom", token_tensor="classifier"),
     settings={
         "vocab_size": Setting("vocab_size", 250880),
         # The field is optional: ALiBi bounds no sequence.

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.huggingface.architectures.architecture import ActivationSetting, Setting
+from shardwise.huggingface.architectures.classifier import classifiers
 from shardwise.huggingface.architectures.llama import (
     LLAMA,
     TABLE,
@@ -131,6 +132,7 @@ _TABLE = TABLE | {
 GEMMA2 = _Gemma2(
     model_type="gemma2",
     classes=("Gemma2ForCausalLM", "Gemma2Model"),
+    classifiers=classifiers("Gemma2"),
     settings=_SETTINGS,
     fixed=_FIXED,
     table=_TABLE,
@@ -141,6 +143,7 @@ GEMMA2 = _Gemma2(
 GEMMA3 = _Gemma3(
     model_type="gemma3_text",
     classes=("Gemma3ForCausalLM", "Gemma3TextModel"),
+    classifiers=classifiers("Gemma3Text", of_tokens=False),
     settings=_SETTINGS
     | {
         "vocab_size": Setting("vocab_size", 262208),

@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
+from shardwise.huggingface.architectures.classifier import classifiers
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.mapping import joint_qkv, whole
@@ -49,6 +50,7 @@ class _GPT2(Architecture):
 GPT2 = _GPT2(
     model_type="gpt2",
     classes=("GPT2LMHeadModel", "GPT2Model"),
+    classifiers=classifiers("GPT2", token_tensor="classifier"),
     settings={
         "vocab_size": Setting("vocab_size", 50257),
         "max_sequence_length": Setting("n_positions", 1024, "max_position_embeddings"),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
+from shardwise.huggingface.architectures.classifier import classifiers
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.mapping import whole
@@ -41,6 +42,7 @@ class _GPTNeoX(Architecture):
 GPT_NEOX = _GPTNeoX(
     model_type="gpt_neox",
     classes=("GPTNeoXForCausalLM", "GPTNeoXModel"),
+    classifiers=classifiers("GPTNeoX", token_tensor="classifier", token_dropout=("classifier_dropout",)),
     settings={
         "vocab_size": Setting("vocab_size", 50432),
         "max_sequence_length": Setting("max_position_embeddings", 2048),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
+from shardwise.huggingface.architectures.classifier import classifiers
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.mapping import Table, separate_qkv, stacked, whole
@@ -144,6 +145,7 @@ class _Mistral(Decoder):
 LLAMA = Decoder(
     model_type="llama",
     classes=("LlamaForCausalLM", "LlamaModel"),
+    classifiers=classifiers("Llama"),
     settings={
         **decoder_settings(intermediate_size=11008, vocab_size=32000, max_position_embeddings=2048),
         "attention_bias": Setting("attention_bias", False),
@@ -154,6 +156,7 @@ LLAMA = Decoder(
 MISTRAL = _Mistral(
     model_type="mistral",
     classes=("MistralForCausalLM", "MistralModel"),
+    classifiers=classifiers("Mistral"),
     settings=decoder_settings(intermediate_size=14336, vocab_size=32000, max_position_embeddings=4096 * 32),
     num_key_value_heads=8,
 )

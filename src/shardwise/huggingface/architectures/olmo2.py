@@ -1,6 +1,7 @@
 """OLMo 2: Llama with norms after attention and MLP in place of before, and norms of all queries and of all keys."""
 
 from shardwise.huggingface.architectures.architecture import Setting
+from shardwise.huggingface.architectures.classifier import classifiers
 from shardwise.huggingface.architectures.llama import LLAMA, TABLE, Decoder, decoder_settings
 from shardwise.huggingface.mapping import whole
 
@@ -9,6 +10,7 @@ _LAYER, _STORED = "decoder.layers.{layer}.", "model.layers.{layer}."
 OLMO2 = Decoder(
     model_type="olmo2",
     classes=("Olmo2ForCausalLM", "Olmo2Model"),
+    classifiers=classifiers("Olmo2", of_tokens=False),
     settings={
         **decoder_settings(intermediate_size=11008, vocab_size=50304, max_position_embeddings=2048),
         "layernorm_epsilon": Setting("rms_norm_eps", 1e-5),

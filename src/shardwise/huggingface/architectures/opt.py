@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
+from shardwise.huggingface.architectures.classifier import classifiers
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.mapping import separate_qkv, whole
@@ -46,6 +47,7 @@ class _OPT(Architecture):
 OPT = _OPT(
     model_type="opt",
     classes=("OPTForCausalLM", "OPTModel"),
+    classifiers=classifiers("OPT", of_tokens=False),
     settings={
         "vocab_size": Setting("vocab_size", 50272),
         "max_sequence_length": Setting("max_position_embeddings", 2048),

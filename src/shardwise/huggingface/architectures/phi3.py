@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.huggingface.architectures.architecture import Setting
+from shardwise.huggingface.architectures.classifier import classifiers
 from shardwise.huggingface.architectures.llama import TABLE, Decoder, decoder_settings
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
@@ -43,6 +44,7 @@ class _Phi3(Decoder):
 PHI3 = _Phi3(
     model_type="phi3",
     classes=("Phi3ForCausalLM", "Phi3Model"),
+    classifiers=classifiers("Phi3"),
     settings={
         **decoder_settings(intermediate_size=8192, vocab_size=32064, max_position_embeddings=4096),
         "hidden_size": Setting("hidden_size", 3072),

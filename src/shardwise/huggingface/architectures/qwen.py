@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.huggingface.architectures.architecture import Setting
+from shardwise.huggingface.architectures.classifier import classifiers
 from shardwise.huggingface.architectures.llama import (
     LLAMA,
     TABLE,
@@ -42,6 +43,7 @@ class _Qwen(Decoder):
 QWEN2 = _Qwen(
     model_type="qwen2",
     classes=("Qwen2ForCausalLM", "Qwen2Model"),
+    classifiers=classifiers("Qwen2"),
     settings=_SETTINGS,
     fixed={**LLAMA.fixed, "qkv_bias": True},
     num_key_value_heads=32,
@@ -50,6 +52,7 @@ QWEN2 = _Qwen(
 QWEN3 = _Qwen(
     model_type="qwen3",
     classes=("Qwen3ForCausalLM", "Qwen3Model"),
+    classifiers=classifiers("Qwen3"),
     settings=_SETTINGS | {"attention_bias": Setting("attention_bias", False)},
     fixed={**LLAMA.fixed, "qk_layernorm": True},
     table=TABLE

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.huggingface.architectures.architecture import Setting
+from shardwise.huggingface.architectures.classifier import classifiers
 from shardwise.huggingface.architectures.llama import LLAMA, Decoder, decoder_settings, layer_types, read_layer_types
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.fields import Fields
@@ -57,6 +58,7 @@ def _rotated(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 SMOLLM3 = _SmolLM3(
     model_type="smollm3",
     classes=("SmolLM3ForCausalLM", "SmolLM3Model"),
+    classifiers=classifiers("SmolLM3"),
     settings={
         **LLAMA.settings,
         **decoder_settings(intermediate_size=11008, vocab_size=128256, max_position_embeddings=32768),
