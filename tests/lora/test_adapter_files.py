@@ -24,7 +24,7 @@ from shardwise.lora import (
     save_adapter,
     unmerge_lora_,
 )
-from shardwise.lora.model import sites_of
+from shardwise.lora.sites import sites_of
 from shardwise.optimizer.gradients import finalize_gradients_
 from shardwise.topology import Groups, Topology
 
@@ -198,16 +198,11 @@ def test_adapters_of_one_stage_only(group, folders, tmp_path):
         dist.barrier(group=group)
         stored = load_file(tmp_path / str(stage) / "adapter_model.safetensors")
         assert {name.partition(".lora_")[0] for name in stored} == {f"base_model.model.model.{target}"}
-        with pytest.raises(ConfigError, match=r"no linear layer 'layers\.2\.mlp\.down_proj'"):
-            add_lora_(model, LoraConfig(r=3, target_modules=("layers.2.mlp.down_proj",)), architecture)
-    with pytest.raises(
-        ConfigError, match=r"adapters on the embedding \(model.embed_tokens\) are not supported, and '\.\*'"
-    ):
-        add_lora_(model, LoraConfig(target_modules=".*"), architecture)
-    with pytest.raises(ConfigError, match=r"a regular expression of whole paths; \('q_proj',\) is a name"):
-        add_lora_(model, LoraConfig(target_modules="q_proj"), architecture)
-    with pytest.raises(ConfigError, match="rank_pattern has 'qproj', which names no layer with an adapter"):
-        add_lora_(model, LoraConfig(rank_pattern={"qproj": 2}), architecture)
+        with pytest.raises(ConfigError, match="has adapters already"):
+            add_lora_(model, LoraConfig(r=3), architecture)
+    model = load_pretrained(folders / "llama", groups=groups)
+    with pytest.raises(ConfigError, match=r"no linear layer 'layers\.2\.mlp\.down_proj'"):
+        add_lora_(model, LoraConfig(r=3, target_modules=("layers.2.mlp.down_proj",)), architecture)
     with pytest.raises(ConfigError, match="no adapters to save"):
         save_adapter(load_pretrained(folders / "llama", groups=groups), tmp_path / "none", architecture)
 
@@ -298,7 +293,12 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
     refused(CheckpointError, "rank_pattern: q_proj is \"5\"; it must be an integer",
             lambda config, tensors: config.update(rank_pattern={"q_proj": "5"}))  # fmt: skip
     refused(ConfigError, "lora_bias is True, which is not supported", lambda config, _: config.update(lora_bias=True))
-    refused(ConfigError, "bias is 'all'", lambda config, tensors: config.update(bias="all"))
+    refused(ConfigError, "the biases to train are 'some'; use one of none, all, lora_only",
+            lambda config, tensors: config.update(bias="some"))  # fmt: skip
+    refused(CheckpointError, r"lacks base_model\.model\.model\.norm\.weight",
+            lambda config, tensors: config.update(modules_to_save=["model.norm"]))  # fmt: skip
+    refused(CheckpointError, r"model\.norm\.weight', and adapter_config\.json does not say that it is trained",
+            lambda config, tensors: tensors.update({"base_model.model.model.norm.weight": torch.ones(36)}))  # fmt: skip
     refused(ConfigError, "peft_type is 'IA3'", lambda config, tensors: config.update(peft_type="IA3"))
     refused(ConfigError, "init_lora_weights is 'pissa'", lambda config, tensors: config.update(init_lora_weights="pissa"))  # fmt: skip # noqa: E501
     with pytest.raises(CheckpointError, match=r"of another model: it has 'base_model\.model\.transformer"):
@@ -306,13 +306,23 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
     with pytest.raises(CheckpointError, match=r"there is no folder .*nowhere"):
         load_adapter_(model, folders / "nowhere", architecture)
     with pytest.raises(
-        ConfigError, match=r"no linear layer .qproj. to adapt; did you mean q_proj\?; it has down_proj, gate_"
+        ConfigError,
+        match=r"no linear layer .qproj. to adapt; did you mean q_proj\?; it has down_proj, embed_tokens, gate_",
     ):
         add_lora_(model, LoraConfig(target_modules=("v_proj", "qproj")), architecture)
-    with pytest.raises(
-        ConfigError, match=r"adapters on the embedding \(model.embed_tokens\) are not supported, and '\.\*'"
+    for pattern in (".*", ".*layers.*"):
+        with pytest.raises(
+            ConfigError, match=r"names model\.layers\.0\.input_layernorm too, which cannot have an adapter"
+        ):
+            add_lora_(model, LoraConfig(target_modules=pattern), architecture)
+    for names, message in (
+        (("lm_haed",), "'lm_haed', which no module's path ends with; did you mean lm_head?"),
+        (("xyz",), "which no module's path ends with; it has down_proj, embed_tokens,"),
+        (("v_proj",), r"'v_proj', and model\.layers\.0\.self_attn\.v_proj gets an adapter too"),
+        (("gate_proj",), r"model\.layers\.0\.mlp\.gate_proj, which is one parameter with .*up_proj"),
     ):
-        add_lora_(model, LoraConfig(target_modules=".*"), architecture)
+        with pytest.raises(ConfigError, match=message):
+            add_lora_(model, LoraConfig(target_modules=("v_proj",), modules_to_save=names), architecture)
     with pytest.raises(ConfigError, match=r"a regular expression of whole paths; \('q_proj',\) is a name"):
         add_lora_(model, LoraConfig(target_modules="q_proj"), architecture)
     with pytest.raises(ConfigError, match="rank_pattern has 'qproj', which names no layer with an adapter"):

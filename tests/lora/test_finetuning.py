@@ -22,7 +22,7 @@ from shardwise.data import DataLoader, TokenDataset
 from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.inference.generation import generate
 from shardwise.inference.sampling import Sampling
-from shardwise.lora.model import sites_of
+from shardwise.lora.sites import sites_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.tokenizer import Tokenizer
 from shardwise.training import finetune as finetune_module
@@ -147,6 +147,8 @@ def start_from(adapters, session, base):
     """Give the adapters the values of a file by peft."""
     tensors = load_file(adapters / "adapter_model.safetensors")
     for site in sites_of(session.trainer.model, base.folder.architecture):
+        if site.adapter is None:
+            continue
         rank = site.adapter.group.rank()
         for name, layout in site.adapter.param_layouts.items():
             param = site.adapter.get_parameter(name)
@@ -259,6 +261,37 @@ def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch
     session.topology.destroy()
 
 
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_what_is_trained_beside_adapters_goes_on_from_a_checkpoint(group, root, tmp_path, monkeypatch):
+    """At tp 2, gpt2's tied weight in two from the beginning, and then as two data-parallel ranks."""
+    lora = LoraSettings(
+        lora_rank=2, lora_bias="lora_only", lora_targets=("c_attn", "lm_head"), lora_modules_to_save=("wte", "ln_f")
+    )
+    found = {}
+    for name, tps in {"whole": (2,), "run": (2, 1)}.items():
+        for number, tp in enumerate(tps):
+            settings = settings_of(
+                root, "gpt2", tmp_path / name, tp=tp, lora=lora, steps=6, resume="auto", save_every=4,
+                asynchronous_saves=False,
+            )  # fmt: skip
+            session, base = open_run(settings, root, monkeypatch)
+            if number + 1 < len(tps):
+                interrupted_at(5, session)
+            else:
+                train(session)
+                base.after(session)
+            dist.barrier(group=group)
+            session.topology.destroy()
+        found[name] = load_file(tmp_path / name / "adapter_model.safetensors")
+    assert {name.rpartition("lora_")[0] for name in found["run"] if "lora_" in name} >= {"base_model.model.lm_head."}
+    assert {"base_model.model.transformer.wte.weight", "base_model.model.transformer.ln_f.bias"} <= found["run"].keys()
+    for name, tensor in found["whole"].items():
+        torch.testing.assert_close(found["run"][name], tensor, rtol=1e-9, atol=1e-12)
+    before = load_file(root / "gpt2" / "model.safetensors")
+    assert not torch.equal(found["run"]["base_model.model.transformer.ln_f.bias"], before["transformer.ln_f.bias"])
+
+
 @pytest.mark.ranks(2)
 def test_what_cannot_be_is_said_on_every_rank(group, root, tmp_path, monkeypatch):
     def refused(error, message, base="gpt2", **options):
@@ -270,7 +303,9 @@ def test_what_cannot_be_is_said_on_every_rank(group, root, tmp_path, monkeypatch
 
     lora = LoraSettings(lora_rank=2, lora_targets=("q_proj",))
     refused(
-        ConfigError, "no linear layer 'q_proj' to adapt; did you mean c_proj.; it has c_attn, c_fc, c_proj", lora=lora
+        ConfigError,
+        "no linear layer 'q_proj' to adapt; did you mean c_proj.; it has c_attn, c_fc, c_proj, lm_head, wte",
+        lora=lora,
     )
     refused(ConfigError, "is the model's own folder", out=root / "gpt2")
     refused(ConfigError, r"has a config\.json, which no run put there", out=root / "llama")

@@ -11,8 +11,9 @@ from torch import nn
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.errors import ConfigError
 from shardwise.initialization import Normal
+from shardwise.lora.adapter import LoraAdapter
 from shardwise.lora.config import LoraConfig
-from shardwise.lora.layers import LoraAdapter, LoraColumn, LoraLinear
+from shardwise.lora.layers import LoraColumn, LoraLinear
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.optimizer.gradients import finalize_gradients_, global_grad_norm
 from shardwise.random import seed_streams

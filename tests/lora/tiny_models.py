@@ -14,13 +14,15 @@ VOCABULARY = 103
 
 def config_of(kind: str, **changes: Any) -> Any:
     """A configuration of ``kind``: "llama" (6 query heads on 2 key-value heads), "mistral" (on 3, in a window shorter
-    than the tests' texts), "qwen3" (heads wider than their share of the hidden size), "gpt2" or "bloom"."""
+    than the tests' texts), "qwen2" (biases of queries, keys and values), "qwen3" (heads wider than their share of the
+    hidden size), "gpt2" or "bloom"."""
     import transformers
 
-    if kind in ("llama", "mistral", "qwen3"):
+    if kind in ("llama", "mistral", "qwen2", "qwen3"):
         cls = {
             "llama": transformers.LlamaConfig,
             "mistral": transformers.MistralConfig,
+            "qwen2": transformers.Qwen2Config,
             "qwen3": transformers.Qwen3Config,
         }[kind]
         sizes = {

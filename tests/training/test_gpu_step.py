@@ -173,9 +173,9 @@ def steps(folder, *case):
     # Initial values are numbers, which nobody asks for here.
     initialization.fill_normal_ = lambda *_, **__: None
     for module, name in (
-        (lora.model, "_sites_of_layer"),
-        (lora.layers, "local_places"),
-        (lora.layers, "section_layout"),
+        (lora.sites, "_sites_of_layer"),
+        (lora.adapter, "local_places"),
+        (lora.adapter, "section_layout"),
     ):
         setattr(module, name, with_real_numbers(getattr(module, name)))
     with ranks_alike(), fake_tensors(), StepRecorder():

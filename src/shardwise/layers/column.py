@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from shardwise.communication import moves
 from shardwise.errors import ConfigError, ShardingError, WeightError
 from shardwise.initialization import InitMethod
 from shardwise.layers.linear import LinearParallelism
-from shardwise.layers.parallel_linear import ParallelLinear
+from shardwise.layers.parallel_linear import ParallelLinear, as_linear
 from shardwise.sharding import Interval, ParamLayout
 
 
@@ -99,8 +100,20 @@ class ColumnLinear(ParallelLinear):
         self.weight_shape = torch.Size(layout.local_shape(group.rank()))
         self.local_features = self.weight_shape[0]
         self._output_sizes = [layout.local_size(rank) for rank in range(t)]
+        self._weight_layout, self._init = layout, init
         self._sum_in_parts(layout, "output")
         self._make_parameters(layout if own_weight else None, layout_of((out_features,)) if bias else None, init)
+
+    def own_weight_(self, weight: Tensor) -> None:
+        """Give a layer that was made without a weight this one, ``[o/t, i]``, in place."""
+        if weight.shape != self.weight_shape:
+            raise WeightError(
+                f"the weight has shape {list(weight.shape)}; rank {self.group.rank()} needs {list(self.weight_shape)}"
+            )
+        self.param_layouts = {"weight": self._weight_layout, **self.param_layouts}
+        self._init_methods["weight"] = self._init or as_linear
+        self.weight = Parameter(weight)
+        self._mark("weight")
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, *, sequence_length: int | None = None) -> Tensor:
         """Apply the layer.

@@ -21,6 +21,9 @@ from shardwise.layers.module import ShardedModule
 from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue
 from shardwise.sharding import ParamLayout, local_parts
 
+# As torch.nn.Linear: uniform within 1 / sqrt(fan in).
+as_linear = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
+
 
 class ParallelLinear(ShardedModule):
     """Base of ``ColumnLinear`` and ``RowLinear``, with the options that both have.
@@ -43,6 +46,8 @@ class ParallelLinear(ShardedModule):
     weight: Parameter | None
     bias: Parameter | None
     local_features: int
+    # Whether all that the layer computes is the product with its weight, and its bias.
+    is_one_product = True
     # How the layer multiplies in a group that sums over parts; None elsewhere.
     _exact: ExactProducts | None = None
     # What the layer communicates on several ranks: without sequence parallelism, and with it.
@@ -84,12 +89,11 @@ class ParallelLinear(ShardedModule):
         *,
         partial_bias_gradient: bool = False,
     ) -> None:
+        # As torch.nn.Linear: uniform within 1 / sqrt(fan in), weight and bias.
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         if weight is None:
             self.register_parameter("weight", None)
         else:
-            # As torch.nn.Linear: uniform within 1 / sqrt(fan in), weight and bias.
-            as_linear = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
             self._make_parameter("weight", weight, init_method or as_linear)
         if bias is None:
             self.register_parameter("bias", None)

@@ -1,12 +1,14 @@
 """Low-rank adapters on a model split over ranks, in the files of the ``peft`` library."""
 
+from shardwise.lora.adapter import LoraAdapter as LoraAdapter
 from shardwise.lora.adapter_files import load_adapter_ as load_adapter_
-from shardwise.lora.adapter_files import read_adapter_config as read_adapter_config
 from shardwise.lora.adapter_files import save_adapter as save_adapter
 from shardwise.lora.config import ALL_LINEAR as ALL_LINEAR
 from shardwise.lora.config import LoraConfig as LoraConfig
-from shardwise.lora.layers import LoraAdapter as LoraAdapter
+from shardwise.lora.config_file import read_adapter_config as read_adapter_config
+from shardwise.lora.embedding import LoraEmbedding as LoraEmbedding
 from shardwise.lora.layers import LoraColumn as LoraColumn
+from shardwise.lora.layers import LoraLayer as LoraLayer
 from shardwise.lora.layers import LoraLinear as LoraLinear
 from shardwise.lora.layers import LoraRow as LoraRow
 from shardwise.lora.model import add_lora_ as add_lora_

@@ -7,8 +7,9 @@ number of ranks, by ``peft`` and by us.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -18,117 +19,39 @@ import torch
 from torch import Tensor
 
 from shardwise.communication.agreement import agree
-from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files import write_atomically
 from shardwise.huggingface.architectures import Architecture
-from shardwise.huggingface.fields import Fields
-from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, no_folder
 from shardwise.huggingface.ranks import gather_from_stages, model_groups
-from shardwise.huggingface.reading import read_json, weight_dtype
-from shardwise.lora.config import ALL_LINEAR, LoraConfig
-from shardwise.lora.layers import LoraLinear
-from shardwise.lora.model import Site, add_adapters_, all_paths, layers_without_adapters, sites_of
+from shardwise.huggingface.reading import weight_dtype
+from shardwise.layers import VocabEmbedding
+from shardwise.lora.config import LoraConfig
+from shardwise.lora.config_file import CONFIG_NAME, config_json, read_adapter_config
+from shardwise.lora.layers import LoraLayer
+from shardwise.lora.model import add_adapters_, check_without_adapters
+from shardwise.lora.sites import Site, all_paths, all_tensors, outer_paths, sites_of
+from shardwise.lora.targets import chosen_paths, trained_tensors
+from shardwise.lora.trained import base_parameters, trained_of
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.sharded_state import gather_parameter
+from shardwise.sharding import ParamLayout
 from shardwise.tensor_files import StoredTensor, read_box, read_header
 
-CONFIG_NAME = ADAPTER_CONFIG_NAME
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-_ANY_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:lora_\w+|modules_to_save)\b.*")
-_MERGE_FIRST = "merge them into the model with peft (merge_and_unload, then save_pretrained) and use that folder"
-_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:(lora_[AB])\.weight|(lora_magnitude_vector)(?:\.weight)?)")
-# Initialisations that leave the base weights unchanged.
-_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-# Fields that would make an adapter compute something other than B A.
-_VARIANTS = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "lora_bias",
-    "megatron_config",
-    "modules_to_save",
-    "monteclora_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
-)
-
-
-def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
-    """What an adapter folder says about its adapters.
-
-    Raises:
-        CheckpointError: there is no such folder or file, or it is damaged.
-        ConfigError: a variant of LoRA that is not offered; the message names the field.
-    """
-    path = Path(folder) / CONFIG_NAME
-    if not os.path.isdir(folder):
-        raise CheckpointError(no_folder(Path(folder)))
-    if not os.path.lexists(path):
-        raise CheckpointError(f"no adapter at {str(folder)!r}: it has no {CONFIG_NAME}")
-    try:
-        values = read_json(path)
-        kind, fields = values.get("peft_type"), Fields(values, CONFIG_NAME)
-        arguments = _lora_arguments(fields) if kind == "LORA" else {}
-    except ShardwiseError as error:
-        raise CheckpointError(f"{str(path)!r} is not an adapter's configuration: {error}") from error
-    if kind != "LORA":
-        raise ConfigError(f"{str(path)!r}: peft_type is {kind!r:.80}; only 'LORA' is supported")
-    config = LoraConfig(**arguments)
-    for name in _VARIANTS:
-        if values.get(name):
-            raise ConfigError(
-                f"{str(path)!r}: {name} is {values[name]!r:.80}, which is not supported, only plain LoRA is; "
-                f"{_MERGE_FIRST}"
-            )
-    if values.get("bias", "none") != "none":
-        raise ConfigError(f"{str(path)!r}: bias is {values['bias']!r:.80}; only 'none' is supported")
-    start = values.get("init_lora_weights", True)
-    if not isinstance(start, str | bool) or start not in _PLAIN_STARTS:
-        raise ConfigError(
-            f"{str(path)!r}: init_lora_weights is {start!r:.80}, which changes the base weights; "
-            "convert the adapter with peft's path_initial_model_for_weight_conversion first"
-        )
-    return config
-
-
-def _lora_arguments(fields: Fields) -> dict[str, Any]:
-    targets = fields.values.get("target_modules")
-    if not isinstance(targets, str):
-        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-            raise fields.error("target_modules", targets, "a list of names, or a regular expression")
-        targets = tuple(targets)
-    return {
-        "r": fields.get(int, "r"),
-        "lora_alpha": fields.get(float, "lora_alpha"),
-        "lora_dropout": fields.get(float, "lora_dropout", default=0.0),
-        "target_modules": targets,
-        "use_rslora": fields.get(bool, "use_rslora", default=False),
-        "use_dora": fields.get(bool, "use_dora", default=False),
-        "rank_pattern": _pattern(fields, "rank_pattern", int),
-        "alpha_pattern": _pattern(fields, "alpha_pattern", float),
-    }
-
-
-def _pattern(fields: Fields, name: str, kind: type[Any]) -> dict[str, Any]:
-    values = fields.values.get(name) or {}
-    if not isinstance(values, Mapping):
-        raise fields.error(name, values, "an object of numbers by name")
-    numbers = Fields(values, f"{fields.where}: {name}")
-    return {key: numbers.get(kind, key) for key in values}
+_FACTORS = r"(lora_[AB])\.weight|(lora_embedding_[AB]|lora_magnitude_vector)(?:\.weight)?"
+_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:{_FACTORS})")
+# What peft puts between a module's path and the names of its own parameters.
+_WRAPPED = re.compile(rf"{re.escape(_PREFIX)}(.+?)(?:\.(base_layer|modules_to_save|original_module))?\.(weight|bias)")
 
 
 def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
     """Give a model the adapters of a folder and freeze all else, in place. Collective over the model's ranks.
 
     Args:
-        model: a built model, without adapters.
+        model: a built model, without adapters. See ``add_lora_`` about tied weights.
         folder: written by ``save_adapter``, or by ``peft``'s ``save_pretrained``.
         architecture: the architecture whose names the files use.
 
@@ -139,18 +62,21 @@ def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], archi
         CheckpointError: files that are missing, damaged, or of another model; nothing is changed, on any rank.
         ConfigError: a variant of LoRA, or adapters on a layer, that are not offered; a model that has adapters already.
     """
-    known, sites = all_paths(model, architecture), sites_of(model, architecture)
-    others = layers_without_adapters(model, architecture)
-    config, tensors = agree(lambda: _read(Path(folder), known, sites, others), group=model_groups(model.groups))
-    chosen = [site for site in sites if (site.path, "lora_A") in tensors]
-    add_adapters_(model, config, chosen)
+    check_without_adapters(model)
+    known = all_tensors(model, architecture)
+    found = agree(lambda: _read(Path(folder), model, architecture, known), group=model_groups(model.groups))
+    for name in found.replaced:
+        _replace_(model, outer_paths(model, architecture)[name.rpartition(".")[0]][0], found.tensors[name])
+    add_adapters_(model, found.config, architecture, found.paths, found.trained)
     with torch.no_grad():
-        for site in chosen:
-            adapter = site.adapter
-            assert adapter is not None
-            for name, layout in adapter.param_layouts.items():
-                adapter.get_parameter(name).copy_(layout.take(tensors[site.path, name], adapter.group.rank()))
-    return config
+        for site in sites_of(model, architecture):
+            if (adapter := site.adapter) is not None:
+                for name, layout in adapter.param_layouts.items():
+                    whole = found.factors[site.path, name]
+                    adapter.get_parameter(name).copy_(layout.take(whole, adapter.group.rank()))
+    for each in trained_of(model).parameters:
+        each.base.fill_({name: found.tensors[name] for name in each.tensors}, model.tp_group.rank())
+    return found.config
 
 
 def save_adapter(
@@ -162,6 +88,8 @@ def save_adapter(
 ) -> None:
     """Write the adapters of a model for ``peft`` and ``load_adapter_``. Collective over the model's ranks.
 
+    What else is trained (biases, modules that are trained whole) is written with them.
+
     Args:
         model: a model with adapters.
         folder: made if missing; an adapter that is there is replaced.
@@ -172,22 +100,29 @@ def save_adapter(
         ConfigError: the model has no adapters, or the folder cannot be written to; on every rank.
     """
     pairs = [(site, adapter) for site in sites_of(model, architecture) if (adapter := site.adapter) is not None]
+    adapted = {site.path for site, _ in pairs}
     tensors = {
         _key_of(site.path, name): gather_parameter(adapter.get_parameter(name), layout, group=model.tp_group).cpu()
         for site, adapter in pairs
         for name, layout in adapter.param_layouts.items()
     }
-    facts = [(site.layer.lora_config, site.transposed) for site, _ in pairs[:1] if isinstance(site.layer, LoraLinear)]
+    for each in trained_of(model).parameters:
+        whole = gather_parameter(each.base.param, each.base.layout, group=model.tp_group).cpu()
+        parts = each.base.composition.take_apart(whole)
+        # Tensors that share memory cannot be stored.
+        tensors |= {_key_of_base(name, adapted): parts[name].clone() for name in each.tensors}
+    facts = [(site.layer.lora_config, site.transposed) for site, _ in pairs if isinstance(site.layer, LoraLayer)]
     of_stages = gather_from_stages((tensors, facts), "the adapters of each pipeline stage", model.groups)
     tensors = {key: tensor for of_stage, _ in of_stages for key, tensor in of_stage.items()}
     facts = [fact for _, of_stage in of_stages for fact in of_stage]
     if not facts:
         raise ConfigError("the model has no adapters to save")
     paths = sorted({match[1] for key in tensors if (match := _KEY.fullmatch(key))})
-    named = set(filter(facts[0][0].chooses, all_paths(model, architecture)))
+    lora, transposed = facts[0][0], any(transposed for _, transposed in facts)
+    named = chosen_paths(lora, all_paths(model, architecture), outer_paths(model, architecture))
     # BERT's heads have layers of the same names; then full paths are written.
     exact = isinstance(model, GPT) and named == set(paths)
-    config = _config_json(*facts[0], paths, names_will_do=exact, base_model=base_model)
+    config = config_json(lora, transposed, paths, names_will_do=exact, base_model=base_model)
     config["task_type"] = "CAUSAL_LM" if isinstance(model, GPT) else None
     agree(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, group=model_groups(model.groups))
 
@@ -196,38 +131,6 @@ def _writes(model: TransformerModel) -> bool:
     """Whether this rank writes what all ranks of the model, and of its data-parallel copies, write once."""
     copies = model.groups.dp
     return all(group.rank() == 0 for group in (*model_groups(model.groups), *([copies] if copies else [])))
-
-
-def _config_json(
-    config: LoraConfig, transposed: bool, paths: list[str], *, names_will_do: bool, base_model: str | None
-) -> dict[str, Any]:
-    """What ``adapter_config.json`` says about a model with adapters at ``paths``."""
-    alpha = int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha
-    targets: list[str] | str
-    if isinstance(config.target_modules, str):
-        targets = config.target_modules
-    else:
-        targets = sorted(config.target_modules)
-        if ALL_LINEAR in targets:
-            targets = sorted({path.rpartition(".")[2] for path in paths})
-    if not names_will_do:
-        targets = paths
-    return {
-        "peft_type": "LORA",
-        "base_model_name_or_path": base_model,
-        "inference_mode": True,
-        "r": config.r,
-        "lora_alpha": alpha,
-        "lora_dropout": config.lora_dropout,
-        "use_rslora": config.use_rslora,
-        "use_dora": config.use_dora,
-        "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": dict(config.alpha_pattern),
-        "target_modules": targets,
-        "bias": "none",
-        "fan_in_fan_out": transposed,
-        "init_lora_weights": True,
-    }
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -252,56 +155,132 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) 
                 path.unlink()
 
 
-def _read(
-    folder: Path, known: set[str], sites: list[Site], others: Mapping[str, str]
-) -> tuple[LoraConfig, dict[tuple[str, str], Tensor]]:
-    """The configuration, and by path and factor the whole tensors of this stage; checked."""
+@dataclass(frozen=True)
+class _Found:
+    """What is in an adapter's files.
+
+    Attributes:
+        config: what they say about it.
+        paths: of the layers with an adapter, of all stages.
+        trained: the tensors of the base model that are trained, of all stages.
+        replaced: those that are not, but have values: peft writes the weights of embeddings with an adapter too.
+        factors: of this stage, whole, by path and name.
+        tensors: of the base model, likewise, by Hugging Face's names.
+    """
+
+    config: LoraConfig
+    paths: set[str]
+    trained: set[str]
+    replaced: set[str]
+    factors: dict[tuple[str, str], Tensor]
+    tensors: dict[str, Tensor]
+
+
+def _read(folder: Path, model: TransformerModel, architecture: Architecture, known: set[str]) -> _Found:
+    """What a folder has for a model whose tensors, of all stages, are ``known``; checked."""
     config = read_adapter_config(folder)
     path = folder / WEIGHTS_NAME
-    shapes = {(site.path, name): shape for site in sites for name, shape in _shapes(site, config.at(site.path)).items()}
-    found: set[tuple[str, str]] = set()
     if not path.exists():
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}")
-    chosen: dict[tuple[str, str], StoredTensor] = {}
+    in_layers, outer = all_paths(model, architecture), outer_paths(model, architecture)
+    needed: dict[str | tuple[str, str], tuple[int, ...]] = {
+        name: shape
+        for base in base_parameters(model, architecture)
+        for name, shape in base.composition.stored_shapes.items()
+    }
+    # A tied weight has a name for each of its uses.
+    needed |= {f"{each}.weight": (model.vocab_size or 0, model.config.hidden_size) for each in outer}
+    sites = sites_of(model, architecture)
+    needed |= {(site.path, name): shape for site in sites for name, shape in _shapes(site, config).items()}
+    own = {site.path for site in sites}
+    chosen: dict[str | tuple[str, str], StoredTensor] = {}
     for key, stored in read_header(path).items():
-        match = _ANY_KEY.fullmatch(key)
-        if match is not None and match[1] in others:
-            raise ConfigError(
-                f"{str(path)!r} has adapters on {others[match[1]]} ({match[1]}), which are not supported, only those "
-                f"on the linear layers of the transformer layers; {_MERGE_FIRST}"
-            )
-        match = _KEY.fullmatch(key)
-        if match is None or match[1] not in known:
+        place: str | tuple[str, str]
+        if (match := _KEY.fullmatch(key)) is not None and match[1] in in_layers | outer.keys():
+            place, is_here = (match[1], match[2] or match[3]), match[1] in own
+        elif (match := _WRAPPED.fullmatch(key)) is not None and f"{match[1]}.{match[3]}" in known:
+            place = f"{match[1]}.{match[3]}"
+            is_here = place in needed
+            # Of a module that is trained whole there may be its original, and the same values under two names.
+            if match[2] == "original_module" or place in chosen:
+                continue
+        else:
             raise CheckpointError(
                 f"{str(path)!r} is of another model: it has {key!r}, for which this model has no place"
             )
-        place = match[1], match[2] or match[3]
-        found.add(place)
-        if place not in shapes:
-            continue  # Of another pipeline stage.
-        if stored.shape != shapes[place]:
+        if is_here and stored.shape != needed.get(place):
             raise CheckpointError(
                 f"{str(path)!r} is of another model: {key!r} has shape {list(stored.shape)}, this model needs "
-                f"{list(shapes[place])}"
+                f"{list(needed.get(place, ()))}"
             )
         weight_dtype(stored)
         chosen[place] = stored
-    names = ("lora_A", "lora_B", *(("lora_magnitude_vector",) if config.use_dora else ()))
-    lacking = sorted(_key_of(place, name) for place, _ in found for name in names if (place, name) not in found)
-    if lacking or not found:
-        raise CheckpointError(f"{str(path)!r} lacks {lacking[0] if lacking else 'every tensor'}")
-    whole = {place: read_box(stored, [0] * len(stored.shape), stored.shape) for place, stored in chosen.items()}
-    return config, whole
+    paths = {place[0] for place in chosen if isinstance(place, tuple)}
+    tensors = {place for place in chosen if isinstance(place, str)}
+    trained = trained_tensors(config, known, paths)
+    lacking = [_key_of_base(name, paths) for name in trained - tensors] + [
+        _key_of(each, name)
+        for each in paths
+        for name in _factors(outer.get(each, ("", ""))[0] not in ("", "output_layer"), config)
+        if (each, name) not in chosen
+    ]
+    if lacking or not paths:
+        raise CheckpointError(f"{str(path)!r} lacks {min(lacking) if lacking else 'every tensor'}")
+    for name in tensors - trained:
+        if name.removesuffix(".weight") not in outer:
+            raise CheckpointError(
+                f"{str(path)!r} has {_key_of_base(name, paths)!r}, and {CONFIG_NAME} does not say that it is trained"
+            )
+    whole = {
+        place: read_box(stored, [0] * len(stored.shape), stored.shape)
+        for place, stored in chosen.items()
+        if place in needed
+    }
+    return _Found(
+        config,
+        paths,
+        trained,
+        tensors - trained,
+        {place: tensor for place, tensor in whole.items() if isinstance(place, tuple)},
+        {place: tensor for place, tensor in whole.items() if isinstance(place, str)},
+    )
+
+
+@torch.no_grad()
+def _replace_(model: TransformerModel, name: str, whole: Tensor) -> None:
+    """Write a whole weight into this stage's embedding or output layer, which may be tied."""
+    module: Any = dict(model.named_modules()).get(name)
+    if module is None:
+        return
+    weight: Any = module.weight if module.weight is not None else model.shared_embedding_or_output_weight()
+    layout = ParamLayout.split(whole.shape, 0, model.tp_group.size())
+    weight.copy_(layout.take(whole, model.tp_group.rank()))
+
+
+def _factors(is_embedding: bool, config: LoraConfig) -> tuple[str, ...]:
+    names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
+    return (*names, "lora_magnitude_vector") if config.use_dora else names
 
 
 def _shapes(site: Site, config: LoraConfig) -> dict[str, tuple[int, ...]]:
-    output_size, input_size = site.layer.param_layouts["weight"].global_shape
+    is_embedding, r = isinstance(site.layer, VocabEmbedding), config.at(site.path).r
+    if isinstance(site.layer, VocabEmbedding):
+        input_size, output_size = site.layer.num_embeddings, site.layer.embedding_dim
+    else:
+        output_size, input_size = site.layer.out_features, site.layer.in_features
     if site.section is not None:
         output_size = len(site.section)
-    shapes: dict[str, tuple[int, ...]] = {"lora_A": (config.r, input_size), "lora_B": (output_size, config.r)}
-    return shapes | ({"lora_magnitude_vector": (output_size,)} if config.use_dora else {})
+    shapes: list[tuple[int, ...]] = [(r, input_size), (output_size, r), (output_size,)]
+    return dict(zip(_factors(is_embedding, config), shapes, strict=False))
 
 
 def _key_of(path: str, name: str) -> str:
-    """A tensor's name in a file; the vector is the one that ``peft`` writes without ``weight``."""
-    return f"{_PREFIX}{path}.{name}" + ("" if name == "lora_magnitude_vector" else ".weight")
+    """A tensor's name in a file; ``peft`` writes some without ``weight``."""
+    plain = name == "lora_magnitude_vector" or name.startswith("lora_embedding")
+    return f"{_PREFIX}{path}.{name}" + ("" if plain else ".weight")
+
+
+def _key_of_base(tensor: str, adapted: Collection[str]) -> str:
+    """The name in a file of a tensor of the base model; ``adapted`` are the paths with an adapter."""
+    path, _, leaf = tensor.rpartition(".")
+    return f"{_PREFIX}{path}.{'base_layer.' if path in adapted else ''}{leaf}"

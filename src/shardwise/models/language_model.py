@@ -187,7 +187,10 @@ class LanguageModel(GroupModule):
         """Whether output layer and loss are computed in one."""
         # A deferred weight gradient needs the output layer to be called by itself.
         # In one there is no sum over parts.
+        # Nor does it know of what an output layer adds to its weight's product.
         separate = self.config.defer_embedding_wgrad_compute or self.config.exact_parts is not None
+        output_layer: Any = getattr(self, "output_layer", None)
+        separate |= not getattr(output_layer, "is_one_product", True)
         return self.config.fuse_output_layer_and_loss and not separate
 
     @property
@@ -238,6 +241,22 @@ class LanguageModel(GroupModule):
                 if not self.pre_process:
                     weight.zero_()
                 weight.copy_(all_reduce(weight.detach(), group=self.embd_group))
+
+    def untie_(self) -> None:
+        """Give the output layer a weight of its own, which starts as the embedding's; nothing if it has one.
+
+        In place, on every stage alike; nothing is communicated. Afterwards each may be changed by itself.
+        """
+        shared: Any = self.shared_embedding_or_output_weight()
+        self.share_embeddings_and_output_weights = False
+        if shared is None:
+            return
+        for mark in ("shared_embedding", "shared"):
+            vars(shared).pop(mark, None)
+        model: Any = self
+        if self.pre_process and self.post_process:
+            model.output_layer.own_weight_(shared.detach().clone())
+            model.output_layer.weight.requires_grad_(shared.requires_grad)
 
     def _check_embedding_group(self, group: ProcessGroup) -> None:
         """Raise, on all that hold a tied weight, if a rank that holds none would be waited for."""

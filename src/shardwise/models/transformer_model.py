@@ -299,6 +299,11 @@ class TransformerModel(FixedTensors, LanguageModel):
             vars(self.get_parameter(name)).update(marks)
         return self
 
+    def untie_(self) -> None:
+        """See ``LanguageModel.untie_``."""
+        super().untie_()
+        self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
+
     def _setup_embeddings(self) -> None:
         if self.pre_process or self.post_process:
             self.setup_tied_weight()

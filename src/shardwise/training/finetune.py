@@ -25,7 +25,7 @@ from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.pretrained import CONFIG_NAME
 from shardwise.huggingface.saving import COPIED_FILES
 from shardwise.lora import add_lora_, load_adapter_, merge_lora_, remove_lora_, save_adapter
-from shardwise.lora.adapter_files import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from shardwise.lora.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.tokenizer import ChatTemplate, PaddedTokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from shardwise.errors import ConfigError
 from shardwise.training.bounds import PROBABILITY, Checked, Range
@@ -22,13 +22,16 @@ class LoraSettings(Checked, prefix="--"):
         lora_rank: train adapters of this rank and leave the model's weights; all weights are trained if not given.
         lora_alpha: strength of the adapters, whose product counts lora_alpha / lora_rank; twice the rank if not given.
         lora_dropout: probability of dropping an element of an adapter's input.
-        lora_targets: linear layers that get adapters, by the folder's own names (q_proj, v_proj, ...); "all-linear" is
-            all of the transformer layers.
+        lora_targets: layers that get adapters, by the folder's own names (q_proj, v_proj, embed_tokens, lm_head, ...);
+            "all-linear" is all linear ones of the transformer layers.
         lora_target_pattern: a regular expression of the whole paths of the layers that get adapters, such as
             ".*layers\\.(2|3)\\..*proj", in place of lora_targets.
         lora_rank_pattern: other ranks for some layers, as NAME=RANK, where NAME may be a regular expression of the end
             of a path; the first that fits counts.
         lora_alpha_pattern: other strengths for some layers, as NAME=ALPHA.
+        lora_bias: which biases of the model are trained too: none, all, or those of layers with adapters (lora_only).
+        lora_modules_to_save: modules that are trained whole and saved with the adapters, by the folder's own names
+            (lm_head, embed_tokens, norm, ...).
         lora_dora: learn the lengths of the weights' rows apart from their directions (DoRA).
         lora_from: start from the adapters of this folder, which say rank, strength and targets themselves.
         lora_rslora: divide the strength by the square root of the rank, so that high ranks learn as well.
@@ -42,6 +45,8 @@ class LoraSettings(Checked, prefix="--"):
     lora_target_pattern: str | None = None
     lora_rank_pattern: tuple[str, ...] = ()
     lora_alpha_pattern: tuple[str, ...] = ()
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    lora_modules_to_save: tuple[str, ...] = ()
     lora_dora: bool = False
     lora_from: str | None = None
     lora_rslora: bool = False
@@ -96,6 +101,8 @@ class LoraSettings(Checked, prefix="--"):
             use_dora=self.lora_dora,
             rank_pattern=_numbers("--lora-rank-pattern", self.lora_rank_pattern, int),
             alpha_pattern=_numbers("--lora-alpha-pattern", self.lora_alpha_pattern, float),
+            bias=self.lora_bias,
+            modules_to_save=self.lora_modules_to_save,
         )
 
     def describe(self) -> str:
@@ -105,7 +112,10 @@ class LoraSettings(Checked, prefix="--"):
         if self.lora_rank is None:
             return "all weights"
         targets = self.lora_target_pattern or ", ".join(self.lora_targets)
-        return f"{'DoRA adapters' if self.lora_dora else 'adapters'} of rank {self.lora_rank} ({targets})"
+        biases = {"none": (), "all": ("all biases",), "lora_only": ("their biases",)}[self.lora_bias]
+        beside = ", ".join((*biases, *self.lora_modules_to_save))
+        kind = "DoRA adapters" if self.lora_dora else "adapters"
+        return f"{kind} of rank {self.lora_rank} ({targets})" + (f", and {beside}" if beside else "")
 
 
 def _numbers(flag: str, pairs: Sequence[str], kind: Callable[[str], Any]) -> dict[str, Any]:

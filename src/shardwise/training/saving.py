@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +24,7 @@ from shardwise.json_files import shown
 from shardwise.lora import lora_layers
 from shardwise.optimizer.optimizer import optimizer_state, stored_weights
 from shardwise.sharded_state import sharded_state_dict
+from shardwise.training.lora_settings import LoraSettings
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.session import Session
 from shardwise.training.settings import RunSettings
@@ -227,8 +230,13 @@ def _check_belongs(session: Session, folder: Path) -> int:
     # Whether adapters are merged at the end changes nothing before it.
     fixed = {name: ours[name].keys() - {"lora_merge"} for name in _FIXED_SECTIONS if name in ours}
     fixed["training"] = {*_FIXED_TRAINING, "rng"} if _draws_dropout(session) else {*_FIXED_TRAINING}
+    # What a run of an earlier version was not asked had its default.
+    defaults = json.loads(json.dumps(dataclasses.asdict(LoraSettings())))
     pairs = {
-        f"{section}.{name}": (saved.get(section, {}).get(name), ours[section][name])
+        f"{section}.{name}": (
+            saved.get(section, {}).get(name, defaults.get(name) if section == "lora" else None),
+            ours[section][name],
+        )
         for section, names in fixed.items()
         for name in ours[section]
         if name in names
