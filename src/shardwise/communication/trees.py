@@ -66,13 +66,14 @@ def exact_parts(group: ProcessGroup | None) -> int | None:
     return None if group is None else context_of(group).exact_parts
 
 
-def tree_sum(terms: Sequence[Tensor]) -> Tensor:
+def tree_sum(terms: Sequence[Tensor], *, may_overwrite: bool = False) -> Tensor:
     """The sum of tensors by a balanced binary tree over neighbours.
 
     Args:
-        terms: a power of two of tensors of one shape and dtype; not modified. A single one is returned as it is.
+        terms: a power of two of tensors of one shape and dtype. A single one is returned as it is.
+        may_overwrite: let the sums take the terms' memory; otherwise they are not modified.
     """
-    counter = TreeCounter()
+    counter = TreeCounter(may_overwrite=may_overwrite)
     for term in terms:
         counter.add(term)
     return counter.total()
@@ -83,23 +84,25 @@ class TreeCounter:
 
     The sums of 1, 2, 4, ... neighbours are kept as the digits of a binary counter: a new term is added to what waits on
     its level, the result to what waits on the next, and so on.
+
+    Args:
+        may_overwrite: let the sums take the terms' memory.
     """
 
-    __slots__ = ("_levels",)
+    __slots__ = ("_levels", "_may_overwrite")
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_overwrite: bool = False) -> None:
         self._levels: list[Tensor | None] = []
+        self._may_overwrite = may_overwrite
 
     def add(self, term: Tensor) -> None:
-        """One more term; kept, and not modified."""
-        is_own = False
+        """One more term; kept, and not modified but with ``may_overwrite``."""
         for level, waiting in enumerate(self._levels):
             if waiting is None:
                 self._levels[level] = term
                 return
-            # A sum that was made here may take the next one's place in memory.
-            term = torch.add(waiting, term, out=term) if is_own else waiting + term
-            is_own = True
+            # What waits above the first level was made here.
+            term = torch.add(waiting, term, out=waiting) if level or self._may_overwrite else waiting + term
             self._levels[level] = None
         self._levels.append(term)
 

@@ -185,19 +185,19 @@ class GradientTrees:
 
 
 class _Sum:
-    """A tree whose leaves are sums of ``run`` terms that follow one another."""
+    """A tree whose leaves are sums of ``run`` terms that follow one another; the sums take the terms' memory."""
 
     __slots__ = ("_leaf", "_run", "_tree", "count")
 
     def __init__(self, run: int) -> None:
         self._run = run
-        self._tree = TreeCounter()
+        self._tree = TreeCounter(may_overwrite=True)
         self._leaf: Tensor | None = None
         self.count = 0
 
     def add(self, term: Tensor) -> None:
         self.count += 1
-        self._leaf = term if self._leaf is None else self._leaf + term
+        self._leaf = term if self._leaf is None else self._leaf.add_(term)
         if self.count % self._run == 0:
             self._tree.add(self._leaf)
             self._leaf = None
