@@ -10,6 +10,7 @@ import pytest
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.chat import ChatArguments
 from shardwise.cli.demo import DemoArguments
+from shardwise.cli.dpo import DpoArguments
 from shardwise.cli.eval import EvalArguments
 from shardwise.cli.export_hf import ExportArguments
 from shardwise.cli.finetune import FinetuneArguments
@@ -28,6 +29,7 @@ parse_train_arguments, parse_finetune_arguments = of(TrainArguments), of(Finetun
 PARSERS = {
     "train": parse_train_arguments,
     "finetune": parse_finetune_arguments,
+    "dpo": of(DpoArguments),
     "demo": of(DemoArguments),
     "generate": of(GenerateArguments),
     "chat": of(ChatArguments),
@@ -38,7 +40,16 @@ PARSERS = {
 REQUIRED = dict(
     zip(
         PARSERS.values(),
-        (["--data=a"], ["m", "--data=a"], [], ["r"], ["r"], ["r", "--data=a"], ["m", "--out=o"], ["r", "--out=o"]),
+        (
+            ["--data=a"],
+            *[["m", "--data=a"]] * 2,
+            [],
+            ["r"],
+            ["r"],
+            ["r", "--data=a"],
+            ["m", "--out=o"],
+            ["r", "--out=o"],
+        ),
         strict=True,
     )
 )
@@ -214,7 +225,7 @@ def test_each_flag_that_help_shows_is_read(parse, capsys, monkeypatch):
 @pytest.mark.parametrize("parse", PARSERS.values(), ids=PARSERS)
 def test_the_number_of_ranks_is_spelled_alike_in_every_command(parse):
     """--tp, --pp and --nproc, short or long, a value after a space or an equals sign; the last one given holds."""
-    several = parse in (PARSERS["train"], PARSERS["finetune"], PARSERS["demo"])
+    several = parse in [PARSERS[name] for name in ("train", "finetune", "dpo", "demo")]
     for tp, pp in (("--tp", "--pp"), ("--parallel.tp", "--parallel.pp")):
         arguments = parse([*REQUIRED[parse], tp, "1", f"{tp}=2", pp, "2" if several else "1", "--nproc", "4"])
         split = arguments.settings.parallel if hasattr(arguments, "settings") else arguments
@@ -228,7 +239,7 @@ def test_commands_of_the_documents_are_read():
         (page.name, command, arguments)
         for page in pages
         for command, arguments in re.findall(
-            r"^    shardwise (train|finetune|chat|eval) (.*)$", page.read_text(), re.MULTILINE
+            r"^    shardwise (train|finetune|dpo|chat|eval) (.*)$", page.read_text(), re.MULTILINE
         )
     ]
     assert {"optimizers.md", "finetuning.md"} <= {page for page, _, _ in commands}

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.parity import gather_shards
+from lora.reference_steps import CLIP, DECAY, RATE, STEPS, WARMUP, reference_losses
 from lora.tiny_models import save_model, with_adapters
 from safetensors.torch import load_file
 from training.test_run import interrupted_at
@@ -40,7 +40,7 @@ from shardwise.training.session import open_session
 from shardwise.training.settings import CorpusSettings, ParallelSettings, TrainingSettings
 from shardwise.training.texts import encode_texts, read_data
 
-STEPS, BATCH, LENGTH, WARMUP, RATE, CLIP, DECAY = 10, 4, 20, 3, 1e-2, 0.7, 0.1
+BATCH, LENGTH = 4, 20
 CORPUS = CorpusSettings(held_out_fraction=0.02)
 # The rotary angles of transformers are of fp32 whatever the weights are; of GPT-2 all is fp64.
 KINDS = {"llama": torch.float32, "gpt2": torch.float64}
@@ -70,31 +70,6 @@ def settings_of(
 
 
 LORA = LoraSettings(lora_rank=3, lora_alpha=7)
-
-
-def reference_losses(model, batches):
-    """AdamW, clipping and schedule of PyTorch's own, on a model of transformers or peft."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    groups = [
-        {"params": [param for param in params if param.dim() >= 2], "weight_decay": DECAY},
-        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.999), eps=1e-8)
-    losses = []
-    for step, (tokens, labels) in enumerate(batches):
-        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, CLIP)
-        rate = RATE * (step + 1) / WARMUP
-        if step >= WARMUP:
-            done = (step + 1 - WARMUP) / (STEPS - WARMUP)
-            rate = RATE * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.fixture(scope="module")

@@ -39,11 +39,11 @@ def test_what_is_out_of_memory(error, expected):
     assert is_out_of_memory(error) == expected
 
 
-def raised(folder, available, error, *, trains_weights=True, world_size=1, **options):
+def raised(folder, available, error, *, is_planned=True, world_size=1, **options):
     """What a run that has ``available`` bytes ends with."""
     settings = tiny_settings(folder, global_batch_size=16, **options)
     ranks = Ranks(0, 0, world_size, torch.device("cpu"))
-    shortage = Shortage(settings, model_of(settings.model, 301), trains_weights, ranks, available)
+    shortage = Shortage(settings, model_of(settings.model, 301), is_planned, ranks, available)
     with pytest.raises(OutOfMemoryError) as found, shortage.explained():
         raise error
     text, code = describe(found.value)
@@ -68,7 +68,7 @@ def test_what_is_said_where_nothing_fits_or_all_should(tmp_path):
     assert advice.startswith("By the plan 921.6 GiB are enough")
     *_, advice = raised(tmp_path, 0, MemoryError())
     assert advice.startswith("shardwise plan ... --fit")
-    message, advice = raised(tmp_path, 1_000, MemoryError(), trains_weights=False)
+    message, advice = raised(tmp_path, 1_000, MemoryError(), is_planned=False)
     assert message == "out of memory on a rank; the run has about 0.98 KiB here"
     assert advice.startswith("Use a smaller --training.micro-batch-size")
 

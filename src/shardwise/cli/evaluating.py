@@ -17,8 +17,8 @@ from shardwise.data import (
     EvaluationWindows,
     ExampleEncoder,
     SampleDataset,
+    TextWindows,
     TokenStream,
-    Windows,
     evaluation_batches,
     example_of,
     read_records,
@@ -49,7 +49,7 @@ class Measure:
     """
 
     name: str
-    windows: Windows
+    windows: TextWindows
     num_labels: int
     num_bytes: int
     notes: tuple[str, ...] = ()

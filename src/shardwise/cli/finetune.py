@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from shardwise.cli.arguments import RunArguments
 from shardwise.training.bounds import Range
 from shardwise.training.finetune_settings import FinetuneSettings
+
+if TYPE_CHECKING:
+    from shardwise.training.finetune import Finetuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,13 @@ class FinetuneArguments(RunArguments):
         if self.show:
             from shardwise.cli.showing import show_samples
 
-            return partial(show_samples, self.settings, self.show)
-        from shardwise.training.finetune import Finetuning
+            return partial(show_samples, self.recipe(), self.settings, self.show)
         from shardwise.training.run import run
 
-        return partial(run, self.settings, Finetuning)
+        return partial(run, self.settings, self.recipe())
+
+    def recipe(self) -> type["Finetuning"]:
+        """What kind of run it is. Imported only here, because PyTorch takes seconds."""
+        from shardwise.training.finetune import Finetuning
+
+        return Finetuning

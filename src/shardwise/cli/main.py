@@ -33,6 +33,7 @@ COMMANDS = {
     "demo": Command("train a small GPT on two local ranks, in about a minute", "DemoArguments"),
     "train": Command("train a GPT on your text, on any number of ranks", "TrainArguments"),
     "finetune": Command("fine-tune a Hugging Face model, all weights or LoRA adapters", "FinetuneArguments"),
+    "dpo": Command("fine-tune on preferences: pairs of a better and a worse answer", "DpoArguments"),
     "plan": Command("show what a run needs of memory and network, and which layouts fit", "PlanArguments"),
     "generate": Command("continue a text with a trained checkpoint", "GenerateArguments"),
     "chat": Command("talk with a model, by its own chat template", "ChatArguments"),

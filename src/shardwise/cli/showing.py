@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from itertools import groupby
+from typing import Any
 
 from shardwise.cli.streams import allow_any_character
 from shardwise.data import Encoded, UnusableExampleError
@@ -16,13 +18,18 @@ from shardwise.training.finetune_settings import FinetuneSettings
 _LEARNED, _READ, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
-def show_samples(settings: FinetuneSettings, count: int) -> None:
+def show_samples(recipe_of: Callable[[Any], Finetuning], settings: FinetuneSettings, count: int) -> None:
     """Print the first ``count`` samples as a run would train on them, and what is wrong with those that it leaves out.
+
+    Args:
+        recipe_of: makes the recipe of the run from its settings.
+        settings: of the run.
+        count: how many samples, or pairs.
 
     Raises:
         ShardwiseError: what a run would raise; or no sample can be trained on.
     """
-    recipe = Finetuning(settings)
+    recipe = recipe_of(settings)
     examples, encoder = recipe.examples(), recipe.encoder()
     colours = _has_colours()
     allow_any_character()
@@ -32,16 +39,17 @@ def show_samples(settings: FinetuneSettings, count: int) -> None:
     shown = 0
     for number, example in enumerate(examples, 1):
         try:
-            encoded = encoder.encode(example)
+            encoded = encoder.encode_all(example)
         except UnusableExampleError as error:
             print(f"\nsample {number} ({_printable(example.where)}) is left out: {_printable(str(error))}")
             continue
-        length = len(encoded.ids)
-        too_long = f"; more than {longest}: --too-long {settings.samples.too_long}" if length > longest else ""
-        print(
-            f"\nsample {number} ({_printable(example.where)}): {length} tokens, {encoded.learned.sum()} of them learned"
-            f"{too_long}\n{_text(encoded, encoder.tokenizer, colours)}\n{_ids(encoded, colours)}"
-        )
+        for name, each in zip(("",) if len(encoded) == 1 else (", chosen", ", rejected"), encoded, strict=True):
+            length = len(each.ids)
+            too_long = f"; more than {longest}: --too-long {settings.samples.too_long}" if length > longest else ""
+            print(
+                f"\nsample {number} ({_printable(example.where)}){name}: {length} tokens, {each.learned.sum()} of them "
+                f"learned{too_long}\n{_text(each, encoder.tokenizer, colours)}\n{_ids(each, colours)}"
+            )
         shown += 1
         if shown == count:
             return

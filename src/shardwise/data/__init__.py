@@ -6,6 +6,8 @@
                                                               \\-> EvaluationWindows -> evaluation_batches
     read_records -> example_of -> ExampleEncoder -> TokenSamples -> SampleDataset -> SampleLoader
                                                                           \\-> EvaluationSamples -> evaluation_batches
+    read_records -> preference_of -> PreferenceEncoder -> TokenSamples -> PairDataset -> SampleLoader
+                                                                          \\-> EvaluationPairs -> evaluation_batches
 """
 
 from shardwise.data.corpus import Corpus as Corpus
@@ -20,8 +22,14 @@ from shardwise.data.examples import example_of as example_of
 from shardwise.data.loader import Batch as Batch
 from shardwise.data.loader import BatchSchedule as BatchSchedule
 from shardwise.data.loader import DataLoader as DataLoader
+from shardwise.data.loader import TextWindows as TextWindows
 from shardwise.data.loader import Windows as Windows
 from shardwise.data.loader import evaluation_batches as evaluation_batches
+from shardwise.data.pairs import EvaluationPairs as EvaluationPairs
+from shardwise.data.pairs import PairDataset as PairDataset
+from shardwise.data.preferences import Preference as Preference
+from shardwise.data.preferences import PreferenceEncoder as PreferenceEncoder
+from shardwise.data.preferences import preference_of as preference_of
 from shardwise.data.reading import read_corpus as read_corpus
 from shardwise.data.reading import read_records as read_records
 from shardwise.data.samples import EvaluationSamples as EvaluationSamples

@@ -89,6 +89,24 @@ class ExampleEncoder:
             raise UnusableExampleError("nothing in it is learned")
         return encoded
 
+    def encode_all(self, example: Example) -> tuple[Encoded, ...]:
+        """The samples of an example: one. Raises as ``encode``."""
+        return (self.encode(example),)
+
+    def prompt_of(self, example: Example) -> list[int]:
+        """The tokens of an example's prompt alone, as an answer to it begins; nothing if it has none.
+
+        Raises:
+            UnusableExampleError: the template refuses it.
+            DataError: a chat, and there is no template.
+        """
+        if example.prompt is None:
+            return []
+        if isinstance(example.prompt, str):
+            ids = self.tokenizer.encode(example.prompt, parse_special=self.parse_special)
+            return [*self.tokenizer.beginning, *ids]
+        return self.tokenizer.encode(self._render(example.prompt, example, prompt=True).text, parse_special=True)
+
     def prompt_ids(self, messages: Messages, **options: object) -> list[int]:
         """The tokens of messages, and what the assistant's next turn begins with.
 
@@ -128,8 +146,7 @@ class ExampleEncoder:
         ids, spans = tokenizer.encode_with_spans(text, parse_special=self.parse_special)
         first = 0
         if example.prompt is not None and self.mask_prompts:
-            alone = [*tokenizer.beginning, *tokenizer.encode(prompt, parse_special=self.parse_special)]
-            first = _common_length(alone, [*tokenizer.beginning, *ids])
+            first = common_length(self.prompt_of(example), [*tokenizer.beginning, *ids])
         ids = [*tokenizer.beginning, *ids]
         spans = [(0, 0)] * beginning + spans
         if not (self.parse_special and example.completion.endswith(tokenizer.eos_token)):
@@ -146,9 +163,7 @@ class ExampleEncoder:
         ids, spans = self.tokenizer.encode_with_spans(rendered.text, parse_special=True)
         learned = np.ones(len(ids), dtype=np.bool_)
         if self.mask_prompts and example.prompt is not None:
-            before = self._render(example.prompt, example, prompt=True).text
-            alone = self.tokenizer.encode(before, parse_special=True)
-            learned = np.arange(len(ids)) >= _common_length(alone, ids)
+            learned = np.arange(len(ids)) >= common_length(self.prompt_of(example), ids)
         elif self.mask_prompts:
             written = rendered.spans or self._turns(messages, example, rendered.text)
             learned = _touched(spans, written, len(rendered.text))
@@ -220,15 +235,15 @@ class ExampleEncoder:
             return len(before)
         plain = self._render(messages, example).text
         # The prompt for an answer may go on in a way that the answer itself does not.
-        prompt = before[_common_length(plain, before) :]
+        prompt = before[common_length(plain, before) :]
         if text.startswith(plain):
-            return len(plain) + _common_length(prompt, text[len(plain) :])
+            return len(plain) + common_length(prompt, text[len(plain) :])
         turn = text[slice(*last)]
         for rendered, more in ((before, ""), (plain, prompt)):
             since = rendered[rendered.rfind(turn) + len(turn) :] if turn and turn in rendered else None
             if since is not None and text.startswith(since, last[1]):
                 begin = last[1] + len(since)
-                return begin + _common_length(more, text[begin:])
+                return begin + common_length(more, text[begin:])
         raise UnusableExampleError(_UNMARKED)
 
     def _begin_of_first(self, example: Example, text: str) -> int:
@@ -236,7 +251,7 @@ class ExampleEncoder:
         assert not isinstance(example.completion, str)
         first = example.completion[:1]
         with_prompt = self._render(first, example, prompt=True).text
-        header = with_prompt[_common_length(self._render(first, example).text, with_prompt) :]
+        header = with_prompt[common_length(self._render(first, example).text, with_prompt) :]
         return text.index(header) + len(header) if header in text else 0
 
     def _encoded(self, ids: Sequence[int], spans: Sequence[Span], text: str, learned: NDArray[np.bool_]) -> Encoded:
@@ -281,7 +296,8 @@ def _gist(message: Mapping[str, Any]) -> str:
     return str(calls[0].get("function", {}).get("name", ""))
 
 
-def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many elements two sequences begin with alike."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 

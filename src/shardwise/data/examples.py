@@ -86,20 +86,21 @@ def example_of(record: Record, text_key: str) -> Example:
                 "give it one of them, or name the key of the text (--corpus.text-key)"
             )
         return Example(where, None, text_of(record, text_key))
-    tools, variables = _tools_of(value, where), _variables_of(value, where)
+    tools, variables = tools_of(value, where), variables_of(value, where)
     for key in _CHAT_KEYS:
         if key in value:
             return Example(
-                where, None, _with_system(value, _messages_of(value[key], where, key), where), tools, variables
+                where, None, with_system(value, messages_of(value[key], where, key), where), tools, variables
             )
     prompt, completion = value["prompt"], value["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Example(where, check_text(prompt, where, "'prompt'"), check_text(completion, where, "'completion'"))
-    before = _with_system(value, _messages_of(prompt, where, "prompt"), where)
-    return Example(where, before, _messages_of(completion, where, "completion"), tools, variables)
+    before = with_system(value, messages_of(prompt, where, "prompt"), where)
+    return Example(where, before, messages_of(completion, where, "completion"), tools, variables)
 
 
-def _messages_of(value: object, where: str, key: str) -> Messages:
+def messages_of(value: object, where: str, key: str) -> Messages:
+    """The messages under ``key``, in OpenAI's form. Raises DataError if they are none."""
     if not isinstance(value, list):
         beside = " where the other one is messages" if key in ("prompt", "completion") else ""
         raise DataError(f"{where}: {key!r} is not a list of messages but {kind_of(value)}{beside}; repair the record")
@@ -144,14 +145,16 @@ def _content_of(value: object, where: str) -> str:
     return check_text(value, where, "the content")
 
 
-def _with_system(value: Mapping[str, Any], messages: Messages, where: str) -> Messages:
+def with_system(value: Mapping[str, Any], messages: Messages, where: str) -> Messages:
+    """Messages with the record's ``system`` before them."""
     system = value.get("system")
     if not isinstance(system, str) or not system or messages[0]["role"] == "system":
         return messages
     return ({"role": "system", "content": check_text(system, where, "'system'")}, *messages)
 
 
-def _tools_of(value: Mapping[str, Any], where: str) -> list[Any] | None:
+def tools_of(value: Mapping[str, Any], where: str) -> list[Any] | None:
+    """The record's ``tools``. Raises DataError if they are none."""
     tools = value.get("tools")
     if isinstance(tools, str):
         try:
@@ -163,7 +166,8 @@ def _tools_of(value: Mapping[str, Any], where: str) -> list[Any] | None:
     return tools or None
 
 
-def _variables_of(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+def variables_of(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The record's ``chat_template_kwargs``. Raises DataError if they are none."""
     variables = value.get("chat_template_kwargs")
     if variables is None:
         return {}

@@ -7,7 +7,7 @@ it would have seen.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,16 +23,20 @@ on the CPU."""
 
 
 class Windows(Protocol):
-    """What is measured on: rows of one length, in which every label counts once."""
+    """What is measured on: rows of one length, or several at a time, in which every label counts once."""
 
     def __len__(self) -> int:
         """Number of rows."""
 
-    def __getitem__(self, index: int) -> Sequence[NDArray[np.int64]]:
+    def __getitem__(self, index: int) -> Sequence[NDArray[Any]]:
         """A row: tokens, labels, and what else a ``Batch`` has."""
 
-    def padding(self) -> Sequence[NDArray[np.int64]]:
+    def padding(self) -> Sequence[NDArray[Any]]:
         """A row in which no label counts."""
+
+
+class TextWindows(Windows, Protocol):
+    """What is measured on, of which every token has a share of a text."""
 
     def bits_per_byte(self, total_nll: float) -> float:
         """Bits that the model spends on a byte of the text, if it spends ``total_nll`` on all labels, in nats."""
@@ -233,6 +237,9 @@ def evaluation_batches(windows: Windows, micro_batch_size: int, dp_rank: int = 0
     )
 
 
-def stack(rows: Iterable[Sequence[NDArray[np.int64]]]) -> Batch:
-    """Rows of one length as a batch."""
-    return tuple(torch.from_numpy(np.stack(arrays)) for arrays in zip(*rows, strict=True))
+def stack(rows: Iterable[Sequence[NDArray[Any]]]) -> Batch:
+    """Rows of one length as a batch; arrays ``[k, s]`` are ``k`` rows each."""
+    return tuple(
+        torch.from_numpy(np.stack(arrays) if arrays[0].ndim == 1 else np.concatenate(arrays))
+        for arrays in zip(*rows, strict=True)
+    )

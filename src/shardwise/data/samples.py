@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,6 +154,10 @@ class SampleDataset:
             place = here.stop
         return row
 
+    def width(self, rows: NDArray[np.int64] | slice) -> int:
+        """Places that all of ``rows`` have in a batch."""
+        return self.sequence_length if self.packing else int(self.lengths[rows].max())
+
     def padding(self, length: int) -> Row:
         """A row in which no label counts."""
         row = [np.full(length, self.samples.eos_id, np.int64), np.full(length, IGNORE_INDEX, np.int64)]
@@ -182,6 +186,27 @@ def _packed(pieces: Sequence[tuple[int, int]], length: int) -> list[list[tuple[i
     return rows
 
 
+class Rows(Protocol):
+    """Rows of different lengths, one sample or several in each.
+
+    Attributes:
+        lengths: ``[rows]``: places that samples take.
+        labels: ``[rows]``: of what a step's loss is the mean over, how many there are.
+    """
+
+    lengths: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def row(self, index: int, length: int | None = None) -> Sequence[NDArray[Any]]:
+        """One row, filled up to ``length`` places."""
+
+    def width(self, rows: NDArray[np.int64] | slice) -> int:
+        """Places that all of ``rows`` have in a batch."""
+
+
 class SampleLoader:
     """The batches of samples; which rows make up which batch is a pure function of the seed and the step.
 
@@ -194,7 +219,7 @@ class SampleLoader:
         ConfigError: ``global_batch_size`` is less than 1, or the seed negative.
     """
 
-    def __init__(self, dataset: SampleDataset, global_batch_size: int, seed: int) -> None:
+    def __init__(self, dataset: Rows, global_batch_size: int, seed: int) -> None:
         self.dataset = dataset
         self.schedule = BatchSchedule(len(dataset), global_batch_size, seed)
 
@@ -217,7 +242,7 @@ class SampleLoader:
             micro_batch_size = max(1, self.schedule.global_batch_size // max(1, dp_size))
         slices = self.schedule.micro_batches(dp_rank, dp_size, micro_batch_size)
         rows = self.schedule.global_batch(step)
-        length = None if self.dataset.packing else int(self.dataset.lengths[rows].max())
+        length = self.dataset.width(rows)
         return (stack(self.dataset.row(index, length) for index in rows[part].tolist()) for part in slices)
 
 
@@ -230,7 +255,7 @@ class EvaluationSamples:
 
     def __init__(self, dataset: SampleDataset) -> None:
         self.dataset = dataset
-        self._length = dataset.sequence_length if dataset.packing else int(dataset.lengths.max())
+        self._length = dataset.width(slice(None))
 
     @property
     def num_labels(self) -> int:

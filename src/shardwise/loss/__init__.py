@@ -7,5 +7,6 @@ from shardwise.loss.linear_cross_entropy import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
 from shardwise.loss.log_probs import vocab_parallel_log_probs as vocab_parallel_log_probs
+from shardwise.loss.preference import preference_loss as preference_loss
 from shardwise.loss.topk import vocab_parallel_argmax as vocab_parallel_argmax
 from shardwise.loss.topk import vocab_parallel_topk as vocab_parallel_topk

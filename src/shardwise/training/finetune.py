@@ -34,7 +34,7 @@ from shardwise.training.build import config_fields
 from shardwise.training.finetune_settings import FinetuneSettings
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
-from shardwise.training.samples import Samples, prepare_samples
+from shardwise.training.samples import prepare_samples
 from shardwise.training.session import Session
 from shardwise.training.texts import STDLIB, Texts, TrainingData, encode_texts, read_data, share_texts
 
@@ -131,6 +131,13 @@ class Finetuning(Recipe):
             parse_special=settings.special_tokens,
         )
 
+    def reference_identity(self) -> dict[str, str]:
+        """What says which model the run begins with, its adapters included."""
+        return {
+            "base_sha256": str(self.identity["base_sha256"]),
+            "adapters_sha256": _adapters_digest(self.settings.lora.lora_from),
+        }
+
     def examples(self) -> list[Example]:
         """What the data has to learn from, in its order. Raises as ``read_records`` and ``example_of``."""
         settings, key = self.settings, self.settings.corpus.text_key
@@ -141,7 +148,7 @@ class Finetuning(Recipe):
     def _records(self, paths: Sequence[str]) -> tuple[str, list[Record]]:
         return read_records(paths, has_text=partial(has_text, text_key=self.settings.corpus.text_key))
 
-    def _prepare(self) -> Texts | Samples:
+    def _prepare(self) -> TrainingData:
         settings, key = self.settings, self.settings.corpus.text_key
         measured = settings.samples.held_out
         if STDLIB in (*settings.data, *measured):
@@ -242,6 +249,14 @@ def _digest(folder: PretrainedFolder) -> str:
             digest.update(file.read(_LOOKED_AT_BYTES))
             file.seek(max(0, size - _LOOKED_AT_BYTES))
             digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _adapters_digest(folder: str | None) -> str:
+    """Of the adapters in a folder; of none if None."""
+    digest = hashlib.sha256()
+    for path in [] if folder is None else sorted(Path(folder).glob("adapter_*")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -82,6 +82,9 @@ class FinetuneSettings(RunSettings):
         samples: chats and instructions, and how long to train on them.
     """
 
+    learning_rates: ClassVar[tuple[float, float]] = (_LEARNING_RATE, _LORA_LEARNING_RATE)
+    """Usual ones, of all weights and of adapters."""
+
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR"), _BASE] = ""
     out: Annotated[str, Folder()] = "runs/finetune"
     special_tokens: bool = True
@@ -110,7 +113,7 @@ class FinetuneSettings(RunSettings):
         if self.lora.is_on and self.parallel.exact:
             raise ConfigError("adapters and --exact exclude each other: adapters have no exact sums; leave one out")
         if self.optimizer.learning_rate is None:
-            rate = _LORA_LEARNING_RATE if self.lora.is_on else _LEARNING_RATE
+            rate = self.learning_rates[self.lora.is_on]
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, learning_rate=rate))
 
     @property

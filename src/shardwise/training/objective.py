@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from shardwise.data import Batch, Windows
+from shardwise.data import Batch, TextWindows, Windows
 
 
 class Objective:
@@ -86,7 +87,7 @@ class CrossEntropy(Objective):
 
     def held_out(self, sums: Sequence[float], windows: Windows) -> dict[str, float]:
         """Bits per byte of held-out text."""
-        return {"held_out_bits_per_byte": windows.bits_per_byte(sums[0])}
+        return {"held_out_bits_per_byte": cast(TextWindows, windows).bits_per_byte(sums[0])}
 
     def outcome(self, held_out: dict[str, float]) -> str:
         """Bits per byte."""

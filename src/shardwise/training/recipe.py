@@ -31,10 +31,14 @@ class Recipe:
         settings: likewise, with what making the recipe has decided.
         identity: the model that the run starts from, as checkpoints record it; nothing for a new one.
         trains_weights: all weights of the model, not adapters beside them.
+        rows_per_sample: sequences that a sample of a batch is.
+        has_plan: whether ``shardwise plan`` knows what the run needs if it trains all weights.
     """
 
     identity: Mapping[str, Any] = {}
     trains_weights = True
+    rows_per_sample = 1
+    has_plan = True
     build_model = staticmethod(build_model)
 
     def __init__(self, settings: RunSettings) -> None:

@@ -18,9 +18,11 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from shardwise.data import (
+    Encoded,
     EvaluationSamples,
     Example,
     ExampleEncoder,
+    Preference,
     SampleDataset,
     SampleLoader,
     TokenSamples,
@@ -35,7 +37,10 @@ from shardwise.training.texts import with_cache
 
 _CACHE_FORMAT = 1
 _REASONS_SHOWN = 3
-_LOOKED_AT = 8
+LOOKED_AT = 8
+"""Examples that are looked at before the others are encoded."""
+
+_PARTS = ("to train on", "held out")
 # What tokens that begin and end turns look like, in every family that has such.
 _TOKEN_NAMES = re.compile(r"<[|\uff5c][^|\uff5c<>\s]{1,60}[|\uff5c]>|</?[a-z_]{1,40}>|\[/?[A-Z_]{2,40}\]")
 
@@ -102,32 +107,70 @@ def prepare_samples(
         DataError: the examples cannot be split, or nothing can be learned from any; a chat template or tokenizer of
             another model.
     """
-    digests = [_digest(example) for example in examples]
-    notes = check_template(encoder, examples)
-    if held_out is None:
-        picked = _held_out(digests, held_out_fraction)
-        parts = [
-            [each for index, each in enumerate(examples) if (index in picked) == wanted] for wanted in (False, True)
-        ]
-    else:
-        parts = [list(examples), list(held_out)]
-    datasets = []
-    for part, what in zip(parts, ("to train on", "held out"), strict=True):
-        (samples, left_out), unkept = with_cache(partial(_encode, part, encoder, f"{name} ({what})"))
+    parts = encode_parts(name, examples, held_out, encoder, held_out_fraction)
+    notes, datasets = [*parts.notes], []
+    for samples, what in zip(parts.samples, _PARTS, strict=True):
         dataset = SampleDataset(samples, sequence_length, packing=settings.packing, too_long=settings.too_long)
         datasets.append(dataset)
-        notes += [*unkept, *left_out_notes(part, left_out, what), *_notes_on_lengths(dataset, settings, what)]
+        notes += _notes_on_lengths(dataset, settings, what)
     train, measured = datasets
-    template = encoder.template
     identity = {
         "mask_prompts": encoder.mask_prompts,
         "packing": settings.packing,
         "too_long": settings.too_long,
-        "chat_template_sha256": None if template is None else hashlib.sha256(template.source.encode()).hexdigest(),
+        "chat_template_sha256": template_digest(encoder),
     }
-    sha256 = hashlib.sha256("".join(digests).encode()).hexdigest()
     shown = f"{name}, {len(examples):,} samples"
-    return Samples(shown, sha256, encoder.tokenizer, train, measured, tuple(dict.fromkeys(notes)), identity)
+    return Samples(shown, parts.sha256, encoder.tokenizer, train, measured, tuple(dict.fromkeys(notes)), identity)
+
+
+def template_digest(encoder: ExampleEncoder) -> str | None:
+    """Hex digest of the encoder's chat template, if it has one."""
+    template = encoder.template
+    return None if template is None else hashlib.sha256(template.source.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class EncodedParts:
+    """Examples as tokens.
+
+    Attributes:
+        sha256: hex digest of the examples.
+        samples: to train on, and to measure on.
+        notes: what was left out, and why.
+    """
+
+    sha256: str
+    samples: tuple[TokenSamples, TokenSamples]
+    notes: tuple[str, ...]
+
+
+def encode_parts(
+    name: str,
+    examples: Sequence[Example],
+    held_out: Sequence[Example] | None,
+    encoder: ExampleEncoder,
+    held_out_fraction: float,
+) -> EncodedParts:
+    """Split and encode; see ``prepare_samples``."""
+    digests = [_digest(example) for example in examples]
+    notes = check_template(encoder, examples)
+    if held_out is None:
+        picked = _held_out(digests, held_out_fraction)
+        train, measured = (
+            [each for index, each in enumerate(examples) if (index in picked) == wanted] for wanted in (False, True)
+        )
+    else:
+        train, measured = list(examples), list(held_out)
+
+    def encoded(part: Sequence[Example], what: str) -> TokenSamples:
+        (samples, left_out), unkept = with_cache(partial(_encode, part, encoder, f"{name} ({what})"))
+        notes.extend([*unkept, *left_out_notes(part, left_out, what)])
+        return samples
+
+    sha256 = hashlib.sha256("".join(digests).encode()).hexdigest()
+    samples = encoded(train, _PARTS[0]), encoded(measured, _PARTS[1])
+    return EncodedParts(sha256, samples, tuple(notes))
 
 
 def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[str]:
@@ -138,7 +181,7 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
             another model.
     """
     tokenizer, template = encoder.tokenizer, encoder.template
-    chats = [example for example in examples if example.is_chat][:_LOOKED_AT]
+    chats = [example for example in examples if example.is_chat][:LOOKED_AT]
     if template is None or not chats:
         return []
     masking = ExampleEncoder(tokenizer, template)
@@ -163,6 +206,8 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
 
 def _digest(example: Example) -> str:
     value = [example.prompt, example.completion, example.tools, dict(example.variables)]
+    if isinstance(example, Preference):
+        value.append(example.rejected)
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -243,10 +288,11 @@ def encode_examples(examples: Sequence[Example], encoder: ExampleEncoder, name: 
     Raises:
         DataError: all of it.
     """
-    encoded, left_out = [], _Left()
+    encoded: list[Encoded] = []
+    left_out = _Left()
     for index, example in enumerate(examples):
         try:
-            encoded.append(encoder.encode(example))
+            encoded.extend(encoder.encode_all(example))
         except UnusableExampleError as error:
             count, first = left_out.get(error.reason, (0, index))
             left_out[error.reason] = (count + 1, first)

@@ -32,7 +32,7 @@ from shardwise.training.trainer import Trainer
 
 # What must not change between the parts of one run: the model, and which samples come when.
 _FIXED_TRAINING = ("global_batch_size", "seed")
-_FIXED_SECTIONS = ("model", "lora")
+_FIXED_SECTIONS = ("model", "lora", "preference", "distillation")
 _SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer")
 
 

@@ -99,7 +99,8 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
     torch.default_generator.manual_seed(settings.training.seed)
     vocab_size = texts.tokenizer.vocab_size
     described = recipe.describe(vocab_size)
-    shortage = Shortage.of(settings, described, ranks, trains_weights=recipe.trains_weights)
+    is_planned = recipe.trains_weights and recipe.has_plan
+    shortage = Shortage.of(settings, described, ranks, is_planned=is_planned)
     with shortage.explained():
         model = recipe.build_model(settings, vocab_size, groups=groups, device=ranks.device)
         trainer = Trainer(settings, model, groups, recipe.objective(groups, ranks.device))
@@ -140,7 +141,7 @@ def _utilisation(recipe: Recipe, ranks: Ranks, model: ModelDescription) -> Utili
     peaks = gather_objects(peak.flops, "the peak of its device", group=ranks.control)
     per_token = model_flops_per_token(model, settings.sequence_length, trains_weights=recipe.trains_weights)
     return Utilisation(
-        per_token * settings.sequence_length * settings.training.global_batch_size,
+        per_token * settings.sequence_length * settings.training.global_batch_size * recipe.rows_per_sample,
         None if None in peaks else sum(peaks),
         peak.source,
     )

@@ -48,21 +48,21 @@ class Shortage:
     Attributes:
         settings: of the run.
         model: that it trains.
-        trains_weights: all of them; there is no plan of adapters.
+        is_planned: whether there is a plan of such a run; of adapters, say, there is none.
         ranks: who this process is.
         available: bytes that the run may take on this rank, from before the model was made; 0 if nobody knows.
     """
 
     settings: RunSettings
     model: ModelDescription
-    trains_weights: bool
+    is_planned: bool
     ranks: Ranks
     available: int
 
     @classmethod
-    def of(cls, settings: RunSettings, model: ModelDescription, ranks: Ranks, *, trains_weights: bool) -> Shortage:
+    def of(cls, settings: RunSettings, model: ModelDescription, ranks: Ranks, *, is_planned: bool) -> Shortage:
         """Of this rank, before its model is made."""
-        return cls(settings, model, trains_weights, ranks, available_memory(ranks.device))
+        return cls(settings, model, is_planned, ranks, available_memory(ranks.device))
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -84,7 +84,7 @@ class Shortage:
 
     def _details(self) -> str:
         """The plan, and what to change; nothing where the run cannot be planned."""
-        if not self.trains_weights:
+        if not self.is_planned:
             return "Use a smaller --training.micro-batch-size, shorter samples, or --recompute.granularity full."
         try:
             workload = workload_of(self.settings, self.model)

@@ -1,0 +1,174 @@
+"""Pairs of answers to a prompt: fitted to the sequence length, and as rows, the chosen answer's before the other's."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.dataset import IGNORE_INDEX
+from shardwise.data.samples import TokenSamples
+from shardwise.errors import ConfigError, DataError
+
+_Ids = NDArray[np.int64]
+
+
+class PairDataset:
+    """Pairs of samples that begin with the same prompt.
+
+    A pair of which a sample takes more than ``sequence_length`` places is cut or dropped. If it is cut, the prompt
+    loses its left end first, until half of the row is left to it (what the tokenizer puts in front of every text
+    stays), and then both answers their right ends.
+
+    Args:
+        samples: of pair ``i`` the chosen one is sample ``2i`` and the rejected one sample ``2i + 1``. What is learned
+            of both begins at the same place, and all before it is the prompt.
+        sequence_length: ``s``, most places in a row.
+        too_long: what becomes of longer pairs.
+        beginning: ids that a prompt keeps if it begins with them.
+
+    Attributes:
+        samples, sequence_length: likewise.
+        num_too_long: pairs of which a sample was longer.
+        num_equal: pairs that were left out since both samples are the same after the cut.
+        lengths: ``[pairs]``: places that both samples take.
+        labels: ``[pairs]``: 1 for each, as a step's loss is the mean over pairs.
+        reference: ``[pairs, 2]``, fp64: log-probability of either answer by the model that training begins with; NaN
+            until somebody sets it.
+
+    Raises:
+        ConfigError: ``sequence_length`` is less than 2.
+        DataError: nothing is left.
+    """
+
+    def __init__(
+        self,
+        samples: TokenSamples,
+        sequence_length: int,
+        *,
+        too_long: Literal["cut", "drop"] = "cut",
+        beginning: tuple[int, ...] = (),
+    ) -> None:
+        if sequence_length < 2:
+            raise ConfigError(f"sequence_length {sequence_length} must be at least 2 for pairs")
+        self.samples, self.sequence_length = samples, sequence_length
+        self.num_too_long = self.num_equal = 0
+        self._beginning = np.asarray(beginning, dtype=np.int64)
+        # Of each pair: which it is, the prompt's tokens that are kept, and of each answer.
+        self._kept: list[tuple[int, int, tuple[int, int]]] = []
+        self._firsts = [self._first(2 * pair) for pair in range(len(samples) // 2)]
+        for pair, first in enumerate(self._firsts):
+            whole = first, (self._length(2 * pair) - first, self._length(2 * pair + 1) - first)
+            fitted = self._fitted(*whole)
+            self.num_too_long += fitted != whole
+            if fitted != whole and too_long == "drop":
+                continue
+            self._kept.append((pair, *fitted))
+            if fitted != whole and np.array_equal(*self._ids(-1)):
+                self.num_equal += 1
+                self._kept.pop()
+        if not self._kept:
+            raise DataError(
+                f"nothing of {samples.name!r} is left to learn from: {self.num_too_long} of {len(self._firsts)} pairs "
+                f"are longer than sequence_length {sequence_length} + 1 tokens, and are dropped or equal after the "
+                "cut; use a larger sequence length"
+            )
+        self._sizes = np.array([[prompt + each - 1 for each in answers] for _, prompt, answers in self._kept])
+        self.lengths: NDArray[np.int64] = self._sizes.sum(axis=1)
+        self.labels = np.ones(len(self._kept), dtype=np.int64)
+        self.reference = np.full((len(self._kept), 2), np.nan)
+
+    def _length(self, sample: int) -> int:
+        return int(self.samples.starts[sample + 1] - self.samples.starts[sample])
+
+    def _first(self, sample: int) -> int:
+        """Tokens of the prompt."""
+        return int(np.argmax(self.samples.learned[self.samples.starts[sample] : self.samples.starts[sample + 1]]))
+
+    def _fitted(self, prompt: int, answers: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+        """Tokens that are kept of a prompt and its two answers."""
+        limit, longest = self.sequence_length + 1, max(answers)
+        if prompt + longest > limit:
+            prompt = min(prompt, max(limit - longest, limit // 2))
+        chosen, rejected = (min(answer, limit - prompt) for answer in answers)
+        return prompt, (chosen, rejected)
+
+    def _ids(self, index: int) -> tuple[_Ids, _Ids]:
+        """The tokens of both samples of a pair, as they were fitted."""
+        pair, prompt, answers = self._kept[index]
+        chosen, rejected = (self._sample(2 * pair + side, self._firsts[pair], prompt, answers[side]) for side in (0, 1))
+        return chosen, rejected
+
+    def _sample(self, sample: int, first: int, prompt: int, answer: int) -> _Ids:
+        start, kept = int(self.samples.starts[sample]), len(self._beginning)
+        ids: _Ids = self.samples.tokens[start : start + first + answer].astype(np.int64)
+        if prompt == first:
+            return ids
+        if kept < prompt and np.array_equal(ids[:kept], self._beginning):
+            return np.concatenate([self._beginning, ids[first - prompt + kept :]])
+        return ids[first - prompt :]
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self._kept)
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the tokens of all pairs, as they were fitted, and of where the answers begin."""
+        digest = hashlib.sha256()
+        for index, (_, prompt, _) in enumerate(self._kept):
+            for ids in self._ids(index):
+                digest.update(f"{prompt} {len(ids)} ".encode() + ids.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def row(self, index: int, length: int | None = None) -> tuple[NDArray[Any], ...]:
+        """``(tokens [2, s], labels [2, s], reference [2, 1])`` of one pair, filled up to ``length`` places.
+
+        Labels count where they are tokens of an answer.
+        """
+        row = self.padding(self.sequence_length if length is None else length)
+        prompt = self._kept[index][1]
+        for side, ids in enumerate(self._ids(index)):
+            row[0][side, : len(ids) - 1] = ids[:-1]
+            begin = max(prompt, 1)
+            row[1][side, begin - 1 : len(ids) - 1] = ids[begin:]
+        row[2][:, 0] = self.reference[index]
+        return row
+
+    def width(self, rows: NDArray[np.int64] | slice) -> int:
+        """Places that all of ``rows`` have in a batch."""
+        return int(self._sizes[rows].max())
+
+    def padding(self, length: int) -> tuple[NDArray[Any], ...]:
+        """A pair in which no label counts."""
+        tokens = np.full((2, length), self.samples.eos_id, dtype=np.int64)
+        return tokens, np.full_like(tokens, IGNORE_INDEX), np.zeros((2, 1))
+
+
+class EvaluationPairs:
+    """The pairs of a dataset, for measuring: each counts once.
+
+    Args:
+        dataset: gives the pairs.
+
+    Attributes:
+        dataset: likewise.
+    """
+
+    def __init__(self, dataset: PairDataset) -> None:
+        self.dataset = dataset
+        self._length = dataset.width(slice(None))
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[Any], ...]:
+        """One pair, all of them of one length."""
+        return self.dataset.row(index, self._length)
+
+    def padding(self) -> tuple[NDArray[Any], ...]:
+        """A pair in which no label counts."""
+        return self.dataset.padding(self._length)
