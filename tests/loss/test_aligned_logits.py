@@ -6,6 +6,8 @@ from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 from harness.parity import assert_close_to
 
 from shardwise.kernels import products
+from shardwise.layers import ColumnLinear, parallel_linear
+from shardwise.loss import vocab_parallel_cross_entropy
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 N, H, V = 6, 10, 51
@@ -51,7 +53,29 @@ def test_the_loss_of_padded_rows_is_the_same(group, monkeypatch, plan, options):
         assert_close_to(actual, expected, rtol_of_norm=1e-13)
 
 
-def of_an_odd_vocabulary():
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_output_layer_of_padded_rows_is_the_same(group, monkeypatch, bias):
+    layer = ColumnLinear(H, V, bias, group=group, align_rows=True, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(N, 2, H, dtype=torch.float64, generator=generator, requires_grad=True)
+    target = torch.randint(V, (N, 2), generator=generator)
+    results = []
+    for pads in (False, True):
+        monkeypatch.setattr(products, "needs_alignment", lambda *_, pads=pads: pads)
+        monkeypatch.setattr(parallel_linear, "needs_alignment", lambda *_, pads=pads: pads)
+        logits = layer(hidden)
+        assert logits.stride(1) == (products.padded_width(logits.size(-1), 8) if pads else logits.size(-1))
+        loss = vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=V, inplace_=True)
+        params = list(layer.parameters())
+        results.append([loss.detach(), *torch.autograd.grad(loss.sum(), [hidden, *params])])
+        with torch.no_grad():
+            assert layer(hidden).is_contiguous()
+    for actual, expected in zip(*results, strict=True):
+        assert_close_to(actual, expected, rtol_of_norm=1e-13)
+
+
+def of_an_odd_vocabulary(plain):
     """The strides of logits, and of what lies in their place, in the products of rank 0 of 2 with 25,129 of the ids."""
     group = join("cuda:fake", world_size=2, rank=0)
     seen = []
@@ -68,15 +92,21 @@ def of_an_odd_vocabulary():
         hidden = torch.ones(64, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         weight = torch.ones(25129, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         target = torch.zeros(64, dtype=torch.int64, device="cuda")
-        loss = vocab_parallel_linear_cross_entropy(
-            hidden, weight, target, group=group, vocab_size=50257, validate=False
-        )
+        if plain:
+            layer = ColumnLinear(32, 50257, False, group=group, own_weight=False, align_rows=True)
+            options = {"inplace_": True, "vocab_size": 50257, "validate": False}
+            loss = vocab_parallel_cross_entropy(layer(hidden, weight), target, group=group, **options)
+        else:
+            loss = vocab_parallel_linear_cross_entropy(
+                hidden, weight, target, group=group, vocab_size=50257, validate=False
+            )
         loss.sum().backward()
     return seen, weight.grad.shape, recorder.waits
 
 
-def test_products_of_an_odd_vocabulary_lie_aligned(pretended_gpu):
-    strides, shape, waits = pretended_gpu(of_an_odd_vocabulary)
+@pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
+def test_products_of_an_odd_vocabulary_lie_aligned(pretended_gpu, plain):
+    strides, shape, waits = pretended_gpu(of_an_odd_vocabulary, plain)
     # The logits, the hidden gradient's factor, the weight gradient's.
     assert strides == [25136] * 3
     assert tuple(shape) == (25129, 32)

@@ -228,6 +228,11 @@ SMALL = {"hidden_size": 64, "num_heads": 4, "vocab_size": 301}
 OTHERS = {
     "stages": ({"pp": 2}, {"dtype": "bfloat16"}, {"tie_embeddings": True}),
     "fp16 and Muon": ({"tp": 2} | SEQUENCE_PARALLEL, {"dtype": "float16"}, {"optimizer": "muon"}),
+    "overlap": (
+        {"tp": 2, "tp_comm_overlap": True} | SEQUENCE_PARALLEL,
+        {"dtype": "bfloat16", "loss": "plain"},
+        {"tie_embeddings": False},
+    ),
     "GPT with dropout": ({"tp": 2}, {"dtype": "tf32", "loss": "plain"}, {"architecture": "gpt", "dropout": 0.1}),
 }
 

@@ -113,9 +113,37 @@ def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None =
         ``[n, o]``, a view of the first ``o`` columns of a wider matrix if ``o`` elements are no multiple of 16 bytes.
     """
     width = padded_width(weight.size(0), weight.element_size())
-    if not input_.is_cuda or torch.compiler.is_compiling() or width == weight.size(0):
+    if not needs_alignment(input_, weight):
         return linear(input_, weight, bias)
     return _linear_into(input_.new_empty(input_.size(0), width)[:, : weight.size(0)], input_, weight, bias)
+
+
+class AlignedProducts:
+    """The products of a linear layer whose output is ``linear_in_aligned_rows``; not recorded by autograd."""
+
+    def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``[..., i]`` to ``[..., o]``."""
+        rows = input_.reshape(input_.shape[:-1].numel(), input_.size(-1))
+        return linear_in_aligned_rows(rows, weight, bias).view(*input_.shape[:-1], weight.size(0))
+
+    def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
+        """``input_gradient``."""
+        return input_gradient(grad_output, weight)
+
+    def weight_gradient(self, grad_output: Tensor, input_: Tensor) -> Tensor:
+        """``weight_gradient``."""
+        return weight_gradient(grad_output, input_)
+
+    def bias_gradient(self, grad_output: Tensor) -> Tensor:
+        """The sums of the columns of ``[n, o]``."""
+        return grad_output.sum(dim=0)
+
+
+def needs_alignment(input_: Tensor, weight: Tensor) -> bool:
+    """Whether rows of ``input_ @ weight.T`` that lie one after the other would begin where 16-byte loads cannot."""
+    if not input_.is_cuda or torch.compiler.is_compiling():
+        return False
+    return padded_width(weight.size(0), input_.element_size()) != weight.size(0)
 
 
 def padded_width(width: int, element_size: int) -> int:

@@ -29,6 +29,7 @@ from shardwise.errors import ShardingError
 from shardwise.kernels import products
 from shardwise.kernels.exact_products import ExactProducts
 from shardwise.kernels.main_grad import add_product_, main_grad_of
+from shardwise.kernels.products import AlignedProducts
 from shardwise.layers.overlapped import multiply_gathered, multiply_scattered
 from shardwise.layers.weight_gradient import WeightGradient
 from shardwise.recompute import is_kept_briefly
@@ -76,7 +77,7 @@ class TensorParallelLinear(Function):
         group: ProcessGroup | None,
         sizes: Sizes,
         weight_gradient: WeightGradient | None,
-        exact: ExactProducts | None = None,
+        exact: ExactProducts | AlignedProducts | None = None,
         overlaps: bool = False,
     ) -> Tensor:
         ctx.exact = exact
@@ -131,7 +132,7 @@ class TensorParallelLinear(Function):
         needs_input_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
         parallelism, group, sizes = ctx.parallelism, ctx.group, ctx.sizes
         weight_gradient: WeightGradient | None = ctx.weight_gradient
-        exact: ExactProducts | None = ctx.exact
+        exact: ExactProducts | AlignedProducts | None = ctx.exact
         grad_input = grad_weight = grad_bias = None
 
         if parallelism is LinearParallelism.ROW_SEQUENCE:
@@ -194,7 +195,7 @@ def tensor_parallel_linear(
     group: ProcessGroup | None,
     sequence_length: int | None = None,
     weight_gradient: WeightGradient | None = None,
-    exact: ExactProducts | None = None,
+    exact: ExactProducts | AlignedProducts | None = None,
     overlaps: bool = False,
 ) -> Tensor:
     """``input_ @ weight.T + bias`` on one rank's shard of the weight, with the communication of ``parallelism``.
@@ -208,8 +209,8 @@ def tensor_parallel_linear(
         sequence_length: ``s``, which COLUMN_SEQUENCE cannot see: shards are then of the balanced sizes. None if all
             ranks hold as many positions.
         weight_gradient: what becomes of the weight's gradient; autograd's if None.
-        exact: makes the products, in a group that sums over parts (``communication.trees``), of one rank too; PyTorch's
-            products if None.
+        exact: makes the products, in a group that sums over parts (``communication.trees``), of one rank too, and where
+            the output's rows are to lie aligned; PyTorch's products if None.
         overlaps: let the products of COLUMN_SEQUENCE and ROW_SEQUENCE be made as the ranks' rows come and go; nothing
             with the other two, and with ``exact``.
 
@@ -307,7 +308,7 @@ def _multiply_and_reduce(
     bias: Tensor | None,
     parallelism: LinearParallelism,
     group: ProcessGroup | None,
-    exact: ExactProducts | None = None,
+    exact: ExactProducts | AlignedProducts | None = None,
 ) -> Tensor:
     """The product of whole rows, and what the row forms do with it."""
     output = (products if exact is None else exact).linear(input_, weight, bias)

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter, init
@@ -16,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.communication.trees import exact_parts
 from shardwise.initialization import InitMethod
 from shardwise.kernels.exact_products import ExactProducts
+from shardwise.kernels.products import AlignedProducts, needs_alignment
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.layers.module import ShardedModule
 from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue
@@ -32,6 +34,8 @@ class ParallelLinear(ShardedModule):
         in_features, out_features, group, sequence_parallel, sections, parallelism: as the layer's own.
         overlap: with ``sequence_parallel`` multiply the ranks' rows as they come, and sum them as they go
             (``communication.overlap``), in place of all at once.
+        align_rows: where a gradient is recorded on CUDA, let rows of the output begin at multiples of 16 bytes: for
+            outputs as wide as a vocabulary, which may be odd.
         fuse_weight_gradient: add the weight's gradient to ``weight.main_grad`` in place of ``weight.grad``.
         delay_weight_gradient: leave the weight's gradient out of the backward, for ``backward_dw``.
         weight_gradient_queue: where weight gradients wait, before those two.
@@ -63,6 +67,7 @@ class ParallelLinear(ShardedModule):
         sections: int,
         parallelism: LinearParallelism | None,
         overlap: bool = False,
+        align_rows: bool = False,
         fuse_weight_gradient: bool = False,
         delay_weight_gradient: bool = False,
         weight_gradient_queue: WeightGradientQueue | None = None,
@@ -76,6 +81,7 @@ class ParallelLinear(ShardedModule):
         usual = self._usual_parallelism[self.sequence_parallel]
         self.parallelism = LinearParallelism.LOCAL if group.size() == 1 else parallelism or usual
         self.overlap = overlap
+        self.align_rows = align_rows
         self.fuse_weight_gradient = fuse_weight_gradient
         self._delayed = WeightGradientQueue(inputs=[]) if delay_weight_gradient else None
         self._weight_gradient_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
@@ -132,9 +138,15 @@ class ParallelLinear(ShardedModule):
             group=self.group,
             sequence_length=sequence_length,
             weight_gradient=weight_gradient,
-            exact=self._exact,
+            exact=self._products(input_, weight),
             overlaps=self.overlap,
         )
+
+    def _products(self, input_: Tensor, weight: Tensor) -> ExactProducts | AlignedProducts | None:
+        """What makes the products in place of PyTorch, if anything does."""
+        if self._exact is None and self.align_rows and torch.is_grad_enabled() and needs_alignment(input_, weight):
+            return AlignedProducts()
+        return self._exact
 
     @property
     def delays_weight_gradients(self) -> bool:

@@ -197,6 +197,7 @@ class TransformerModel(FixedTensors, LanguageModel):
             init=self.config.init_method,
             own_weight=not (self.pre_process and self.share_embeddings_and_output_weights),
             weight_gradient_queue=self.output_queue,
+            align_rows=True,
             **layer_arguments(self.config, group=self.tp_group),
         )
 
