@@ -6,9 +6,13 @@ import math
 
 import pytest
 import torch
+from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 from harness.parity import assert_close_to, assert_unmodified
 
+from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
+from shardwise.models.gpt import GPT
+from shardwise.topology import Groups
 from shardwise.transformer.rotary import RotaryEmbedding, RotaryScaling, apply_rotary
 
 LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -60,7 +64,11 @@ def test_frequencies_that_depend_on_the_length_are_those_of_transformers(kind, l
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
     scaling = RotaryScaling(kind, 4.0, 64, **{name: tuple(values) for name, values in lists.items()})
     rotary = RotaryEmbedding(6, rotary_base=1000.0, rope_scaling=scaling)
-    cos, sin = rotary(torch.tensor([0, 7]), torch.float64, length=length)
+    positions = torch.tensor([0, 7])
+    cos, sin = rotary(positions, torch.float64, length=length)
+    # As a number on the device too, for which the host need not wait.
+    for own, other in zip((cos, sin), rotary(positions, torch.float64, length=torch.tensor(length)), strict=True):
+        assert_close_to(own, other, rtol_of_norm=1e-15)
     assert_close_to(cos[1, 0, 0], (7 * frequencies.double()).cos() * factor, rtol_of_norm=1e-6)
     assert_close_to(sin[1, 0, 0], (7 * frequencies.double()).sin() * factor, rtol_of_norm=1e-6)
 
@@ -129,3 +137,26 @@ def test_scaling_that_cannot_be(options, message):
 def test_rotation_that_cannot_be(percent, base):
     with pytest.raises(ConfigError, match=f"rotary_percent {percent} must be from 0 to 1, and rotary_base {base} over"):
         RotaryEmbedding(8, percent, base)
+
+
+def on_the_gpu(kind):
+    scaling = RotaryScaling(kind, 4.0, 8, short_factor=(1.0, 1.5), long_factor=(2.0, 3.0))
+    group = join("cuda:fake")
+    with fake_tensors():
+        config = ModelConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0
+        )
+        options = {"position_embedding_type": "rope", "rope_scaling": scaling}
+        model = GPT(config, vocab_size=11, max_sequence_length=16, groups=Groups(tp=group), **options)
+        tokens = torch.zeros(2, 12, dtype=torch.int64, device="cuda")
+        positions = torch.arange(12, device="cuda").expand(2, 12)
+        model(tokens, position_ids=positions)
+        with StepRecorder() as recorder, torch.no_grad():
+            model(tokens, position_ids=positions)
+            model(tokens[:, :1], position_ids=positions[:, :1])
+    return recorder.waits, recorder.copies
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_nobody_waits_for_the_length_of_a_sequence(pretended_gpu, kind):
+    assert pretended_gpu(on_the_gpu, kind) == ({}, {})

@@ -364,7 +364,8 @@ class TransformerModel(FixedTensors, LanguageModel):
             if position_ids is None:
                 found[name] = rotary.first(s, hidden.dtype, hidden.device)
             else:
-                length = int(position_ids.max()) + 1 if rotary.depends_on_length else s
+                # The host does not wait for it.
+                length: int | Tensor = position_ids.max() + 1 if rotary.depends_on_length else s
                 found[name] = rotary(position_ids, hidden.dtype, length=length)
         return found
 

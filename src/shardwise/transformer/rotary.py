@@ -27,8 +27,9 @@ class RotaryEmbedding(FixedTensors):
         rope_scaling: lowers the frequencies, for longer contexts.
 
     Attributes:
-        inverse_frequencies: ``[d/2]`` in fp64, on the module's device; no buffer.
-        depends_on_length: they are those without scaling, which is of the sequence's length.
+        inverse_frequencies: ``[d/2]`` in fp64, on the module's device; no buffer. What they are made of where
+            ``depends_on_length``.
+        depends_on_length: they depend on the sequence's length, beyond the context of the first training.
 
     Raises:
         ConfigError: ``rotary_percent`` is not from 0 to 1, or ``rotary_base`` is not over 1.
@@ -51,23 +52,23 @@ class RotaryEmbedding(FixedTensors):
         rotated = int(head_dim * rotary_percent) // 2 * 2
         # fp64: positions times frequencies lose digits in fp32 long before the context ends.
         frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
-        self._scaling, self._base = rope_scaling, rotary_base
+        self._scaling = rope_scaling
         # Frequencies that depend on the length are made in each forward.
         self.depends_on_length = rope_scaling is not None and rope_scaling.depends_on_length
         if rope_scaling is not None:
-            scaled = rope_scaling.scale(frequencies, rotary_base)
-            frequencies = frequencies if self.depends_on_length else scaled
+            frequencies = rope_scaling.scale(frequencies, rotary_base)
         self.inverse_frequencies = on_default_device(frequencies)
         self._factor = 1.0 if rope_scaling is None else rope_scaling.cos_sin_factor
         self._tables: dict[tuple[torch.device, torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
-    def forward(self, positions: Tensor, dtype: torch.dtype, *, length: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, dtype: torch.dtype, *, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Cosine and sine for each position, times the factor of YaRN's or LongRoPE's scaling.
 
         Args:
             positions: ``[s]`` or ``[b, s]`` token positions.
             dtype: dtype of what will be rotated.
-            length: number of positions of the whole sequence; read where ``depends_on_length``.
+            length: number of positions of the whole sequence, or a tensor ``[]`` of it; read where
+                ``depends_on_length``.
 
         Returns:
             Two tensors ``[s, 1 or b, 1, d/2]``.
@@ -80,7 +81,7 @@ class RotaryEmbedding(FixedTensors):
         frequencies = self.inverse_frequencies
         if self.depends_on_length:
             assert self._scaling is not None
-            frequencies = self._scaling.scale(frequencies, self._base, length)
+            frequencies = self._scaling.at_length(frequencies, length)
         angles = positions.t()[:, :, None, None].double() * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._factor != 1.0:

@@ -87,32 +87,28 @@ class RotaryScaling:
         """Whether sequences longer than the original context have other frequencies than shorter ones."""
         return self.kind in ("dynamic", "longrope")
 
-    def scale(self, frequencies: Tensor, base: float, length: int = 0) -> Tensor:
-        """The lowered frequencies.
+    def scale(self, frequencies: Tensor, base: float) -> Tensor:
+        """The lowered frequencies; where they depend on the length, what ``at_length`` makes them of.
 
         Args:
             frequencies: ``[d/2]`` angles per position, ``base ** (-2i/d)``; not modified.
             base: of their geometric sequence.
-            length: number of positions of the sequence; read where ``depends_on_length``.
 
         Raises:
             ConfigError: lists of divisors of another length than the frequencies.
         """
-        if self.depends_on_length:
-            assert self.original_max_position_embeddings is not None
-            growth = max(1.0, length / self.original_max_position_embeddings)
-            if self.kind == "dynamic":
-                # Raising the base by f ** (d / (d - 2)) multiplies frequency i by f ** (-2i / (d - 2)).
-                count = frequencies.numel()
-                index = torch.arange(count, dtype=frequencies.dtype, device=frequencies.device)
-                return frequencies * (self.factor * growth - (self.factor - 1)) ** (-index / max(count - 1, 1))
-            divisors = self.long_factor if growth > 1 else self.short_factor
-            assert divisors is not None
-            if len(divisors) != frequencies.numel():
-                raise ConfigError(
-                    f"rotary scaling has {len(divisors)} factors, and {frequencies.numel()} frequencies are rotated"
-                )
-            return frequencies / torch.tensor(divisors, dtype=frequencies.dtype, device=frequencies.device)
+        if self.kind == "dynamic":
+            return frequencies
+        if self.kind == "longrope":
+            assert self.short_factor is not None
+            assert self.long_factor is not None
+            for divisors in (self.short_factor, self.long_factor):
+                if len(divisors) != frequencies.numel():
+                    raise ConfigError(
+                        f"rotary scaling has {len(divisors)} factors, and {frequencies.numel()} frequencies are rotated"
+                    )
+            both = (self.short_factor, self.long_factor)
+            return frequencies / torch.tensor(both, dtype=frequencies.dtype, device=frequencies.device)
         lowered = frequencies / self.factor
         if self.kind == "linear":
             return lowered
@@ -122,6 +118,28 @@ class RotaryScaling:
             else self._share_kept_by_index(frequencies, base)
         )
         return lowered + (frequencies - lowered) * kept
+
+    def at_length(self, frequencies: Tensor, length: int | Tensor) -> Tensor:
+        """The frequencies ``[d/2]`` of a sequence, where they depend on its length.
+
+        Args:
+            frequencies: what ``scale`` returned, on any device.
+            length: number of positions of the sequence; a tensor ``[]`` if the host does not know it, which then does
+                not wait for it.
+        """
+        context = self.original_max_position_embeddings
+        assert context is not None
+        if self.kind == "longrope":
+            if isinstance(length, Tensor):
+                return torch.where(length > context, frequencies[1], frequencies[0])
+            return frequencies[int(length > context)]
+        growth = (
+            (length.double() / context).clamp(min=1.0) if isinstance(length, Tensor) else max(1.0, length / context)
+        )
+        # Raising the base by f ** (d / (d - 2)) multiplies frequency i by f ** (-2i / (d - 2)).
+        count = frequencies.numel()
+        index = torch.arange(count, dtype=frequencies.dtype, device=frequencies.device)
+        return frequencies * (self.factor * growth - (self.factor - 1)) ** (-index / max(count - 1, 1))
 
     @property
     def cos_sin_factor(self) -> float:
