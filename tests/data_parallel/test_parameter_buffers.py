@@ -10,6 +10,7 @@ from harness.parity import assert_bit_equal
 from torch import nn
 
 from shardwise.communication.accounting import CollectiveCounter
+from shardwise.communication.transports.shared_memory import SWITCH
 from shardwise.data_parallel import GradientBuffers, ParameterBuffers, gradient_buffers, parameter_buffers
 
 LAYERS, WIDTH, SAMPLES = 12, 32, 8
@@ -49,6 +50,20 @@ def test_shares_are_views_and_together_each_parameter(group):
         assert_bit_equal(share.gradient, param.main_grad.flatten()[low:high])
         share.data.zero_()
         assert not param.detach().flatten()[low:high].any()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shares_memory", ["1", "0"], ids=["shared memory", "gloo"])
+# One message of shared memory, and several; gloo's own gather, and messages between two ranks.
+@pytest.mark.parametrize("width", [16, 700])
+def test_parameters_are_gathered_where_they_lie(group, monkeypatch, shares_memory, width):
+    monkeypatch.setenv(SWITCH, shares_memory)
+    own = torch.distributed.new_group(list(range(group.size())))
+    model = nn.Linear(width, width)
+    parameters = ParameterBuffers(model, GradientBuffers(model, group=own, scatter=True))
+    parameters.gather_()
+    (flat,), (pending,) = parameters._flats, parameters._pending
+    assert pending.wait().data_ptr() == flat.data_ptr() == model.bias.data_ptr()
 
 
 @pytest.mark.ranks(2)
