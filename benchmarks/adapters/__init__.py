@@ -1,0 +1,1 @@
+"""Fine-tuning steps with adapters: Shardwise's, and those of peft and transformers."""

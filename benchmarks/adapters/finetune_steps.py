@@ -1,0 +1,119 @@
+"""One fine-tuning step of each side: forward, loss, backward, clipping by the global norm, AdamW of the adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import safetensors.torch
+import torch
+from steps.problem import ADAM_EPSILON, BETAS, LEARNING_RATE, MAX_GRAD_NORM, Step
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from adapters.problem import IGNORED, Files
+from shardwise.huggingface import load_pretrained
+from shardwise.huggingface.folder import PretrainedFolder
+from shardwise.lora import load_adapter_
+from shardwise.models.gpt import GPT
+from shardwise.optimizer.adamw import AdamW
+from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
+from shardwise.topology import Groups, Topology
+
+Batch = tuple[Tensor, Tensor]
+Maker = Callable[[Files, Batch], Step]
+
+
+def make_ours(files: Files, batch: Batch, topology: Topology) -> Step:
+    """Shardwise's model with adapters, split over the topology's ranks."""
+    groups, tp_group = Groups.of(topology), topology.group("tp")
+    model = load_pretrained(files.model, groups=groups, device="cpu")
+    assert isinstance(model, GPT)
+    load_adapter_(model, files.adapter, PretrainedFolder(files.model).architecture)
+    optimizer = AdamW(model, learning_rate=LEARNING_RATE, weight_decay=0.0, betas=BETAS, epsilon=ADAM_EPSILON)
+    (ids, labels), num_labels = batch, _num_labels(batch)
+
+    def step() -> tuple[Tensor, Tensor]:
+        loss = model(ids, labels=labels).sum() / num_labels
+        loss.backward()
+        finalize_gradients_(model, tp_group=tp_group, dp_group=None)
+        norm = clip_grad_norm_(model, MAX_GRAD_NORM, tp_group=tp_group)
+        assert norm is not None
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    return step
+
+
+def make_peft(files: Files, batch: Batch, **options: Any) -> Step:
+    """``peft`` on ``transformers``; with ``tp_plan="auto"`` as its ranks split it."""
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(files.model, dtype=torch.float32, **options)
+    config = peft.LoraConfig.from_pretrained(files.adapter)
+    config.inference_mode = False
+    model = peft.get_peft_model(base, config).train()
+    _load_(model, safetensors.torch.load_file(files.adapter / "adapter_model.safetensors"))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    # Split and whole parameters apart, since neither the fused AdamW nor the norm takes both at once.
+    several = [
+        params
+        for is_split in (False, True)
+        if (params := [param for param in trained if isinstance(param, DTensor) is is_split])
+    ]
+    optimizer = torch.optim.AdamW(
+        [{"params": params} for params in several],
+        lr=LEARNING_RATE,
+        weight_decay=0.0,
+        betas=BETAS,
+        eps=ADAM_EPSILON,
+        fused=True,
+    )
+    (ids, labels), num_labels = batch, _num_labels(batch)
+
+    def step() -> tuple[Tensor, Tensor]:
+        # It shifts labels, unless they are given shifted.
+        loss = model(input_ids=ids, shift_labels=labels, labels=labels, num_items_in_batch=num_labels).loss
+        loss.backward()
+        norm = _clip_(several)
+        optimizer.step()
+        optimizer.zero_grad()
+        return _whole(loss.detach()), norm
+
+    return step
+
+
+@torch.no_grad()
+def _load_(model: nn.Module, whole: dict[str, Tensor]) -> None:
+    """Copy the adapters' whole tensors into the model's, this rank's part of those that are split."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
+            # transformers reads the whole size from here, where peft 0.21 writes the local one for adapters.
+            module.out_features, module.in_features = module.weight.shape
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            values = whole.pop(name.replace(".default.", "."))
+            if isinstance(param, DTensor):
+                values = distribute_tensor(values, param.device_mesh, param.placements)
+            param.copy_(values)
+    assert not whole
+
+
+def _clip_(several: Iterable[list[nn.Parameter]]) -> Tensor:
+    several = list(several)
+    parts = [get_total_norm([param.grad for param in params if param.grad is not None]) for params in several]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([_whole(part) for part in parts]))
+    for params in several:
+        clip_grads_with_norm_(params, MAX_GRAD_NORM, norm)
+    return norm
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _num_labels(batch: Batch) -> int:
+    return int((batch[1] != IGNORED).sum())
