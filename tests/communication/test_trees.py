@@ -5,7 +5,7 @@ import torch
 from harness.parity import assert_bit_equal
 
 from shardwise.communication.collectives import all_reduce, reduce_scatter
-from shardwise.communication.trees import TreeCounter, exact_parts, sum_in_parts, tree_sum
+from shardwise.communication.trees import TreeCounter, exact_parts, sum_in_parts, tree_sum, tree_sum_stacked_
 from shardwise.errors import ConfigError
 from shardwise.sharding import ParamLayout, local_parts
 from shardwise.topology import Topology
@@ -34,6 +34,12 @@ def test_the_tree_within_a_rank(dtype):
     for part in parts:
         counter.add(part)
     assert_bit_equal(counter.total(), written_out(before))
+    assert_bit_equal(tree_sum_stacked_(torch.stack(parts)), written_out(before))
+    overwritten = TreeCounter(may_overwrite=True)
+    for part in parts:
+        overwritten.add(part)
+    assert_bit_equal(overwritten.total(), written_out(before))
+    assert overwritten.total() is parts[0]
 
 
 @pytest.mark.ranks(2, 4)

@@ -79,6 +79,16 @@ def tree_sum(terms: Sequence[Tensor], *, may_overwrite: bool = False) -> Tensor:
     return counter.total()
 
 
+def tree_sum_stacked_(terms: Tensor) -> Tensor:
+    """The sum of a power of two of tensors that are stacked along the first dimension, by the same tree.
+
+    Sums but the last take the terms' memory, which is not kept for the result.
+    """
+    while terms.size(0) > 2:
+        terms = terms[0::2].add_(terms[1::2])
+    return terms[0] if terms.size(0) == 1 else terms[0] + terms[1]
+
+
 class TreeCounter:
     """Sums terms as they come, by the balanced tree over all of them; keeps a partial sum for each level only.
 

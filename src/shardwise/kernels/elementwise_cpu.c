@@ -95,3 +95,17 @@ void rms_norm_gradient(const float *x, const float *grad, const float *weight, c
         }
     }
 }
+
+/* The sum of squares, in double, of each run of `length` elements; the last may be shorter. */
+void sums_of_squares(const float *x, double *sums, int64_t size, int64_t length) {
+    for (int64_t start = 0; start < size; start += length) {
+        const float *restrict from = x + start;
+        int64_t j = 0, n = size - start < length ? size - start : length;
+        double lane[LANES] = {0.0}, sum = 0.0;
+        for (; j + LANES <= n; j += LANES)
+            for (int k = 0; k < LANES; k++) lane[k] += (double)from[j + k] * (double)from[j + k];
+        for (; j < n; j++) sum += (double)from[j] * (double)from[j];
+        for (int k = 0; k < LANES; k++) sum += lane[k];
+        *sums++ = sum;
+    }
+}

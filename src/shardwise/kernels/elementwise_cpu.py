@@ -1,7 +1,7 @@
-"""SwiGLU, rotary embedding and RMSNorm on a CPU, fp32, in one pass over memory (``elementwise_cpu.c``).
+"""SwiGLU, rotary embedding, RMSNorm and sums of squares on a CPU, fp32, each in one pass over memory.
 
-Where ``dispatch.ELEMENTWISE`` does not run, PyTorch's single operations compute the same, up to rounding. Nothing here
-is recorded by autograd.
+The loops are in ``elementwise_cpu.c``. Where ``dispatch.ELEMENTWISE`` does not run, PyTorch's single operations compute
+the same, up to rounding. Nothing here is recorded by autograd.
 """
 
 from __future__ import annotations
@@ -105,9 +105,19 @@ def rms_norm(input_: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
 
 
 def rms_norm_gradient(
-    input_: Tensor, grad_output: Tensor, weight: Tensor, scale: Tensor, *, needs_input: bool, needs_weight: bool
+    input_: Tensor,
+    grad_output: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    needs_input: bool,
+    needs_weight: bool,
+    num_parts: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of input and weight, where needed, from what ``rms_norm`` had and gave."""
+    """The gradients of input and weight, where needed, from what ``rms_norm`` had and gave.
+
+    With ``num_parts`` that of the weight is ``[num_parts, n]``, of equal runs of rows, each summed by itself.
+    """
     grad_input = torch.empty_like(input_) if needs_input else None
     flat = [_rows_of(tensor) for tensor in (input_, grad_output.contiguous(), scale)]
     flat_grad = None if grad_input is None else _rows_of(grad_input)
@@ -124,10 +134,42 @@ def rms_norm_gradient(
         sizes = (ctypes.c_int64(stop - start), ctypes.c_int64(weight.numel()))
         _kernel("rms_norm_gradient")(rows, grad, address(weight, 0), scales, to_input, to_weight, *sizes)
 
-    over_rows(compute, *flat[0].shape)
+    num_rows, width = flat[0].shape
+    if num_parts is None:
+        over_rows(compute, num_rows, width)
+    else:
+        each = num_rows // num_parts
+
+        def compute_parts(start: int, stop: int) -> None:
+            for part in range(start, stop):
+                compute(part * each, (part + 1) * each)
+
+        over_rows(compute_parts, num_parts, each * width)
+    if not needs_weight:
+        return grad_input, None
     # In the order of the rows, whichever thread was done first.
-    in_order = [sums[start] for start in sorted(sums)]
-    return grad_input, torch.stack(in_order).sum(0).to(weight.dtype) if needs_weight else None
+    in_order = torch.stack([sums[start] for start in sorted(sums)])
+    return grad_input, (in_order.sum(0) if num_parts is None else in_order).to(weight.dtype)
+
+
+def sums_of_squares(flat: Tensor, length: int) -> Tensor | None:
+    """The sums of squares, in fp64, of each run of ``length`` elements of ``[n]``, each added up in one order.
+
+    Returns:
+        None where compiled code is not for it.
+    """
+    if not dispatch.ELEMENTWISE.runs(flat, size=dispatch.ELEMENTWISE.min_size, fits=flat.is_contiguous):
+        return None
+    rows = -(-flat.numel() // length)
+    sums = torch.empty(rows, dtype=torch.float64)
+
+    def compute(start: int, stop: int) -> None:
+        first, last = start * length, min(stop * length, flat.numel())
+        sizes = (ctypes.c_int64(last - first), ctypes.c_int64(length))
+        _kernel("sums_of_squares")(address(flat, first), address(sums, start), *sizes)
+
+    over_rows(compute, rows, length)
+    return sums
 
 
 def _over_flat_rows(name: str, *tensors: Tensor) -> None:

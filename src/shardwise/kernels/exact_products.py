@@ -12,7 +12,6 @@ and is up to twice as fast as MKL there. Parts that are too small for it are mul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.communication.trees import tree_sum
+from shardwise.communication.trees import tree_sum, tree_sum_stacked_
 from shardwise.kernels import products
 from shardwise.sharding import Interval, LocalParts
 
@@ -92,27 +91,32 @@ class ExactProducts:
         Each part is a product of its own, of a part of several sections one after the other, and the tree adds them.
         """
         rows = left.reshape(left.shape[:-1].numel(), left.size(-1))
-        first, *others = (self._products(rows, right, section) for section in zip(*self.parts, strict=True))
-        for other in others:
-            for term, addend in zip(first, other, strict=True):
-                term.add_(addend)
-        return tree_sum(first, may_overwrite=True).view(*left.shape[:-1], right.size(1))
-
-    def _products(self, rows: Tensor, right: Tensor, section: Sequence[Interval]) -> list[Tensor]:
-        """The product of each of the intervals, which follow one another."""
-        (start, stop), last = section[0], section[-1][1]
         # The largest part, as no rank sees all of them.
-        length = -(-self.size // (len(self.parts[0]) * self.num_parts))
-        if products.prefers_onednn(rows[:0], right[:0], rows.size(0) * length * right.size(1)):
-            return [
-                products.onednn_linear(rows[:, start:stop], _lying_evenly(right[start:stop].t()), None)
-                for start, stop in section
-            ]
-        if rows.dtype == torch.float32 and rows.is_cpu and self.size % (len(self.parts[0]) * self.num_parts) == 0:
-            # One call for all of them, each of which has the bits that it has alone.
+        length, rest = divmod(self.size, len(self.parts[0]) * self.num_parts)
+        size = rows.size(0) * (length + (rest > 0)) * right.size(1)
+        onednn = products.prefers_onednn(rows[:0], right[:0], size)
+        if rest == 0 and rows.is_cpu and rows.dtype == torch.float32 and not onednn:
+            total = self._sum_in_one_call(rows, right)
+        else:
+            terms = []
+            for part in self.parts:
+                first, *others = (_product(rows[:, start:stop], right[start:stop], onednn) for start, stop in part)
+                for other in others:
+                    first.add_(other)
+                terms.append(first)
+            total = tree_sum(terms, may_overwrite=True)
+        return total.view(*left.shape[:-1], right.size(1))
+
+    def _sum_in_one_call(self, rows: Tensor, right: Tensor) -> Tensor:
+        """``_sum`` of parts of one size, each of which has the bits that it has alone."""
+        total: Tensor | None = None
+        for section in zip(*self.parts, strict=True):
+            (start, stop), last = section[0], section[-1][1]
             by_part = rows[:, start:last].unflatten(1, (-1, stop - start)).transpose(0, 1)
-            return list(torch.bmm(by_part, right[start:last].unflatten(0, (-1, stop - start))).unbind())
-        return [rows[:, start:stop] @ right[start:stop] for start, stop in section]
+            factors = by_part, right[start:last].unflatten(0, (-1, stop - start))
+            total = torch.bmm(*factors) if total is None else total.baddbmm_(*factors)
+        assert total is not None
+        return tree_sum_stacked_(total)
 
     def _multiply(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``input_ @ weight.T + bias``, by the library that the whole layer's product is for."""
@@ -129,6 +133,9 @@ class ExactProducts:
         return grad_output.t() @ input_
 
 
-def _lying_evenly(matrix: Tensor) -> Tensor:
-    """Where a matrix lies neither by rows nor by columns oneDNN may have no code but its slow reference."""
-    return matrix if matrix.t().is_contiguous() else matrix.contiguous()
+def _product(left: Tensor, right: Tensor, onednn: bool) -> Tensor:
+    if not onednn:
+        return left @ right
+    right = right.t()
+    # For a matrix that lies neither by rows nor by columns oneDNN may have no code but its slow reference.
+    return products.onednn_linear(left, right if right.t().is_contiguous() else right.contiguous(), None)

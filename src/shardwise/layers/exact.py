@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication import moves
 from shardwise.communication.collectives import all_reduce
-from shardwise.communication.trees import exact_parts, tree_sum
+from shardwise.communication.trees import exact_parts, tree_sum, tree_sum_stacked_
 from shardwise.errors import ShardingError
+from shardwise.kernels import dispatch, elementwise_cpu
 from shardwise.layers.norm import HeadsRMSNorm, NormFunction
 
 
@@ -40,6 +41,10 @@ def apply_norm(norm: nn.Module, input_: Tensor, *, group: ProcessGroup, sequence
         return output
     function = NormFunction.of(norm)
     others = group if sequence_parallel and group.size() > 1 else None
+    if _is_compiled(function, input_):
+        # What a row gets does not depend on the others; only the weight's gradient goes by parts.
+        normed: Tensor = _RMSNormByParts.apply(input_, function.whole_weight, function.eps, number, others)
+        return normed
     weights = moves.copies(function.weight, number, group=others)
     biases = (None,) * number if function.bias is None else moves.copies(function.bias, number, group=others)
     functions = (
@@ -100,6 +105,38 @@ def _norm_by_rows(norm: NormFunction, input_: Tensor) -> Tensor:
         return norm(input_)
     output: Tensor = _LayerNormByRows.apply(input_, norm.whole_weight, norm.bias, norm.eps)
     return output
+
+
+def _is_compiled(norm: NormFunction, input_: Tensor) -> bool:
+    """Whether our loops norm the rows, at any number of them."""
+    if norm.normalization != "RMSNorm" or input_.size(-1) % 2:
+        return False
+    return dispatch.ELEMENTWISE.runs(input_, norm.weight, size=dispatch.ELEMENTWISE.min_size)
+
+
+class _RMSNormByParts(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input_: Tensor, weight: Tensor, eps: float, number: int, group: ProcessGroup | None
+    ) -> Tensor:
+        input_ = input_.contiguous()
+        output, scale = elementwise_cpu.rms_norm(input_, weight, eps)
+        ctx.save_for_backward(input_, weight, scale)
+        ctx.number, ctx.group = number, group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input_, weight, scale = ctx.saved_tensors
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        grad_input, total = elementwise_cpu.rms_norm_gradient(
+            input_, grad, weight, scale, needs_input=needs_input, needs_weight=needs_weight, num_parts=ctx.number
+        )
+        if total is not None:
+            total = tree_sum_stacked_(total)
+            total = total if ctx.group is None else all_reduce(total, group=ctx.group)
+        return grad_input, total, None, None, None
 
 
 class _LayerNormByRows(Function):

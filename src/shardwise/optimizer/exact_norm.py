@@ -20,6 +20,7 @@ from shardwise.communication.collectives import all_reduce
 from shardwise.communication.exact_totals import exact_total
 from shardwise.communication.trees import exact_parts
 from shardwise.data_parallel import Division
+from shardwise.kernels import elementwise_cpu
 from shardwise.sharding import Interval, ParamLayout, local_parts
 
 # A row of so many elements is summed by one thread.
@@ -118,7 +119,10 @@ def _rows_of_a_share(part: Tensor, dim: int, held: Sequence[Interval], rank: int
 
 
 def _sums_of_squares(part: Tensor) -> list[float]:
-    flat = part.contiguous().view(-1).double()
-    rows = F.pad(flat, (0, -flat.numel() % _ROW)).view(-1, _ROW)
-    sums: list[float] = rows.square_().sum(dim=1).tolist()
-    return sums
+    flat = part.contiguous().view(-1)
+    sums = elementwise_cpu.sums_of_squares(flat, _ROW)
+    if sums is None:
+        flat = flat.double()
+        sums = F.pad(flat, (0, -flat.numel() % _ROW)).view(-1, _ROW).square_().sum(dim=1)
+    numbers: list[float] = sums.tolist()
+    return numbers
