@@ -3,10 +3,16 @@
 from functools import partial
 
 import pytest
-from training.test_exact_runs import ZERO_BUBBLE, check
+import torch
+from training.test_exact_runs import VOCAB, ZERO_BUBBLE, alone_of, check, settings_of
 
+from shardwise.errors import ConfigError
 from shardwise.optimizer.loss_scale import DynamicLossScale
+from shardwise.topology import Topology
+from shardwise.training import exact_update_check
 from shardwise.training import trainer as trainer_module
+from shardwise.training.build import build_model
+from shardwise.training.exact_update_check import check_updates
 
 ZERO = {"zero": 1}
 
@@ -29,3 +35,27 @@ def test_muon_and_steps_that_are_skipped(group, monkeypatch):
     layouts = [{"tp": 2}, ZERO, {"pp": 2}]
     alone = check("gpt", layouts, optimizer={"name": "muon"}, dtype="float16")
     assert 0 < alone.num_skipped < 3
+
+
+@pytest.mark.ranks(1)
+def test_updates_are_tried_first(group, monkeypatch):
+    settings = settings_of("llama", optimizer={"name": "muon"}, dtype="bfloat16")
+    model = build_model(settings, VOCAB, groups=alone_of(Topology.create(tp=1)), device=torch.device("cpu"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_updates(model, settings)
+        for name, wrong, message in (
+            ("update_", lambda param, *_, **__: param.add_(param.numel()), "an update of Muon of a piece of 1308 elem"),
+            (
+                "orthogonalized",
+                lambda x, _: x * torch.get_num_threads(),
+                r"product of a matrix \[64, 64\] on one thread",
+            ),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(exact_update_check, name, wrong)
+                with pytest.raises(ConfigError, match=message):
+                    check_updates(model, settings)
+    finally:
+        torch.set_num_threads(threads)

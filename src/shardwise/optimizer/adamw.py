@@ -17,7 +17,7 @@ from shardwise.sharding import ParamLayout, has_copies
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 # The fused kernel takes the last elements of a tensor, short of a vector, one by one, and rounds them otherwise.
-_VECTOR = 16
+VECTOR = 16
 
 
 class AdamW(torch.optim.AdamW):
@@ -108,4 +108,4 @@ def _has_whole_vectors(layout: ParamLayout, parts: int) -> bool:
     if layout.dim is None:
         return True
     sections = parts * layout.stride
-    return layout.global_shape[layout.dim] % sections == 0 and math.prod(layout.global_shape) // sections % _VECTOR == 0
+    return layout.global_shape[layout.dim] % sections == 0 and math.prod(layout.global_shape) // sections % VECTOR == 0

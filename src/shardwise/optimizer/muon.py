@@ -41,7 +41,7 @@ _ROOT_MEAN_SQUARE = 0.2
 _ELEMENTS_AT_ONCE = 1 << 24
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
+def orthogonalized(matrix: Tensor, num_steps: int = _STEPS) -> Tensor:
     """``[m, n]`` with its singular values brought near 1, by five steps of a Newton-Schulz iteration.
 
     They end between about 0.7 and 1.2, but for those under a thousandth of the matrix's norm. Zeros stay zeros.
@@ -54,10 +54,35 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     )
     x = x / (norm + torch.finfo(norm.dtype).tiny).to(x.dtype)
     a, b, c = _COEFFICIENTS
-    for _ in range(_STEPS):
+    for _ in range(num_steps):
         square = x @ x.T
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
+
+
+def with_momentum(gradient: Tensor, mean: Tensor, momentum: float) -> Tensor:
+    """The gradient with Nesterov's momentum, after it was added to ``mean``, in place."""
+    return gradient.lerp(mean.lerp_(gradient, 1 - momentum), momentum)
+
+
+def update_(param: Tensor, move: Tensor, *, rate: float, weight_decay: float) -> None:
+    """Let ``param`` decay, and move against ``move``, whose memory is used."""
+    # In 16 bits the sum with a multiple rounds the last elements of a tensor otherwise: two operations.
+    param.mul_(1 - rate * weight_decay).sub_(move.mul_(rate))
+
+
+def matrix_shapes(model: nn.Module) -> set[tuple[int, ...]]:
+    """Of the whole matrices whose updates are made orthogonal."""
+    return {
+        _part(linear.param_layouts["weight"], rows, 0).layout.global_shape
+        for linear, matrices in _matrices(model)
+        for rows in matrices
+    }
+
+
+def product_dtype(params_dtype: torch.dtype) -> torch.dtype:
+    """In which the products of matrices are computed: that of the parameters, or fp32 for fp16."""
+    return torch.float32 if params_dtype == torch.float16 else params_dtype
 
 
 @dataclass(frozen=True)
@@ -183,7 +208,7 @@ class Muon:
             self._parts[linear.weight] = [_part(layout, rows, rank) for rows in matrices]
             self._local_shapes[linear.weight] = linear.weight.shape
         first = next(iter(self._parts), None)
-        self._dtype = torch.float32 if first is None or first.dtype == torch.float16 else first.dtype
+        self._dtype = torch.float32 if first is None else product_dtype(first.dtype)
         self._adamw = AdamW(
             model,
             learning_rate=learning_rate,
@@ -231,8 +256,7 @@ class Muon:
                 for index, move in self._moves(params, gradients).items()
             }
             for param, move in zip(params, dealing.hand_back(moves, like=params[0]), strict=True):
-                # In 16 bits the sum with a multiple rounds the last elements of a tensor otherwise: two operations.
-                param.mul_(1 - rate * self._own["weight_decay"]).sub_(move.view_as(param).mul_(rate))
+                update_(param, move.view_as(param), rate=rate, weight_decay=self._own["weight_decay"])
 
     def _moves(self, params: Sequence[Parameter], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """How weights shall move, per unit of learning rate, by their places among ``params``.
@@ -286,9 +310,7 @@ class Muon:
     def _with_momentum(self, param: Parameter) -> Tensor:
         """The gradient with Nesterov's momentum, after it was added to the mean."""
         assert param.grad is not None
-        momentum: float = self._own["momentum"]
-        mean = self._momentum_of(param).lerp_(param.grad, 1 - momentum)
-        return param.grad.lerp(mean, momentum)
+        return with_momentum(param.grad, self._momentum_of(param), self._own["momentum"])
 
     def _runs(self) -> Iterator[list[Parameter]]:
         """All weights that have a gradient, so many at a time that there is room for the whole matrices."""

@@ -56,10 +56,12 @@ def check_device(model: nn.Module, config: ModelConfig, *, micro_batch_size: int
             whole = _products(ParamLayout.split(layout.global_shape, dim, 1, stride=sections), 0, parts)
             expected = _three(whole, *factors)
             for what, found, wanted in zip(_PRODUCTS, _by_ranks(layout, parts, *factors), expected, strict=True):
-                _require(found, wanted, f"the product for the {what} of a linear layer, {shape}, by parts")
-            alone = _on_one_thread(partial(_three, whole, *factors)) if torch.get_num_threads() > 1 else expected
+                require_same_bits(found, wanted, f"the product for the {what} of a linear layer, {shape}, by parts")
+            alone = on_one_thread(partial(_three, whole, *factors)) if torch.get_num_threads() > 1 else expected
             for what, found, wanted in zip(_PRODUCTS, alone, expected, strict=True):
-                _require(found, wanted, f"the product for the {what} of a linear layer, {shape}, on one thread")
+                require_same_bits(
+                    found, wanted, f"the product for the {what} of a linear layer, {shape}, on one thread"
+                )
     assert config.ffn_hidden_size is not None
     _check_activation(config, numbers(rows, config.ffn_hidden_size * (1 + config.gated_linear_unit)), parts)
     heads, groups, width = config.heads
@@ -125,7 +127,8 @@ def _joined(shards: Sequence[Tensor], layout: ParamLayout) -> Tensor:
     return whole
 
 
-def _on_one_thread(function: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+def on_one_thread(function: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    """What ``function`` returns when one thread computes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -155,8 +158,10 @@ def _check_activation(config: ModelConfig, inner: Tensor, parts: int) -> None:
         pieces(inner, sections), output.tensor_split(parts, 1), pieces(gradient, sections), strict=True
     ):
         found, found_gradient = activated(part)
-        _require(found, wanted, f"the activation of a piece of {list(inner.shape)}")
-        _require(found_gradient, wanted_gradient, f"the activation's gradient of a piece of {list(inner.shape)}")
+        require_same_bits(found, wanted, f"the activation of a piece of {list(inner.shape)}")
+        require_same_bits(
+            found_gradient, wanted_gradient, f"the activation's gradient of a piece of {list(inner.shape)}"
+        )
 
 
 def _check_attention(tensors: Sequence[Tensor], parts: int) -> None:
@@ -187,7 +192,8 @@ def _attended(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     return output.detach(), *torch.autograd.grad(output, (query, key, value), query.detach())
 
 
-def _require(found: Tensor, expected: Tensor, what: str) -> None:
+def require_same_bits(found: Tensor, expected: Tensor, what: str) -> None:
+    """Raise a ConfigError that names ``what`` if any element differs."""
     if not torch.equal(found, expected):
         different = int((found != expected).sum())
         raise ConfigError(

@@ -19,6 +19,7 @@ from shardwise.huggingface.description import ModelDescription
 from shardwise.layers import named_param_layouts
 from shardwise.topology import Groups, Topology
 from shardwise.training.exact_check import check_device
+from shardwise.training.exact_update_check import check_updates
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
@@ -108,6 +109,7 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
         micro = settings.micro_batch_size(topology.size("dp"))
         sizes = {"micro_batch_size": micro, "sequence_length": settings.sequence_length}
         agree(lambda: check_device(model, model.config, **sizes), group=ranks.control)
+        agree(lambda: check_updates(model, settings), group=ranks.control)
     return Session(
         recipe,
         settings,
