@@ -58,6 +58,9 @@ def test_what_others_launch(group):
     x = torch.ones(4, dtype=torch.float64)
     parts = [torch.empty(4, dtype=torch.float64) for _ in range(2)]
     root = group.rank() == 0
+    # PyTorch before 2.13 has them under other names.
+    all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
     cases = [
         ("all_gather", 32, lambda: dist.all_gather(parts, x, group=group)),
         ("reduce", 32, lambda: dist.reduce(x.clone(), 0, group=group)),
@@ -65,8 +68,8 @@ def test_what_others_launch(group):
         ("gather", 32, lambda: dist.gather(x, parts if root else None, 0, group=group)),
         ("scatter", 64 if root else 0, lambda: dist.scatter(x.clone(), [x, x] if root else None, 0, group=group)),
         ("all_reduce", 32, lambda: functional.all_reduce(x, "sum", group).clone()),
-        ("all_gather", 32, lambda: functional.all_gather_single(x, 0, group).clone()),
-        ("reduce_scatter", 32, lambda: functional.reduce_scatter_single(x, "sum", 0, group).clone()),
+        ("all_gather", 32, lambda: all_gather(x, 0, group).clone()),
+        ("reduce_scatter", 32, lambda: reduce_scatter(x, "sum", 0, group).clone()),
         ("broadcast", 32, lambda: functional.broadcast(x, 0, group).clone()),
     ]
     for name, num_bytes, function in cases:

@@ -11,14 +11,18 @@ from shardwise.layers import named_param_layouts
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_split_model_is_the_whole_model(group, device, full, sequence_parallel):
+@pytest.mark.parametrize(
+    ("sequence_parallel", "overlap"),
+    [(False, False), (True, False), (True, True)],
+    ids=["", "sequence parallel", "overlapped"],
+)
+def test_a_split_model_is_the_whole_model(group, device, full, sequence_parallel, overlap):
     alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
     options = {"params_dtype": torch.float64, "num_query_groups": 2}
     torch.manual_seed(0)
     whole = llama(alone, device, full, **options)
     torch.manual_seed(0)
-    split = llama(group, device, full, sequence_parallel=sequence_parallel, **options)
+    split = llama(group, device, full, sequence_parallel=sequence_parallel, tp_comm_overlap=overlap, **options)
     torch.manual_seed(1)
     ids = torch.randint(V, (2, S), device=device)
     losses = []

@@ -130,6 +130,9 @@ class ParallelLinear(ShardedModule):
         weight_gradient: WeightGradient | None = None
         if (self.fuse_weight_gradient or self._queues) and weight.requires_grad:
             weight_gradient = WeightGradient(weight, fuse=self.fuse_weight_gradient, queues=self._queues)
+        products: ExactProducts | AlignedProducts | None = self._exact
+        if self.align_rows and products is None and torch.is_grad_enabled() and needs_alignment(input_, weight):
+            products = AlignedProducts()
         return tensor_parallel_linear(
             input_,
             weight,
@@ -138,15 +141,9 @@ class ParallelLinear(ShardedModule):
             group=self.group,
             sequence_length=sequence_length,
             weight_gradient=weight_gradient,
-            exact=self._products(input_, weight),
+            exact=products,
             overlaps=self.overlap,
         )
-
-    def _products(self, input_: Tensor, weight: Tensor) -> ExactProducts | AlignedProducts | None:
-        """What makes the products in place of PyTorch, if anything does."""
-        if self._exact is None and self.align_rows and torch.is_grad_enabled() and needs_alignment(input_, weight):
-            return AlignedProducts()
-        return self._exact
 
     @property
     def delays_weight_gradients(self) -> bool:
