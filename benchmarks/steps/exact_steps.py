@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from ranks import NUM_RANKS, join_ranks, leave_ranks, seconds_of
 
+from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.topology import Groups, Topology
 from shardwise.training.build import build_model
+from shardwise.training.exact_check import check_device
 from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.training.trainer import Trainer
 from steps.problem import LlamaSizes
@@ -54,6 +57,8 @@ class ExactRunner:
     """
 
     def __init__(self, store: str | None, rank: int) -> None:
+        # As a run does.
+        keep_freed_memory()
         self._folder = tempfile.TemporaryDirectory()
         self._tp = 1 if store is None else NUM_RANKS
         self._joined: Topology | None = None
@@ -84,6 +89,15 @@ class ExactRunner:
     def run_steps(self, variant: str, num_steps: int) -> list[tuple[str, str]]:
         """Loss and gradient norm of some steps, every bit of them."""
         return [self._step(variant, step) for step in range(num_steps)]
+
+    def check(self) -> float:
+        """Seconds that an exact run takes to try its device."""
+        trainer = self._trainers["exact"]
+        config, settings = trainer.model.config, trainer.settings
+        sizes = {"micro_batch_size": settings.micro_batch_size(1), "sequence_length": settings.sequence_length}
+        start = time.perf_counter()
+        check_device(trainer.model, config, **sizes)
+        return time.perf_counter() - start
 
     def time_steps(self, variant: str, num_steps: int) -> float:
         """Seconds of so many steps."""

@@ -38,7 +38,9 @@ def test_the_cost_is_measured_where_bits_are_the_same(tmp_path, monkeypatch, cap
     assert code == 0, printed.err + shared.log.read_text()
     result = json.loads(file.read_text())["llama"]
     assert result["sizes"] == SIZES | {"tie_embeddings": False}
+    assert exact.GOALS.keys() == exact.STEPS.keys() == exact.MODELS.keys()
     for place in exact.PLACES:
+        assert result["check_seconds"][place] > 0
         seconds = result[place]["seconds_per_step"]
         assert list(seconds) == list(EXACT_VARIANTS)
         assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())
