@@ -6,15 +6,14 @@
 The first measures whole training steps of exact and of plain runs, on one process of two threads and on two
 tensor-parallel ranks of one thread each, in alternating rounds of one run (about four minutes for both models), and how
 long an exact run tries its device before it starts; that exact steps have the same bits on both is checked before
-anything is timed. The second starts a run of its own at each layout, dropout on, and compares all
-that the runs leave with ``shardwise compare``.
+anything is timed. The second starts a run of its own at each layout, dropout on, and compares all that the runs leave
+with ``shardwise compare``; it goes on where one has other bits, and says so at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -33,14 +32,14 @@ from common import (
     ratios_of,
     run_benchmark,
 )
+from exact_runs import Layout, Runs
 from ranks import NUM_RANKS
 from steps.exact_steps import EXACT_VARIANTS, ExactRunner
 from steps.problem import LlamaSizes
 from train_step import MODELS
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import ConfigError, LaunchError, ParityError
-from shardwise.training.comparison import compare_runs
+from shardwise.errors import ConfigError, ParityError
 
 NUM_PARITY_STEPS = 3
 RATIOS = (("exact", "plain"), ("exact", "plain_whole"))
@@ -61,20 +60,30 @@ LAYOUTS = (
     (2, "--pp 2 --pipeline-schedule gpipe"),
     (2, "--pp 2"),
     (2, "--pp 2 --pipeline-schedule interleaved --virtual-stages 2"),
+    (2, "--pp 2 --pipeline-schedule zero-bubble"),
+    (4, "--pp 4 --pipeline-schedule gpipe"),
     (4, "--pp 4"),
+    (4, "--pp 4 --pipeline-schedule interleaved --virtual-stages 2"),
+    (4, "--pp 4 --pipeline-schedule zero-bubble"),
     (2, ""),
     (4, ""),
     (8, ""),
+    (4, "--zero 1"),
+    (8, "--zero 1 --tp 2 --pp 2"),
     (2, "--tp 2 --recompute.granularity full"),
+    (2, "--tp 2 --recompute.granularity selective --recompute.modules core_attn layernorm mlp_act"),
     (8, "--tp 2 --pp 2"),
 )
+SMALL = "--model.vocab-size 512 --model.sequence-length 32"
 RUNS = {
-    "llama": "--model.num-layers 8 --model.num-heads 16 --model.num-query-groups 8 --no-model.tie-embeddings",
-    "gpt": "--model.architecture gpt --model.num-layers 8 --model.num-heads 8",
+    "llama": f"{SMALL} --model.num-layers 8 --model.num-heads 16 --model.num-query-groups 8 --model.no-tie-embeddings",
+    "gpt": f"{SMALL} --model.architecture gpt --model.num-layers 8 --model.num-heads 8",
+    "demo": "--model.num-layers 2 --model.num-heads 4 --model.vocab-size 4096 --model.sequence-length 256",
 }
+# Plain runs take the same micro-batches.
 COMMON = (
-    "--exact --device cpu --data stdlib --model.hidden-size 128 --model.vocab-size 512 --model.sequence-length 32 "
-    "--model.dropout 0.1 --training.global-batch-size 8 --training.eval-every 25"
+    "--device cpu --data stdlib --corpus.held-out-fraction 0.0003 --model.hidden-size 128 --model.dropout 0.1 "
+    "--training.global-batch-size 8 --training.micro-batch-size 1"
 )
 
 
@@ -137,29 +146,40 @@ def describe(name: str, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def prove(num_steps: int, layouts: Sequence[tuple[int, str]], dtypes: Sequence[str], common: str = COMMON) -> None:
+def prove(num_steps: int, models: Sequence[str], dtypes: Sequence[str], more: str = "") -> list[str]:
     """Run every model at every layout, each in processes of its own, and compare what the runs leave.
 
+    Args:
+        num_steps: of every run.
+        models: names of ``RUNS``.
+        dtypes: of ``shardwise train``.
+        more: flags for every run.
+
+    Returns:
+        A line for each run.
+
     Raises:
-        LaunchError: a run failed.
-        ParityError: a layout has other bits.
+        LaunchError: a first run failed.
+        ParityError: a layout has other bits, or a run at it failed; when all were tried.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        for name, model in RUNS.items():
-            for dtype in dtypes:
-                flags = f"{common} {model} --training.steps {num_steps} --training.dtype {dtype}".split()
-                paths = [Path(folder) / f"{name}-{dtype}-{number}" for number in range(len(layouts))]
-                for path, (ranks, layout) in zip(paths, layouts, strict=True):
-                    command = [sys.executable, "-m", "shardwise", "train", *flags, *layout.split()]
-                    command += ["--out", str(path), "--nproc", str(ranks)]
-                    done = subprocess.run(command, capture_output=True, text=True, check=False)
-                    where = f"{name} in {dtype} on {ranks} ranks {layout}".strip()
-                    if done.returncode != 0:
-                        raise LaunchError(f"{where}: {done.stderr.strip()}")
-                    same, lines = compare_runs(paths[0], path)
-                    if not same:
-                        raise ParityError(f"{where}: {'; '.join(lines)}")
-                    print(f"{where}: the same bits", flush=True)
+    outcomes, wrong = [], []
+    for name in models:
+        for dtype in dtypes:
+            flags = f"{COMMON} {RUNS[name]} {more} --training.steps {num_steps} --training.dtype {dtype}".split()
+            flags += ["--training.eval-every", str(max(1, num_steps // 2))]
+            with tempfile.TemporaryDirectory() as folder:
+                runs = Runs(f"{name} in {dtype}", Path(folder), flags, num_steps)
+                runs.prove([layout for layout in LAYOUTS if name != "demo" or _fits_the_demo(layout)])
+            outcomes += runs.outcomes
+            wrong += runs.wrong
+    if wrong:
+        raise ParityError(f"{len(wrong)} of {len(outcomes)} runs: " + "; ".join(wrong))
+    return outcomes
+
+
+def _fits_the_demo(layout: Layout) -> bool:
+    """It has 4 heads and 2 layers."""
+    return not any(word in layout[1] for word in ("--tp 8", "--pp 4", "interleaved"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -168,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=(*MODELS, "both"), default="both", help="default: both")
     parser.add_argument("--steps", type=positive_int, help="timed steps in a round, or with --prove steps of a run")
     parser.add_argument("--prove", action="store_true", help="start a run at each layout and compare them all")
+    parser.add_argument("--models", nargs="+", choices=RUNS, help="of --prove; default: all")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the runs of --prove")
     add_sizes(parser, LlamaSizes, "in place of the model's own")
     return parser
@@ -186,8 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def measure() -> dict[str, Any]:
         if arguments.prove:
-            prove(arguments.steps or 50, LAYOUTS, arguments.dtypes)
-            return {"proved": [f"{ranks} ranks {layout}".strip() for ranks, layout in LAYOUTS]}
+            more = " ".join(f"--model.{name.replace('_', '-')} {value}" for name, value in given.items())
+            return {"proved": prove(arguments.steps or 50, arguments.models or list(RUNS), arguments.dtypes, more)}
         results = {}
         with tempfile.TemporaryDirectory() as folder, start_workers(Path(folder)) as workers:
             for name, sizes in models.items():

@@ -56,12 +56,21 @@ def tensor_differences(one: Path, other: Path) -> Iterator[TensorDifference]:
             shown = " and ".join(f"{record.dtype} {list(record.shape)}" for record in records if record is not None)
             yield TensorDifference(name, f"is {shown}")
         else:
-            difference = _compared(name, _whole(one, records[0]), _whole(other, records[1]))
+            difference = _compared(name, whole_tensor(one, records[0]), whole_tensor(other, records[1]))
             if difference is not None:
                 yield difference
 
 
-def _whole(folder: Path, record: TensorRecord) -> Tensor:
+def whole_tensor(folder: Path, record: TensorRecord) -> Tensor:
+    """A tensor of a checkpoint, put together from the ranks' parts.
+
+    Args:
+        folder: of the checkpoint.
+        record: what its manifest says of the tensor.
+
+    Raises:
+        CheckpointError: a file of it is damaged.
+    """
     whole = torch.empty(record.shape, dtype=record.dtype)
     for chunk in record.chunks:
         stored = read_header(folder / chunk.file).get(chunk.key)
