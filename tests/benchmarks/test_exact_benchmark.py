@@ -11,6 +11,9 @@ from shared_workers import SharedWorkers, run_script
 from steps.exact_steps import EXACT_VARIANTS
 from workers import WorkerSpec
 
+from shardwise.cli.arguments import parse_command
+from shardwise.cli.train import TrainArguments
+
 SIZES = {
     "hidden_size": 64,
     "num_layers": 1,
@@ -46,3 +49,12 @@ def test_the_cost_is_measured_where_bits_are_the_same(tmp_path, monkeypatch, cap
         assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())
         assert [(r["numerator"], r["denominator"]) for r in result[place]["ratios"]] == list(exact.RATIOS)
     assert "tp 2: exact / plain" in printed.out
+
+
+@pytest.mark.parametrize("name", exact.RUNS)
+def test_what_is_to_be_proved_can_be_run(name):
+    layouts = [layout for layout in exact.LAYOUTS if name != "demo" or exact.fits_the_demo(layout)]
+    assert len(layouts) == len(set(layouts)) >= 13
+    for ranks, flags in layouts:
+        argv = f"{exact.COMMON} {exact.RUNS[name]} {flags} --exact --nproc {ranks}".split()
+        parse_command(TrainArguments, argv, "train").check_world(ranks)

@@ -1,7 +1,6 @@
 """An exact run leaves the same bits from processes started at each layout, also where it changes in the middle."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 import pytest
