@@ -10,6 +10,7 @@ import pytest
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.chat import ChatArguments
 from shardwise.cli.demo import DemoArguments
+from shardwise.cli.distill import DistillArguments
 from shardwise.cli.dpo import DpoArguments
 from shardwise.cli.eval import EvalArguments
 from shardwise.cli.export_hf import ExportArguments
@@ -30,6 +31,7 @@ PARSERS = {
     "train": parse_train_arguments,
     "finetune": parse_finetune_arguments,
     "dpo": of(DpoArguments),
+    "distill": of(DistillArguments),
     "demo": of(DemoArguments),
     "generate": of(GenerateArguments),
     "chat": of(ChatArguments),
@@ -43,6 +45,7 @@ REQUIRED = dict(
         (
             ["--data=a"],
             *[["m", "--data=a"]] * 2,
+            ["m", "--data=a", "--teacher=t"],
             [],
             ["r"],
             ["r"],
@@ -239,7 +242,7 @@ def test_commands_of_the_documents_are_read():
         (page.name, command, arguments)
         for page in pages
         for command, arguments in re.findall(
-            r"^    shardwise (train|finetune|dpo|chat|eval) (.*)$", page.read_text(), re.MULTILINE
+            r"^    shardwise (train|finetune|dpo|distill|chat|eval) (.*)$", page.read_text(), re.MULTILINE
         )
     ]
     assert {"optimizers.md", "finetuning.md"} <= {page for page, _, _ in commands}

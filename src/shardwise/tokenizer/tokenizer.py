@@ -268,6 +268,11 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
+    def tokens(self) -> dict[int, str]:
+        """What stands for each id in the tokenizer's file."""
+        return {number: name for name, number in self._backend.get_vocab(with_added_tokens=True).items()}
+
+    @cached_property
     def sha256(self) -> str:
         """Hex digest of all that decides which ids a text becomes."""
         return hashlib.sha256(f"{self.eos_token}\n{self._backend.to_str()}".encode()).hexdigest()

@@ -97,7 +97,7 @@ class Finetuning(Recipe):
                 f"the tokenizer of {path} has {self.tokenizer.vocab_size} ids, more than the {description.vocab_size} "
                 "of the model's vocabulary; it is another model's"
             )
-        self.identity = {"base_sha256": _digest(self.folder)}
+        self.identity = {"base_sha256": digest_of(self.folder)}
         longest = description.max_sequence_length
         length = settings.model.sequence_length or min(_USUAL_SEQUENCE_LENGTH, longest)
         if length > longest:
@@ -240,7 +240,8 @@ class Finetuning(Recipe):
         agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
 
 
-def _digest(folder: PretrainedFolder) -> str:
+def digest_of(folder: PretrainedFolder) -> str:
+    """Hex digest of a model's config, and of the beginnings and ends of its files of weights."""
     digest = hashlib.sha256((folder.path / CONFIG_NAME).read_bytes())
     for path in sorted({tensor.file for tensor in folder.tensors.tensors.values()}):
         size = path.stat().st_size

@@ -1,0 +1,131 @@
+"""Distillation: a model learns from the predictions of another, larger one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.data import IGNORE_INDEX, Batch
+from shardwise.errors import ConfigError
+from shardwise.huggingface import load_pretrained
+from shardwise.huggingface.folder import PretrainedFolder
+from shardwise.loss import vocab_parallel_cross_entropy, vocab_parallel_kl_div
+from shardwise.models.gpt import GPT
+from shardwise.tokenizer import PaddedTokenizer, Tokenizer
+from shardwise.topology import Groups
+from shardwise.training.distillation_settings import DistillSettings, TeacherSettings
+from shardwise.training.finetune import Finetuning, digest_of
+from shardwise.training.objective import CrossEntropy, Objective
+
+
+@dataclass(frozen=True)
+class DistillationObjective(Objective):
+    """``alpha T² KL + (1 - alpha) CE`` of each token that counts (Hinton et al. 2015, arXiv:1503.02531).
+
+    No rank has the logits of another: the two models' are split alike.
+
+    Attributes:
+        settings: of the loss.
+        teacher: in evaluation mode, without gradients.
+        group: the ranks that split both vocabularies.
+        vocab_size: of both models.
+    """
+
+    settings: TeacherSettings
+    teacher: GPT
+    group: ProcessGroup
+    vocab_size: int
+
+    names = ("cross_entropy", "divergence")
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
+        """What gives logits."""
+        return super().inputs(batch) | {"labels": None}
+
+    def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+        """Sums over labels that count, of which the divergence is reported without ``T²``. See ``Objective``."""
+        settings, labels = self.settings, batch[1].t().contiguous()
+        with torch.no_grad():
+            taught: Tensor = self.teacher(**self.inputs(batch))
+        pair = (output, taught) if settings.divergence == "forward" else (taught, output)
+        options: dict[str, Any] = {"group": self.group, "vocab_size": self.vocab_size}
+        divergence = vocab_parallel_kl_div(*pair, temperature=settings.temperature, **options)
+        divergence = divergence.masked_fill(labels == IGNORE_INDEX, 0.0).sum(dtype=dtype)
+        cross_entropy = vocab_parallel_cross_entropy(output, labels, **options).sum(dtype=dtype)
+        weight = settings.alpha * settings.temperature**2
+        loss = weight * divergence + (1 - settings.alpha) * cross_entropy
+        return loss, torch.stack([cross_entropy.detach().double(), divergence.detach().double()])
+
+    @property
+    def of_evaluation(self) -> Objective:
+        """The student by itself."""
+        return CrossEntropy()
+
+    def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
+        """Both parts of the loss, and the cross entropy in bits per byte."""
+        return super().reported(means, bits_per_nat) | {"bits_per_byte": means[1] * bits_per_nat}
+
+
+class Distillation(Finetuning):
+    """A run that learns from a teacher; see ``Finetuning``.
+
+    Raises:
+        ConfigError: a teacher that is no causal model, of another vocabulary or of shorter sequences; and as
+            ``Finetuning``.
+        CheckpointError: files that are missing or damaged.
+        DataError: the teacher's folder has no tokenizer.
+    """
+
+    settings: DistillSettings
+    has_plan = False
+
+    def __init__(self, settings: DistillSettings) -> None:
+        super().__init__(settings)
+        assert settings.distillation.teacher is not None
+        path = Path(settings.distillation.teacher)
+        self.teacher = PretrainedFolder(path)
+        described = self.teacher.description
+        if described.kind != "gpt":
+            raise ConfigError(f"the teacher {path} is a {self.teacher.architecture.model_type} model, no causal one")
+        own = self.folder.description.vocab_size
+        if described.vocab_size != own:
+            raise ConfigError(
+                f"the teacher {path} has a vocabulary of {described.vocab_size} ids, and {settings.base} one of {own}; "
+                "a teacher needs the same"
+            )
+        _check_same_tokens(self.tokenizer, PaddedTokenizer.load(path), settings.base, path)
+        longest = described.max_sequence_length
+        if self.settings.sequence_length > longest:
+            raise ConfigError(
+                f"model.sequence-length {self.settings.sequence_length} is more than {longest}, the longest sequence "
+                f"of the teacher {path}"
+            )
+        self.identity = {**self.identity, "teacher_sha256": digest_of(self.teacher)}
+
+    def objective(self, groups: Groups, device: torch.device) -> Objective:
+        """The divergence from the teacher, which is loaded now, in its own dtype. See ``Recipe``."""
+        sequence_parallel = self.settings.parallel.sequence_parallel and groups.tp.size() > 1
+        alone = Groups(tp=groups.tp)
+        teacher = load_pretrained(self.teacher.path, groups=alone, device=device, sequence_parallel=sequence_parallel)
+        assert isinstance(teacher, GPT)
+        teacher.requires_grad_(False).eval()
+        vocab_size = self.teacher.description.vocab_size
+        return DistillationObjective(self.settings.distillation, teacher, groups.tp, vocab_size)
+
+
+def _check_same_tokens(own: Tokenizer, of_teacher: Tokenizer, base: str, path: Path) -> None:
+    """Raise ConfigError for an id that is one token to the student and another to its teacher."""
+    student, teacher = own.tokens, of_teacher.tokens
+    for token in sorted(student.keys() | teacher.keys()):
+        if student.get(token) != teacher.get(token):
+            names = [repr(each[token]) if token in each else "none" for each in (student, teacher)]
+            raise ConfigError(
+                f"the tokenizer of the teacher {path} is another one: id {token} is {names[1]} there and {names[0]} in "
+                f"{base}; a teacher needs the same vocabulary"
+            )
