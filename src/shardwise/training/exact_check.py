@@ -5,13 +5,16 @@
 - An activation has the same bits in whatever piece of a tensor an element lies.
 - Attention has the same bits for each head, whichever other heads are with it.
 
-Numbers are random, and a second or two is all that it takes.
+Each kind of layer is tried once: whole, on all threads, against ranks of one part each, on one. Numbers are random,
+and a second or two is all that it takes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +28,9 @@ from shardwise.kernels.exact_products import ExactProducts
 from shardwise.kernels.swiglu import swiglu
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.sharding import ParamLayout, local_parts
+
+# A prime.
+_NUM_RANDOM = 65537
 
 
 def check_device(model: nn.Module, config: ModelConfig, *, micro_batch_size: int, sequence_length: int) -> None:
@@ -43,34 +49,26 @@ def check_device(model: nn.Module, config: ModelConfig, *, micro_batch_size: int
     parts, dtype = config.exact_parts, config.params_dtype
     assert parts is not None
     generator = torch.Generator(device).manual_seed(0)
+    # They are repeated, which takes less time than new ones, and their number divides no width.
+    some = torch.randn(_NUM_RANDOM, generator=generator, device=device).to(dtype)
 
     def numbers(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        return some.repeat(1 + math.prod(shape) // _NUM_RANDOM)[: math.prod(shape)].view(shape)
 
     with torch.no_grad():
         for out_features, in_features, split, sections in _linear_layers(model):
-            shape = f"[{rows}, {in_features}] by [{out_features}, {in_features}]"
-            factors = numbers(rows, in_features), numbers(out_features, in_features), numbers(rows, out_features)
-            dim = 0 if split == "output" else 1
-            layout = ParamLayout.split((out_features, in_features), dim, parts, stride=sections)
-            whole = _products(ParamLayout.split(layout.global_shape, dim, 1, stride=sections), 0, parts)
-            expected = _three(whole, *factors)
-            for what, found, wanted in zip(_PRODUCTS, _by_ranks(layout, parts, *factors), expected, strict=True):
-                require_same_bits(found, wanted, f"the product for the {what} of a linear layer, {shape}, by parts")
-            alone = on_one_thread(partial(_three, whole, *factors)) if torch.get_num_threads() > 1 else expected
-            for what, found, wanted in zip(_PRODUCTS, alone, expected, strict=True):
-                require_same_bits(
-                    found, wanted, f"the product for the {what} of a linear layer, {shape}, on one thread"
-                )
+            layout = ParamLayout.split(
+                (out_features, in_features), 0 if split == "output" else 1, parts, stride=sections
+            )
+            _check_products(
+                layout, parts, numbers(rows, in_features), numbers(*layout.global_shape), numbers(rows, out_features)
+            )
     assert config.ffn_hidden_size is not None
     _check_activation(config, numbers(rows, config.ffn_hidden_size * (1 + config.gated_linear_unit)), parts)
     heads, groups, width = config.heads
     _check_attention(
         [numbers(micro_batch_size, count, sequence_length, width) for count in (heads, groups, groups)], parts
     )
-
-
-_PRODUCTS = ("output", "input gradient", "weight gradient")
 
 
 def _linear_layers(model: nn.Module) -> list[tuple[int, int, str, int]]:
@@ -98,36 +96,51 @@ def _three(products: ExactProducts, input_: Tensor, weight: Tensor, grad_output:
     )
 
 
-def _by_ranks(layout: ParamLayout, parts: int, input_: Tensor, weight: Tensor, grad_output: Tensor) -> Sequence[Tensor]:
-    """The three products as so many ranks make them, each with one part, put together."""
-    dim, found = layout.dim, []
-    for rank in range(parts):
-        shard = layout.take(weight, rank).contiguous()
-        own_input = input_ if dim == 0 else _columns(input_, layout, rank)
-        own_gradient = _columns(grad_output, layout, rank) if dim == 0 else grad_output
-        found.append(_three(_products(layout, rank, parts), own_input, shard, own_gradient))
-    outputs, input_gradients, weight_gradients = (list(each) for each in zip(*found, strict=True))
-    weight_gradient = layout.assemble(weight_gradients)
-    if dim == 0:
-        return _joined(outputs, layout), tree_sum(input_gradients), weight_gradient
-    return tree_sum(outputs), _joined(input_gradients, layout), weight_gradient
+def _check_products(layout: ParamLayout, parts: int, input_: Tensor, weight: Tensor, grad_output: Tensor) -> None:
+    """The three products of a layer on all threads, against those of ranks of one part each, on one thread."""
+    dim, shape = layout.dim, f"{list(input_.shape)} by {list(weight.shape)}"
+    assert dim is not None
+    whole = _products(ParamLayout.split(layout.global_shape, dim, 1, stride=layout.stride), 0, parts)
+    output, input_gradient, weight_gradient = expected = _three(whole, input_, weight, grad_output)
+
+    def require(found: Tensor, wanted: Tensor, what: str, how: str = "by parts") -> None:
+        require_same_bits(found, wanted, f"the product for the {what} of a linear layer, {shape}, {how}")
+
+    def by_ranks() -> None:
+        terms = []
+        for rank in range(parts):
+            exact, shard = _products(layout, rank, parts), layout.take(weight, rank).contiguous()
+            own = _columns(grad_output if dim == 0 else input_, layout, rank)
+            terms.append(exact.input_gradient(own, shard) if dim == 0 else exact.linear(own, shard, None))
+            if rank not in (0, parts // 2, parts - 1):
+                continue
+            if dim == 0:
+                require(exact.linear(input_, shard, None), _columns(output, layout, rank), "output")
+            else:
+                gradient = exact.input_gradient(grad_output, shard)
+                require(gradient, _columns(input_gradient, layout, rank), "input gradient")
+            gradient = exact.weight_gradient(*((own, input_) if dim == 0 else (grad_output, own)))
+            require(gradient, layout.take(weight_gradient, rank), "weight gradient")
+        total = tree_sum(terms)
+        require(total, input_gradient if dim == 0 else output, "input gradient" if dim == 0 else "output")
+
+    try:
+        on_one_thread(by_ranks)
+    except ConfigError:
+        alone = on_one_thread(partial(_three, whole, input_, weight, grad_output))
+        for what, found, wanted in zip(("output", "input gradient", "weight gradient"), alone, expected, strict=True):
+            require(found, wanted, what, "on one thread")
+        raise
 
 
 def _columns(tensor: Tensor, layout: ParamLayout, rank: int) -> Tensor:
     return torch.cat([tensor[:, start:stop] for start, stop in layout.intervals[rank]], 1)
 
 
-def _joined(shards: Sequence[Tensor], layout: ParamLayout) -> Tensor:
-    """Shards of activations, whose columns are the layout's split dimension, as one."""
-    assert layout.dim is not None
-    whole = shards[0].new_empty(shards[0].size(0), layout.global_shape[layout.dim])
-    for shard, runs in zip(shards, layout.intervals, strict=True):
-        for (start, stop), piece in zip(runs, shard.split([stop - start for start, stop in runs], 1), strict=True):
-            whole[:, start:stop] = piece
-    return whole
+_Result = TypeVar("_Result")
 
 
-def on_one_thread(function: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+def on_one_thread(function: Callable[[], _Result]) -> _Result:
     """What ``function`` returns when one thread computes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -152,16 +165,17 @@ def _check_activation(config: ModelConfig, inner: Tensor, parts: int) -> None:
         each = [section.tensor_split(parts, dim=1) for section in tensor.chunk(sections, dim=1)]
         return (torch.cat(of_rank, 1) for of_rank in zip(*each, strict=True))
 
-    sections = 2 if gated else 1
+    sections, size = 2 if gated else 1, list(inner.shape)
     output, gradient = activated(inner)
-    for part, wanted, wanted_gradient in zip(
-        pieces(inner, sections), output.tensor_split(parts, 1), pieces(gradient, sections), strict=True
-    ):
-        found, found_gradient = activated(part)
-        require_same_bits(found, wanted, f"the activation of a piece of {list(inner.shape)}")
-        require_same_bits(
-            found_gradient, wanted_gradient, f"the activation's gradient of a piece of {list(inner.shape)}"
-        )
+
+    def by_ranks() -> None:
+        each = zip(pieces(inner, sections), output.tensor_split(parts, 1), pieces(gradient, sections), strict=True)
+        for part, wanted, wanted_gradient in each:
+            found, found_gradient = activated(part)
+            require_same_bits(found, wanted, f"the activation of a piece of {size}")
+            require_same_bits(found_gradient, wanted_gradient, f"the activation's gradient of a piece of {size}")
+
+    on_one_thread(by_ranks)
 
 
 def _check_attention(tensors: Sequence[Tensor], parts: int) -> None:
@@ -174,7 +188,7 @@ def _check_attention(tensors: Sequence[Tensor], parts: int) -> None:
 
     heads, groups = tensors[0].size(1), tensors[1].size(1)
     number = most = min(parts, groups & -groups)
-    while number > 1 and not all(map(torch.equal, by_ranks(number), whole)):
+    while number > 1 and not all(map(torch.equal, on_one_thread(partial(by_ranks, number)), whole)):
         number //= 2
     if number < most:
         raise ConfigError(
