@@ -19,6 +19,8 @@ class EvalArguments(SplitArguments):
 
     Prints the loss in nats per token, the perplexity, and bits per byte, which can be compared between tokenizers.
 
+    With --tasks, measures it by tasks of EleutherAI's lm-evaluation-harness (pip install 'shardwise[eval]').
+
     Attributes:
         checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging
             Face folder, a fine-tuned one included; or adapters, with the model that they name.
@@ -30,6 +32,12 @@ class EvalArguments(SplitArguments):
         mask_prompts: measure what the assistant says, and completions, only; with --no-mask-prompts all of the text.
         special_tokens: read the names of special tokens in texts as these tokens.
         text_key: field of a record that holds the text.
+        tasks: names of tasks of lm-evaluation-harness, in place of data.
+        task_path: folder of tasks of one's own (YAML), which are then all there are.
+        num_fewshot: solved examples before each question; what the task says if not given.
+        limit: questions of each task; all if not given.
+        chat: ask by the model's chat template.
+        output: file for what the harness reports, in JSON.
         device: where to compute; "auto" takes a GPU if there is one for each rank.
     """
 
@@ -41,12 +49,24 @@ class EvalArguments(SplitArguments):
     mask_prompts: bool = True
     special_tokens: bool = True
     text_key: str = "text"
+    tasks: tuple[str, ...] = ()
+    task_path: Annotated[str | None, Folder()] = None
+    num_fewshot: Annotated[int | None, Range(0, 10**4)] = None
+    limit: Annotated[int | None, Range(1, 10**9)] = None
+    chat: bool = False
+    output: Annotated[str | None, Folder()] = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.data:
-            raise ConfigError("no data to measure on; pass --data with files or folders")
+        if not self.data and not self.tasks:
+            raise ConfigError("no data to measure on; pass --data with files or folders, or --tasks")
+        if self.data and self.tasks:
+            raise ConfigError("--data and --tasks exclude each other; leave one of them out")
+        alone = {"--task-path": self.task_path, "--num-fewshot": self.num_fewshot, "--limit": self.limit}
+        alone |= {"--chat": self.chat or None, "--output": self.output}
+        if not self.tasks and (given := [flag for flag, value in alone.items() if value is not None]):
+            raise ConfigError(f"{given[0]} is of tasks; name some with --tasks")
 
     def prepare(self, world_size: int) -> None:
         """Open the model."""
@@ -56,6 +76,10 @@ class EvalArguments(SplitArguments):
 
     def work(self) -> Callable[[], object]:
         """Measure."""
+        if self.tasks:
+            from shardwise.cli.evaluating_tasks import evaluate_tasks
+
+            return partial(evaluate_tasks, self)
         from shardwise.cli.evaluating import evaluate
 
         return partial(evaluate, self)

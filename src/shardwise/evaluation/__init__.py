@@ -1,0 +1,1 @@
+"""Models in front of evaluation harnesses."""
