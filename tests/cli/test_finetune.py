@@ -114,6 +114,9 @@ def test_adapters_and_merged_adapters_are_the_same_model(folder, capsys):
         plain = base(ids).logits
         adapted = read_adapters(base, out)(ids).logits
     steps = (out / "metrics.jsonl").read_bytes()
+    assert main(["export-hf", str(out), "--out", str(folder / "exported")]) == 2
+    assert "holds adapters, as peft reads them; merge them into their model with --merge" in capsys.readouterr().err
+    assert main(["export-hf", str(out), "--out", str(folder / "exported"), "--merge"]) == 0
     capsys.readouterr()
     assert call_here(folder, "later", *options, "--resume", "auto", "--lora-merge") == 0
     assert "resumed at step 4" in capsys.readouterr().out
@@ -121,7 +124,7 @@ def test_adapters_and_merged_adapters_are_the_same_model(folder, capsys):
     assert (out / "metrics.jsonl").read_bytes() == steps
     assert not [path.name for path in out.iterdir() if path.name.startswith(("adapter", "export"))]
     assert (adapted - plain).norm() > 1e-2 * plain.norm()
-    for merged in (out, folder / "merged"):
+    for merged in (out, folder / "merged", folder / "exported"):
         with torch.no_grad():
             assert (adapted - reopened(merged)(ids).logits).norm() < 1e-5 * plain.norm(), merged
     # A Hugging Face folder like any other.
@@ -136,9 +139,26 @@ def test_adapters_and_merged_adapters_are_the_same_model(folder, capsys):
         assert torch.equal(read_adapters(reopened(folder / "base"), out)(ids).logits, adapted)
 
 
+@pytest.mark.slow
+def test_adapters_of_a_quantised_base_are_merged_into_the_base_as_it_is(folder, capsys):
+    options = ("--lora-rank", "4", "--lora-modules-to-save", "lm_head", "--optimizer.learning-rate", "0.05")
+    assert call_here(folder, "on-nf4", *options, "--base-quantization", "nf4") == 0
+    assert "on a base in nf4" in capsys.readouterr().out
+    assert main(["export-hf", str(folder / "on-nf4"), "--out", str(folder / "from-nf4"), "--merge"]) == 0
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        adapted = read_adapters(reopened(folder / "base"), folder / "on-nf4")(ids).logits
+        merged = reopened(folder / "from-nf4")(ids).logits
+    assert (adapted - merged).norm() < 1e-5 * adapted.norm()
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (
+            ["base", "--data", "x", "--base-quantization", "nf4"],
+            "--base-quantization nf4 without --lora-rank: a quantised",
+        ),
         (["--data", "x"], "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ..."),
         (["base"], "no text to train on; pass --data with files or folders, or --data stdlib"),
         (["base", "--data", "x", "--lora-rank", "0"], "--lora-rank is 0; it must be from 1 to 65,536"),

@@ -15,9 +15,10 @@ from shardwise.cli.reporting import print_line
 from shardwise.communication.agreement import agree
 from shardwise.errors import ConfigError, DataError
 from shardwise.huggingface import load_pretrained, save_pretrained
-from shardwise.huggingface.folder import PretrainedFolder
+from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder
 from shardwise.huggingface.pretrained import CONFIG_NAME
 from shardwise.huggingface.saving import COPIED_FILES, check_target
+from shardwise.lora import merge_lora_, remove_lora_
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.tokenizer import Tokenizer
 from shardwise.topology import Groups
@@ -29,13 +30,21 @@ def open_for_export(arguments: ExportArguments, world_size: int) -> checkpoint_m
     """Read all of a checkpoint but its tensors.
 
     Raises:
-        ConfigError: a Hugging Face folder, more ranks than the model can be split over, or ``--out`` exists.
+        ConfigError: a Hugging Face folder, adapters without ``--merge``, ``--merge`` without adapters, more ranks than
+            the model can be split over, or ``--out`` exists.
         CheckpointError: no checkpoint, or a damaged one.
     """
     path = Path(arguments.checkpoint)
-    if checkpoint_model.is_pretrained(path):
+    is_adapter = (path / ADAPTER_CONFIG_NAME).is_file()
+    if checkpoint_model.is_pretrained(path) and not is_adapter:
         raise ConfigError(f"{path} is a Hugging Face folder already; give the --out of a training run or an import")
-    opened = checkpoint_model.open_checkpoint(path)
+    if is_adapter != arguments.merge:
+        raise ConfigError(
+            f"{path} holds adapters, as peft reads them; merge them into their model with --merge"
+            if is_adapter
+            else f"--merge is for adapters, and {path} has no {ADAPTER_CONFIG_NAME}; leave it out"
+        )
+    opened = checkpoint_model.open_model(path) if is_adapter else checkpoint_model.open_checkpoint(path)
     checkpoint_model.check_fits(opened.description, world_size)
     check_target(Path(arguments.out))
     return opened
@@ -54,8 +63,12 @@ def export(arguments: ExportArguments) -> None:
         if opened.config is None and opened.tokenizer is not None:
             # What a run knows beside its model: which token ends a text, and so begins one.
             fields = dict.fromkeys(("bos_token_id", "eos_token_id"), opened.tokenizer.eos_id)
+        model = opened.load_model(ranks)
+        if arguments.merge:
+            merge_lora_(model)
+            remove_lora_(model)
         save_pretrained(
-            opened.load_model(ranks),
+            model,
             arguments.out,
             source=opened.folder,
             architecture=arguments.architecture,

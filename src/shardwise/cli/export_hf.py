@@ -17,13 +17,18 @@ from shardwise.training.bounds import Folder, Range
 class ExportArguments(SplitArguments):
     """Write a checkpoint's model in Hugging Face's layout, with its tokenizer: transformers loads it unchanged.
 
+    With --merge the model of adapters, with these merged into its weights:
+      shardwise export-hf adapters --out merged --merge
+
     Attributes:
-        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints.
+        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; with merge of
+            adapters.
         out: folder to write, which must not exist or be empty.
         dtype: of the weights; the checkpoint's own if not given.
         architecture: model_type to write, such as "mistral"; the one that it was imported from, or else the first that
             fits (llama or gpt2 for a training run), if not given.
         max_file_gb: largest file of weights, in 1e9 bytes.
+        merge: checkpoint is a folder of adapters, which names the model's folder; write that with them merged.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
@@ -31,6 +36,7 @@ class ExportArguments(SplitArguments):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     architecture: str | None = None
     max_file_gb: Annotated[float, Range(1e-9, 1e9)] = 5.0
+    merge: bool = False
 
     def check(self) -> None:
         """Raise ConfigError if ``out`` cannot be written to."""

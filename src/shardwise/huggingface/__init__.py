@@ -13,4 +13,5 @@ from shardwise.huggingface.pretrained import PretrainedConfig as PretrainedConfi
 from shardwise.huggingface.pretrained import config_from_json as config_from_json
 from shardwise.huggingface.pretrained import config_to_json as config_to_json
 from shardwise.huggingface.pretrained import read_config as read_config
+from shardwise.huggingface.quantizing import BaseQuantization as BaseQuantization
 from shardwise.huggingface.saving import save_pretrained as save_pretrained

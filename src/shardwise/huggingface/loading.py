@@ -15,11 +15,13 @@ from shardwise.huggingface.building import Model, build_model, chunks_of, model_
 from shardwise.huggingface.filling import check_copies, check_shapes, fill_shard_
 from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.mapping import Composition, compose
+from shardwise.huggingface.quantizing import BaseQuantization, fill_quantized_, make_room_
 from shardwise.huggingface.ranks import gather_from_stages, model_groups
 from shardwise.initialization import draw_seed, part_seeded
 from shardwise.layers import ReplicatedLinear
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.classification import Classification
+from shardwise.quantization import QuantizedTensor
 from shardwise.sharding import ParamShard
 from shardwise.topology import Groups
 
@@ -32,6 +34,7 @@ def load_pretrained(
     device: torch.device | str | None = None,
     max_sequence_length: int | None = None,
     classification: Classification | None = None,
+    quantization: BaseQuantization | None = None,
     **settings: Any,
 ) -> Model | ModelChunks:
     """The model in a Hugging Face folder, split over the ranks.
@@ -48,6 +51,7 @@ def load_pretrained(
         classification: the head that the model is to have. If it is not the folder's, it is a new one, whose initial
             values depend on the state of PyTorch's default generator, the same at every layout; what the folder has of
             other heads is not read.
+        quantization: which weights are quantised, once they are read, and stay frozen; none if None.
         **settings: fields of ``ModelConfig`` that the folder does not decide, or that replace what it says
             (``hidden_dropout``).
 
@@ -56,7 +60,8 @@ def load_pretrained(
         ``virtual_pipeline_model_parallel_size``.
 
     Raises:
-        ConfigError: an unknown architecture or value, heads or layers that cannot be split over the ranks.
+        ConfigError: an unknown architecture or value, heads or layers that cannot be split over the ranks, a
+            quantisation that this machine cannot do.
         CheckpointError: a file or tensor that is missing, one too many, or of another shape than the config says;
             all errors alike on every rank, naming the field or tensor.
     """
@@ -88,8 +93,15 @@ def load_pretrained(
 
     # A size that contradicts the tensors is reported before memory is allocated for it.
     agree(lambda: _check_sizes(source), group=model_groups(groups))
-    _plan(built(torch.device("meta")), source, groups)
-    models = built(where)
+    outlines = built(torch.device("meta"))
+    outline_parts, _ = _plan(outlines, source, groups)
+    if quantization is None:
+        models = built(where)
+    else:
+        agree(quantization.check, group=model_groups(groups))
+        for model in outlines:
+            make_room_(model, outline_parts, quantization, where)
+        models = outlines
     for model in models:
         # Modules that are added to the model later are initialised as in any other model.
         model.config.perform_initialization = True
@@ -97,10 +109,15 @@ def load_pretrained(
 
     def fill() -> None:
         for shard, composition in parts.values():
+            if isinstance(shard.data, QuantizedTensor):
+                continue
             fill_shard_(shard, composition, source.tensors, names)
             check_copies(shard, composition, source, names)
 
     agree(fill, group=model_groups(groups))
+    for shard, composition in parts.values():
+        if isinstance(shard.data, QuantizedTensor):
+            fill_quantized_(shard, composition, source, names, groups)
     if source.changes_head:
         seed = draw_seed()
         for model in models:

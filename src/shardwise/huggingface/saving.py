@@ -28,6 +28,7 @@ from shardwise.huggingface.pretrained import CONFIG_NAME, config_to_json
 from shardwise.huggingface.ranks import gather_from_stages, model_groups
 from shardwise.huggingface.reading import INDEX_NAME, WEIGHTS_NAME, read_json
 from shardwise.models.chunks import ModelChunks
+from shardwise.quantization import QuantizedTensor
 from shardwise.sharded_state import gather_parameter
 from shardwise.sharding import ParamShard
 from shardwise.sharding.rows import is_sharded
@@ -149,6 +150,11 @@ def _plan(
     folder = None if source is None else Path(source)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} to copy the tokenizer from")
+    quantized = next(
+        (each for model in models for each in model.parameters() if isinstance(each, QuantizedTensor)), None
+    )
+    if quantized is not None:
+        raise ConfigError(f"the model's weights are in {quantized.kind}, which is not written; save its adapters")
     description = describe_model(models[0])
     base = read_json(folder / CONFIG_NAME) if folder is not None and (folder / CONFIG_NAME).is_file() else None
     if base is not None and base.get("model_type") not in ARCHITECTURES:

@@ -32,6 +32,7 @@ from shardwise.kernels.main_grad import add_product_, main_grad_of
 from shardwise.kernels.products import AlignedProducts
 from shardwise.layers.overlapped import multiply_gathered, multiply_scattered
 from shardwise.layers.weight_gradient import WeightGradient
+from shardwise.quantization import QuantizedTensor, quantized_linear
 from shardwise.recompute import is_kept_briefly
 from shardwise.sharding import uneven_sizes
 
@@ -228,6 +229,8 @@ def tensor_parallel_linear(
     if sequence_length is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
         assert group is not None
         sizes = shard_sizes(input_, sequence_length, group)
+    if isinstance(weight, QuantizedTensor):
+        return _quantized(input_, weight, bias, parallelism, group, sizes)
     sequence = (LinearParallelism.COLUMN_SEQUENCE, LinearParallelism.ROW_SEQUENCE)
     overlaps = overlaps and exact is None and parallelism in sequence
     local = parallelism is LinearParallelism.LOCAL
@@ -250,6 +253,22 @@ def tensor_parallel_linear(
     # Recomputation ends with the last tensor that is saved. The product saves, the move after it does not: apart, the
     # move is not repeated for a row layer at the end of what is recomputed.
     return reduce_product(output, parallelism, group)
+
+
+def _quantized(
+    input_: Tensor,
+    weight: QuantizedTensor,
+    bias: Tensor | None,
+    parallelism: LinearParallelism,
+    group: ProcessGroup | None,
+    sizes: Sizes,
+) -> Tensor:
+    """With a frozen weight in 8 or 4 bits: the moves beside a product that keeps neither weight nor input."""
+    if group is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
+        input_ = moves.gather(input_, dim=0, group=group, sizes=sizes, partial_gradient=True)
+    elif group is not None and parallelism is LinearParallelism.COLUMN:
+        input_ = moves.copy(input_, group=group)
+    return reduce_product(quantized_linear(input_, weight, bias), parallelism, group)
 
 
 def reduce_product(output: Tensor, parallelism: LinearParallelism, group: ProcessGroup | None) -> Tensor:

@@ -21,6 +21,7 @@ from shardwise.kernels.products import AlignedProducts, needs_alignment
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.layers.module import ShardedModule
 from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue
+from shardwise.quantization import QuantizedTensor
 from shardwise.sharding import ParamLayout, local_parts
 
 # As torch.nn.Linear: uniform within 1 / sqrt(fan in).
@@ -50,8 +51,6 @@ class ParallelLinear(ShardedModule):
     weight: Parameter | None
     bias: Parameter | None
     local_features: int
-    # Whether all that the layer computes is the product with its weight, and its bias.
-    is_one_product = True
     # How the layer multiplies in a group that sums over parts; None elsewhere.
     _exact: ExactProducts | None = None
     # What the layer communicates on several ranks: without sequence parallelism, and with it.
@@ -117,6 +116,11 @@ class ParallelLinear(ShardedModule):
         size = layout.global_shape[layout.dim]
         parts = local_parts(layout, self.group.rank(), number, what=what)
         self._exact = ExactProducts(parts, split, size, number)
+
+    @property
+    def is_one_product(self) -> bool:
+        """Whether all that the layer computes is one product with its weight, and its bias."""
+        return not isinstance(self.weight, QuantizedTensor)
 
     def _multiply(
         self,

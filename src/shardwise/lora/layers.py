@@ -33,6 +33,7 @@ from shardwise.layers.linear import reduce_product
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.lora.adapter import Adapter, LoraAdapter, row_lengths
 from shardwise.lora.config import LoraConfig
+from shardwise.quantization import QuantizedTensor
 from shardwise.sharding import balanced_sizes, uneven_sizes
 
 
@@ -92,7 +93,15 @@ class LoraLayer(ShardedModule):
         """Add the adapters' product to the weight, in place; afterwards ``forward`` costs what it did without them.
 
         With ``use_dora`` rows get their learned lengths too. Collective then, of a layer whose rows are split.
+
+        Raises:
+            ConfigError: the weight is quantised.
         """
+        if isinstance(self.weight, QuantizedTensor):
+            raise ConfigError(
+                f"adapters cannot be merged into a base in {self.weight.kind}, whose codes have no room for them: save "
+                "the adapters, and merge them into the model loaded without quantisation"
+            )
         if not self.lora_merged:
             whole = self.weight + self.delta()
             if self.lora_config.use_dora:
@@ -118,7 +127,6 @@ class LoraLinear(LoraLayer, ParallelLinear):
     """What column- and row-parallel layers with adapters share; see ``LoraLayer``."""
 
     weight: nn.Parameter
-    is_one_product = False
     # Of the rank's rows those whose bias is trained, as bools; None if all, or none, are.
     lora_bias_rows: Tensor | None
 
@@ -159,6 +167,11 @@ class LoraLinear(LoraLayer, ParallelLinear):
         result: LoraLinear = LoraLayer._turn(layer, _with_adapters(plain), adapters, config)
         result.register_buffer("lora_bias_rows", None, persistent=False)
         return result
+
+    @property
+    def is_one_product(self) -> bool:
+        """See ``ParallelLinear.is_one_product``."""
+        return not self._is_active and super().is_one_product
 
     def remove(self) -> None:
         """See ``LoraLayer.remove``."""

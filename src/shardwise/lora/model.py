@@ -1,7 +1,7 @@
 """Adapters on a whole model, by the names that Hugging Face gives its layers."""
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from typing import Any
 
 from torch import nn
@@ -59,7 +59,7 @@ def add_adapters_(
     config: LoraConfig,
     architecture: Architecture,
     chosen: Collection[str],
-    trained: Collection[str],
+    trained: Set[str],
 ) -> None:
     """``add_lora_`` at the paths ``chosen``, with the tensors ``trained`` of the base model; both are of all stages.
 

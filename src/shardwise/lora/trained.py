@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.mapping import Composition, Heads, compose
 from shardwise.lora.layers import LoraColumn
 from shardwise.models.transformer_model import TransformerModel
+from shardwise.quantization import QuantizedTensor
 from shardwise.sharding import ParamLayout
 from shardwise.sharding.rows import first_row, is_sharded, local_rows
 
@@ -118,7 +119,7 @@ def base_parameters(model: TransformerModel, architecture: Architecture) -> list
     ]
 
 
-def check_trainable(parameters: list[BaseParameter], tensors: Collection[str], modules: Collection[str]) -> None:
+def check_trainable(parameters: list[BaseParameter], tensors: Set[str], modules: Collection[str]) -> None:
     """Raise ConfigError for a weight of which only a part is to be trained whole.
 
     Args:
@@ -128,6 +129,11 @@ def check_trainable(parameters: list[BaseParameter], tensors: Collection[str], m
     """
     for base in parameters:
         within = list(base.composition.stored_shapes)
+        if isinstance(base.param, QuantizedTensor) and not tensors.isdisjoint(within):
+            raise ConfigError(
+                f"{within[0]} is in {base.param.kind}, which cannot be trained; leave it out, or load the model "
+                "with it as it is"
+            )
         others = [name for name in within if name not in tensors]
         if not others or len(others) == len(within):
             continue

@@ -19,12 +19,19 @@ from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.json_records import Record
 from shardwise.data.reading import corpus_of
 from shardwise.errors import ConfigError
-from shardwise.huggingface import load_pretrained, save_pretrained
+from shardwise.huggingface import BaseQuantization, load_pretrained, save_pretrained
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.pretrained import CONFIG_NAME
 from shardwise.huggingface.saving import COPIED_FILES
-from shardwise.lora import add_lora_, load_adapter_, merge_lora_, remove_lora_, save_adapter
+from shardwise.lora import (
+    add_lora_,
+    load_adapter_,
+    merge_lora_,
+    read_adapter_config,
+    remove_lora_,
+    save_adapter,
+)
 from shardwise.lora.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
@@ -32,6 +39,7 @@ from shardwise.tokenizer import ChatTemplate, PaddedTokenizer
 from shardwise.topology import Groups
 from shardwise.training.build import config_fields
 from shardwise.training.finetune_settings import FinetuneSettings
+from shardwise.training.lora_settings import LoraSettings
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
 from shardwise.training.samples import prepare_samples
@@ -103,6 +111,8 @@ class Finetuning(Recipe):
         if length > longest:
             raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
         _check_out(Path(settings.out), path)
+        if (quantization := base_quantization(settings.lora)) is not None:
+            quantization.check()
         self.trains_weights = not settings.lora.is_on
         model = dataclasses.replace(settings.model, sequence_length=length)
         super().__init__(dataclasses.replace(settings, model=model))
@@ -190,7 +200,9 @@ class Finetuning(Recipe):
         fields["sequence_parallel"] &= groups.tp.size() > 1
         if (dropout := settings.model.dropout) is not None:
             fields |= {"hidden_dropout": dropout, "attention_dropout": dropout}
-        loaded = load_pretrained(self.folder.path, groups=groups, device=device, **fields)
+        loaded = load_pretrained(
+            self.folder.path, groups=groups, device=device, quantization=base_quantization(settings.lora), **fields
+        )
         model = ModelChunks(loaded) if isinstance(loaded, list) else loaded
         assert isinstance(model, GPT | ModelChunks)
         lora = settings.lora
@@ -238,6 +250,14 @@ class Finetuning(Recipe):
             dtype=self.folder.dtype,
         )
         agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
+
+
+def base_quantization(lora: LoraSettings) -> BaseQuantization | None:
+    """What becomes of the base's linear layers: those that are trained whole stay as they are."""
+    if lora.base_quantization == "none":
+        return None
+    config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
+    return BaseQuantization(lora.base_quantization, config.saves)
 
 
 def digest_of(folder: PretrainedFolder) -> str:

@@ -98,6 +98,10 @@ class FinetuneSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (kind := self.lora.base_quantization) != "none":
+            for flag, is_on in (("--fsdp", self.parallel.fsdp), ("--exact", self.parallel.exact)):
+                if is_on:
+                    raise ConfigError(f"--base-quantization {kind} and {flag} exclude each other; leave one out")
         if self.lora.is_on and self.parallel.virtual_stages > 1:
             raise ConfigError("adapters and --virtual-stages over 1 exclude each other; use another schedule")
         if self.lora.is_on and self.optimizer.name == "muon":

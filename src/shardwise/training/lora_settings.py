@@ -35,6 +35,8 @@ class LoraSettings(Checked, prefix="--"):
         lora_dora: learn the lengths of the weights' rows apart from their directions (DoRA).
         lora_from: start from the adapters of this folder, which say rank, strength and targets themselves.
         lora_rslora: divide the strength by the square root of the rank, so that high ranks learn as well.
+        base_quantization: keep the frozen weights of linear layers in 8 bits (int8) or 4 (nf4); modules that are
+            trained whole stay as they are.
         lora_merge: write the whole model with the adapters merged into its weights, in place of the adapters.
     """
 
@@ -50,6 +52,7 @@ class LoraSettings(Checked, prefix="--"):
     lora_dora: bool = False
     lora_from: str | None = None
     lora_rslora: bool = False
+    base_quantization: Literal["none", "int8", "nf4"] = "none"
     lora_merge: bool = False
 
     def __post_init__(self) -> None:
@@ -57,8 +60,21 @@ class LoraSettings(Checked, prefix="--"):
         changed = [
             f"--{setting.name.replace('_', '-')}"
             for setting in dataclasses.fields(self)
-            if setting.name not in ("lora_from", "lora_merge") and getattr(self, setting.name) != setting.default
+            if setting.name not in ("lora_from", "lora_merge", "base_quantization")
+            and getattr(self, setting.name) != setting.default
         ]
+        if self.base_quantization != "none":
+            flag = f"--base-quantization {self.base_quantization}"
+            if not self.is_on:
+                raise ConfigError(
+                    f"{flag} without --lora-rank: a quantised base is frozen, so there would be nothing to train; give "
+                    "a rank for adapters, or leave it out"
+                )
+            if self.lora_merge:
+                raise ConfigError(
+                    f"{flag} and --lora-merge exclude each other: adapters have no room in a quantised base; write the "
+                    "adapters, and merge them into the base as it is: shardwise export-hf OUT --out MERGED --merge"
+                )
         if self.lora_from is not None:
             if changed:
                 raise ConfigError(
@@ -115,7 +131,8 @@ class LoraSettings(Checked, prefix="--"):
         biases = {"none": (), "all": ("all biases",), "lora_only": ("their biases",)}[self.lora_bias]
         beside = ", ".join((*biases, *self.lora_modules_to_save))
         kind = "DoRA adapters" if self.lora_dora else "adapters"
-        return f"{kind} of rank {self.lora_rank} ({targets})" + (f", and {beside}" if beside else "")
+        base = "" if self.base_quantization == "none" else f", on a base in {self.base_quantization}"
+        return f"{kind} of rank {self.lora_rank} ({targets})" + (f", and {beside}" if beside else "") + base
 
 
 def _numbers(flag: str, pairs: Sequence[str], kind: Callable[[str], Any]) -> dict[str, Any]:
