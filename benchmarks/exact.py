@@ -69,14 +69,18 @@ LAYOUTS = (
     (4, ""),
     (8, ""),
     (4, "--zero 1"),
+    (8, "--zero 1"),
+    (4, "--zero 1 --tp 2"),
     (8, "--zero 1 --tp 2 --pp 2"),
     (2, "--tp 2 --recompute.granularity full"),
     (2, "--tp 2 --recompute.granularity selective --recompute.modules core_attn layernorm mlp_act"),
     (8, "--tp 2 --pp 2"),
 )
 SMALL = "--model.vocab-size 512 --model.sequence-length 32"
+LLAMA = f"{SMALL} --model.num-layers 8 --model.num-heads 16 --model.num-query-groups 8 --model.no-tie-embeddings"
 RUNS = {
-    "llama": f"{SMALL} --model.num-layers 8 --model.num-heads 16 --model.num-query-groups 8 --model.no-tie-embeddings",
+    "llama": LLAMA,
+    "muon": f"{LLAMA} --optimizer.name muon",
     "gpt": f"{SMALL} --model.architecture gpt --model.num-layers 8 --model.num-heads 8",
     "demo": "--model.num-layers 2 --model.num-heads 4 --model.vocab-size 4096 --model.sequence-length 256",
 }

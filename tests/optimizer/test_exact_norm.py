@@ -31,13 +31,23 @@ def test_whoever_has_which_elements(group):
     squares = torch.cat([x.double().square().flatten() for x in gradients]).tolist()
     assert whole == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-15)
     for cuts in range(3):
-        shared = []
-        for gradient, layout in zip(gradients, LAYOUTS, strict=True):
-            places = torch.randint(gradient.numel() + 1, (3,), generator=generator).sort()[0].tolist()
-            edges = [0, *(places if cuts else [0, gradient.numel(), gradient.numel()]), gradient.numel()]
-            low, high = edges[group.rank()], edges[group.rank() + 1]
-            # What is others' must not be read.
-            held = torch.full_like(gradient, float("nan"))
-            held.view(-1)[low:high] = gradient.view(-1)[low:high]
-            shared.append((held, layout, Division(group, tuple(itertools.pairwise(edges)))))
+        edges = [sorted(torch.randint(x.numel() + 1, (3,), generator=generator).tolist()) for x in gradients]
+        if not cuts:
+            edges = [[0, x.numel(), x.numel()] for x in gradients]
+        shared = [shared_out(*given, group) for given in zip(gradients, LAYOUTS, edges, strict=True)]
         assert exact_norm(shared, **options) == whole
+    # A row that is shorter than the others, by itself, so that no bit of its sum is rounded away.
+    layout = ParamLayout.replicated((4096 + 45,), 1)
+    for _ in range(20):
+        last = torch.cat([torch.zeros(4096), torch.randn(45, generator=generator)])
+        expected = exact_norm([(last, layout, None)], **options)
+        assert exact_norm([shared_out(last, layout, [4099, 4100, 4139], group)], **options) == expected
+
+
+def shared_out(gradient, layout, edges, group):
+    """What a rank has of a gradient; what is others' must not be read."""
+    intervals = tuple(itertools.pairwise([0, *edges, gradient.numel()]))
+    low, high = intervals[group.rank()]
+    held = torch.full_like(gradient, float("nan"))
+    held.view(-1)[low:high] = gradient.view(-1)[low:high]
+    return held, layout, Division(group, intervals)

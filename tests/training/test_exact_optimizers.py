@@ -4,11 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from training.test_exact_runs import VOCAB, ZERO_BUBBLE, alone_of, check, settings_of
+from harness.parity import assert_bit_equal
+from training.test_exact_runs import STEPS, VOCAB, ZERO_BUBBLE, alone_of, check, settings_of, state_of, train
+from training.tiny_layouts import state_of as run_state_of
 
+from shardwise import checkpoint
 from shardwise.errors import ConfigError
 from shardwise.optimizer.loss_scale import DynamicLossScale
-from shardwise.topology import Topology
+from shardwise.topology import Groups, Topology
 from shardwise.training import exact_update_check
 from shardwise.training import trainer as trainer_module
 from shardwise.training.build import build_model
@@ -35,6 +38,26 @@ def test_muon_and_steps_that_are_skipped(group, monkeypatch):
     layouts = [{"tp": 2}, ZERO, {"pp": 2}]
     alone = check("gpt", layouts, optimizer={"name": "muon"}, dtype="float16")
     assert 0 < alone.num_skipped < 3
+
+
+@pytest.mark.ranks(4)
+def test_saved_with_split_state_and_resumed_without(group, tmp_path):
+    options = {"optimizer": {"name": "muon"}, "dtype": "bfloat16"}
+    alone, split, tensors = Topology.create(tp=1), Topology.create(), Topology.create(tp=2)
+    reference, expected = train(settings_of("gpt", **options), alone_of(alone))
+    source, _ = train(settings_of("gpt", parallel=ZERO, **options), Groups.of(split), range(2))
+    path = checkpoint.save(tmp_path, 2, run_state_of(source), {}, group=group)
+
+    def begin(trainer):
+        checkpoint.load(path, run_state_of(trainer), group=group)
+        trainer.optimizer.set_step_(2)
+
+    settings = settings_of("gpt", parallel={"tp": 2}, **options)
+    resumed, numbers = train(settings, Groups.of(tensors), range(2, STEPS), begin)
+    assert numbers == expected[2:]
+    expected_state = state_of(reference)
+    for name, tensor in state_of(resumed).items():
+        assert_bit_equal(tensor, expected_state[name], name=name)
 
 
 @pytest.mark.ranks(1)

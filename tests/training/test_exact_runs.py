@@ -54,13 +54,14 @@ def settings_of(kind, *, exact=True, recompute=None, parallel=None, optimizer=No
     )
 
 
-def train(settings, groups):
+def train(settings, groups, steps=range(STEPS), begin=lambda trainer: None):
     """The trainer after a few steps, and each step's loss and gradient norm."""
     torch.default_generator.manual_seed(1)
     trainer = Trainer(settings, build_model(settings, VOCAB, groups=groups, device=torch.device("cpu")), groups)
+    begin(trainer)
     per_rank = BATCH // groups.dp.size()
     first, numbers = groups.dp.rank() * per_rank, []
-    for step in range(STEPS):
+    for step in steps:
         ids = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
         rows = [ids[place : place + 1] for place in range(first, first + per_rank)]
         result = trainer.step(step, [(row[:, :-1], row[:, 1:]) for row in rows])

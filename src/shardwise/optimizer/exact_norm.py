@@ -46,6 +46,7 @@ def exact_norm(
     groups = [tp_group] if pp_group is None else [tp_group, pp_group]
     sums: list[float] = []
     cut_rows: list[Tensor] = []
+    lengths: list[int] = []
     sharing: ProcessGroup | None = None
     for gradient, layout, division in gradients:
         for start, stop in _parts(layout, rank, number):
@@ -60,13 +61,17 @@ def exact_norm(
             ]
             whole, cut = _rows_of_a_share(part, layout.dim or 0, held, sharing.rank())
             sums += _sums_of_squares(whole)
-            cut_rows += cut
+            for row, values in cut.items():
+                cut_rows.append(values)
+                lengths.append(min(_ROW, part.numel() - row * _ROW))
     if sharing is not None:
         groups = [sharing, *groups]
         if cut_rows:
             # Each element is some rank's, and 0 on the others.
             rows = all_reduce(torch.stack(cut_rows), group=sharing, may_overwrite=True)
-            sums += _sums_of_squares(rows) if sharing.rank() == 0 else []
+            # A part's last row may be shorter, whose sum with zeros behind it may have other bits.
+            counted = zip(rows, lengths, strict=True) if sharing.rank() == 0 else ()
+            sums += [total for row, length in counted for total in _sums_of_squares(row[:length])]
     total = exact_total(sums, groups=groups, what="the squares of the gradients")
     return float(torch.tensor(total, dtype=torch.float64).sqrt())
 
@@ -91,11 +96,12 @@ def _before(place: int, layout: ParamLayout, rank: int, start: int, stop: int) -
     return outer * (stop - start) * inner + min(max(rest - start * inner, 0), (stop - start) * inner)
 
 
-def _rows_of_a_share(part: Tensor, dim: int, held: Sequence[Interval], rank: int) -> tuple[Tensor, list[Tensor]]:
+def _rows_of_a_share(part: Tensor, dim: int, held: Sequence[Interval], rank: int) -> tuple[Tensor, dict[int, Tensor]]:
     """Of a part, of which the ranks have the elements ``held``, those of this rank.
 
     Returns:
-        Its whole rows, in one dimension; and each row that lies on several ranks, zero where it is others'.
+        Its whole rows, in one dimension; and by its number each row that lies on several ranks, zero where it is
+        others'.
     """
     low, high = held[rank]
     each = math.prod(part.shape[dim:])
@@ -107,12 +113,12 @@ def _rows_of_a_share(part: Tensor, dim: int, held: Sequence[Interval], rank: int
     )
     flat = own.reshape(-1)[low - first * each : high - first * each]
     cut = sorted({stop // _ROW for _, stop in held if stop % _ROW and stop < part.numel()})
-    rows = []
+    rows = {}
     for row in cut:
-        rows.append(part.new_zeros(_ROW))
+        rows[row] = part.new_zeros(_ROW)
         begin, end = max(low, row * _ROW), min(high, (row + 1) * _ROW)
         if begin < end:
-            rows[-1][begin - row * _ROW : end - row * _ROW] = flat[begin - low : end - low]
+            rows[row][begin - row * _ROW : end - row * _ROW] = flat[begin - low : end - low]
     whole_from = -(-low // _ROW) * _ROW
     whole_to = high if high == part.numel() else high // _ROW * _ROW
     return flat[whole_from - low : whole_to - low] if whole_from < whole_to else flat[:0], rows
