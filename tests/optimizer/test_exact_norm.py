@@ -30,7 +30,7 @@ def test_whoever_has_which_elements(group):
     whole = exact_norm([(x, layout, None) for x, layout in zip(gradients, LAYOUTS, strict=True)], **options)
     squares = torch.cat([x.double().square().flatten() for x in gradients]).tolist()
     assert whole == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-15)
-    for cuts in range(3):
+    for cuts in range(2):
         edges = [sorted(torch.randint(x.numel() + 1, (3,), generator=generator).tolist()) for x in gradients]
         if not cuts:
             edges = [[0, x.numel(), x.numel()] for x in gradients]
@@ -38,7 +38,7 @@ def test_whoever_has_which_elements(group):
         assert exact_norm(shared, **options) == whole
     # A row that is shorter than the others, by itself, so that no bit of its sum is rounded away.
     layout = ParamLayout.replicated((4096 + 45,), 1)
-    for _ in range(20):
+    for _ in range(4):
         last = torch.cat([torch.zeros(4096), torch.randn(45, generator=generator)])
         expected = exact_norm([(last, layout, None)], **options)
         assert exact_norm([shared_out(last, layout, [4099, 4100, 4139], group)], **options) == expected
