@@ -193,9 +193,9 @@ def test_a_run_that_overlaps_equals_one_rank_and_says_how(group, tmp_path, monke
     assert check_parity(session, steps=2).line().startswith("tp=2 equals tp=1 over 2 steps")
     lines = [line for line in banner(session).splitlines() if line.startswith("layers ")]
     assert lines == [
-        "layers parts, column forward, row forward, row backward: symmetric memory is memory of CUDA devices, and this "
-        "is a cpu",
-        f"layers parts, column backward: {dict(session.ways)['column backward'].why}",
+        "layers in parts: column forward, row forward, row backward (symmetric memory is memory of CUDA devices, and "
+        "this is a cpu)",
+        f"layers in parts: column backward ({dict(session.ways)['column backward'].why})",
     ]
     # Lose what the other rank adds.
     monkeypatch.setattr(overlap, "multiply_and_scatter", halved_sums(overlap.multiply_and_scatter))

@@ -6,6 +6,7 @@ Nothing but the loopback interface is used, and no name is looked up.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.rank import LAUNCHER_VARIABLE, REPORTS_VARIABLE, FailureReport, request_stop
 from shardwise.cli.reporting import EXIT_FAILURE, describe, print_error, print_line
@@ -28,6 +29,7 @@ from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, In
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
 
 _SHUTDOWN_SECONDS = 5
 _MONITOR_SECONDS = 0.1
@@ -113,7 +115,7 @@ def launch_ranks(
             monitor_interval=_MONITOR_SECONDS,
             # The others are handled here, and it needs one.
             signals_to_handle="SIGQUIT",
-            shutdown_timeout=_SHUTDOWN_SECONDS,
+            **_shutdown_options(LaunchConfig),
         )
         # The agent expands "${local_rank}" in arguments; ours are to arrive as they are.
         arguments = [argument.replace("$", "$$") for argument in argv[1:]]
@@ -195,6 +197,12 @@ def _rank_variables(nproc: int, folder: Path, debug: bool) -> dict[str, str]:
         variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     variables = {name: os.environ.get(name, value) for name, value in variables.items()}
     return variables | {REPORTS_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
+
+
+def _shutdown_options(config: type[LaunchConfig]) -> dict[str, Any]:
+    """How long the ranks have to end; PyTorch 2.11 gives them 30 seconds, and cannot be told."""
+    known = any(field.name == "shutdown_timeout" for field in dataclasses.fields(config))
+    return {"shutdown_timeout": _SHUTDOWN_SECONDS} if known else {}
 
 
 @contextlib.contextmanager

@@ -75,8 +75,8 @@ def _ways(session: Session) -> str:
     passes: dict[Way, list[str]] = {}
     for pass_, way in session.ways:
         passes.setdefault(way, []).append(pass_)
-    lines = (f"{way.name}, {', '.join(those)}: {way.why}" for way, those in passes.items())
-    return "".join(f"\nlayers {line}" for line in lines)
+    names = {"whole": "at once", "parts": "in parts", "symmetric memory": "through symmetric memory"}
+    return "".join(f"\nlayers {names[way.name]}: {', '.join(those)} ({way.why})" for way, those in passes.items())
 
 
 def _size(number: int) -> str:
