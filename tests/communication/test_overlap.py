@@ -9,13 +9,14 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from harness.watchdog import wait_until
 from torch.distributed import _symmetric_memory
 
-from shardwise.communication import overlap
+from shardwise.communication import overlap, symmetric_memory
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.collectives import all_gather, reduce_scatter
 from shardwise.communication.context import context_of, validated_calls
 from shardwise.communication.overlap import PASSES, Way, choose_way, ways_of_layers
 from shardwise.errors import DesyncError, ShardingError
+from shardwise.layers import ColumnLinear, RowLinear
 from shardwise.sharding import balanced_sizes
 
 CPU = torch.device("cpu")
@@ -155,19 +156,56 @@ def test_the_way_and_why(group, monkeypatch):
 
 
 @pytest.mark.ranks(2)
-def test_the_fused_operators_are_called_for_these_products(group):
-    """PyTorch's own fallbacks of its operators, which say what they compute, stand in for CUDA's on a CPU."""
+def test_ranks_of_one_gpu_have_no_symmetric_memory(group, monkeypatch):
+    own = dist.new_group([0, 1])
+    monkeypatch.setattr(symmetric_memory, "_gpu", lambda device: "GPU-1")
+    way = choose_way("row forward", group=own, device=torch.device("cuda", 0))
+    assert way == Way("parts", "ranks share a GPU")
+
+
+@contextlib.contextmanager
+def fused_operators_on_a_cpu():
+    """PyTorch's own fallbacks of its operators, which say what they compute, stand in for CUDA's."""
     library = torch.library.Library("symm_mem", "IMPL")
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         library.impl(name, getattr(_symmetric_memory, f"_{name}"), "CPU")
+    with _symmetric_memory._test_mode():
+        yield
+    library._destroy()
+
+
+@pytest.mark.ranks(2)
+def test_layers_through_symmetric_memory_are_those_without(group, monkeypatch):
+    calls = []
+    for name in ("gather_and_multiply_fused", "multiply_and_scatter_fused"):
+        real = getattr(overlap, name)
+        monkeypatch.setattr(
+            overlap, name, lambda *a, _real=real, _name=name, **k: calls.append(_name) or _real(*a, **k)
+        )
+    monkeypatch.setattr(overlap, "why_not_symmetric", lambda group, device: None)
+    found = []
+    for overlaps in (False, True):
+        torch.manual_seed(5)
+        options = {"group": group, "sequence_parallel": True, "overlap": overlaps, "dtype": torch.float64}
+        column, row = ColumnLinear(5, 8, False, **options), RowLinear(8, 5, **options)
+        x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+        with fused_operators_on_a_cpu():
+            output = row(column(x).square())
+            output.sum().backward()
+        found.append([output.detach(), x.grad, column.weight.grad, row.weight.grad, row.bias.grad])
+    # The forward of both, the row layer's backward.
+    assert calls == ["gather_and_multiply_fused", "multiply_and_scatter_fused", "gather_and_multiply_fused"]
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.ranks(2)
+def test_the_fused_operators_are_called_for_these_products(group):
     torch.manual_seed(group.rank())
     shard, rows, weight = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 2, 4), (6, 2, 4), (5, 4)))
-    with contextlib.ExitStack() as stack:
-        stack.callback(library._destroy)
-        stack.enter_context(_symmetric_memory._test_mode())
-        with CollectiveCounter() as counter:
-            output, whole = overlap.gather_and_multiply_fused(shard, weight.t(), group=group)
-            summed = overlap.multiply_and_scatter_fused(rows, weight.t(), group=group)
+    with fused_operators_on_a_cpu(), CollectiveCounter() as counter:
+        output, whole = overlap.gather_and_multiply_fused(shard, weight.t(), group=group)
+        summed = overlap.multiply_and_scatter_fused(rows, weight.t(), group=group)
     gathered = all_gather(shard, group=group)
     assert_bit_equal(whole, gathered)
     torch.testing.assert_close(output, gathered @ weight.t(), rtol=1e-14, atol=1e-14)

@@ -151,8 +151,12 @@ def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Te
         return f"symmetric memory is memory of CUDA devices, and this is a {device.type}"
     if group.size() == 1:
         return "there is one rank"
-    if len(set(gather_objects(machine(), _WHAT, group=group))) > 1:
+    places = gather_objects((machine(), _gpu(device)), _WHAT, group=group)
+    if len({host for host, _ in places}) > 1:
         return "the ranks are on several hosts"
+    gpus = [gpu for _, gpu in places if gpu]
+    if len(set(gpus)) < len(gpus):
+        return "ranks share a GPU"
     memory: Tensor | None = None
     handle: Any = None
     refusal: str | None = None
@@ -173,3 +177,11 @@ def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Te
             return str(refusals[0])
     assert memory is not None
     return memory, handle
+
+
+def _gpu(device: torch.device) -> str:
+    """What tells this GPU from all others; empty if PyTorch cannot say."""
+    try:
+        return str(torch.cuda.get_device_properties(device).uuid)
+    except (AssertionError, AttributeError, RuntimeError):
+        return ""
