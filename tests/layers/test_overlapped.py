@@ -41,7 +41,14 @@ def results(case, overlaps):
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("parallelism", MOVING)
 def test_the_same_numbers_and_the_same_collectives(group, parallelism):
-    for rows, i, o in [((12, 2), 8, 12), ((13, 2), 13, 7), ((13,), 7, 13), ((12, 2, 3), 3, 2), ((3, 1), 1, 1)]:
+    for rows, i, o in [
+        ((12, 2), 8, 12),
+        ((13, 2), 13, 7),
+        ((13,), 7, 13),
+        ((12, 2, 3), 3, 2),
+        ((3, 1), 1, 1),
+        ((0, 2), 3, 4),
+    ]:
         case = Case(parallelism, group, rows, i, o)
         plain, launched = results(case, overlaps=False)
         found, launched_in_parts = results(case, overlaps=True)
@@ -174,6 +181,29 @@ def test_a_layer_does_so_when_told(group, monkeypatch, parallelism):
         both = ["gather_and_multiply", "multiply_and_scatter"]
         expected = both if parallelism is COLUMN_SEQUENCE else both[::-1]
         assert calls == (expected if options == {"overlap": True} else [])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("parallelism", MOVING)
+@pytest.mark.parametrize("options", [{"fuse_weight_gradient": True}, {"delay_weight_gradient": True}], ids=str)
+def test_weight_gradients_that_go_elsewhere(group, parallelism, options):
+    kind, width = (ColumnLinear, 7) if parallelism is COLUMN_SEQUENCE else (RowLinear, 3)
+    found = []
+    for overlaps in (False, True):
+        torch.manual_seed(1)
+        arguments = {"group": group, "sequence_parallel": True, "overlap": overlaps, "dtype": torch.float64}
+        layer = kind(7 if kind is ColumnLinear else 6, 6, **arguments, **options)
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        # Five positions on two ranks.
+        rows = 5 if kind is RowLinear else 3 - group.rank()
+        x = torch.randn(rows, 2, width, dtype=torch.float64, requires_grad=True)
+        told = {"sequence_length": 5} if kind is ColumnLinear else {}
+        layer(x, **told).square().sum().backward()
+        layer.backward_dw()
+        gradient = layer.weight.main_grad if layer.fuse_weight_gradient else layer.weight.grad
+        found.append([gradient, x.grad, layer.bias.grad])
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.ranks(2)
