@@ -54,10 +54,12 @@ def settings_of(kind, *, exact=True, recompute=None, parallel=None, optimizer=No
     )
 
 
-def train(settings, groups, steps=range(STEPS), begin=lambda trainer: None):
-    """The trainer after a few steps, and each step's loss and gradient norm."""
+def train(settings, groups, steps=range(STEPS), begin=lambda trainer: None, prepare=lambda model: None):
+    """The trainer, of a model that is prepared, after a few steps, and each step's loss and gradient norm."""
     torch.default_generator.manual_seed(1)
-    trainer = Trainer(settings, build_model(settings, VOCAB, groups=groups, device=torch.device("cpu")), groups)
+    model = build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
+    prepare(model)
+    trainer = Trainer(settings, model, groups)
     begin(trainer)
     per_rank = BATCH // groups.dp.size()
     first, numbers = groups.dp.rank() * per_rank, []
@@ -75,6 +77,8 @@ def state_of(trainer):
     state, weight_of = {}, getattr(trainer.optimizer, "weight_of", lambda param: param.detach())
     for key, shard in sharded_state_dict(trainer.model, group=trainer.tp_group).items():
         param, layout = shard.data, shard.layout
+        if not param.requires_grad:
+            continue
         state[key] = gather_parameter(param.detach(), layout, group=trainer.tp_group)
         held = {kind: tensor for kind, (tensor, _) in trainer.optimizer.state_of(param, layout).items()}
         for kind, tensor in (held | {"copy": weight_of(param)}).items():
@@ -90,15 +94,17 @@ def alone_of(topology):
     return Groups(tp=topology.group("tp"), dp=topology.group("tp"))
 
 
-def check(kind, layouts, **options):
+def check(kind, layouts, prepare=lambda model: None, **options):
     """Each layout's run against the one that each rank does by itself, whose trainer is returned."""
     topology = Topology.create(tp=1)
-    alone, expected = train(settings_of(kind, **options), alone_of(topology))
+    alone, expected = train(settings_of(kind, **options), alone_of(topology), prepare=prepare)
     expected_state = state_of(alone)
     for parallel in layouts:
         extra = {"recompute": parallel.pop("recompute")} if "recompute" in parallel else {}
         split = Topology.create(tp=parallel.get("tp", 1), pp=parallel.get("pp", 1))
-        trainer, numbers = train(settings_of(kind, parallel=parallel, **options | extra), Groups.of(split))
+        trainer, numbers = train(
+            settings_of(kind, parallel=parallel, **options | extra), Groups.of(split), prepare=prepare
+        )
         assert numbers == expected, parallel
         state = state_of(trainer)
         assert state

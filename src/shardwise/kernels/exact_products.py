@@ -26,6 +26,7 @@ from shardwise.sharding import Interval, LocalParts
 
 # MKL multiplies matrices of up to about 10 columns otherwise than wider ones.
 _NARROW = 16
+_BY_ROWS = torch.contiguous_format
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,20 @@ class ExactProducts:
         split: which of the weight's dimensions it is: ``"output"`` features, or ``"input"``.
         size: of the split dimension, over all ranks.
         num_parts: over all ranks.
+        is_narrow: the other dimension is; then every part is a product of its own everywhere.
     """
 
     parts: LocalParts
     split: Literal["output", "input"]
     size: int
     num_parts: int
+    is_narrow: bool = False
 
     @cached_property
     def _runs(self) -> list[slice] | None:
         """What is a product of its own along the split dimension where it is not summed; None if that is all of it."""
         # Sizes of parts differ by one at most, and no rank sees all of them.
-        if self.size // (len(self.parts[0]) * self.num_parts) >= _NARROW:
+        if not self.is_narrow and self.size // (len(self.parts[0]) * self.num_parts) >= _NARROW:
             return None
         return [slice(*interval) for interval in self._intervals]
 
@@ -95,12 +98,19 @@ class ExactProducts:
         length, rest = divmod(self.size, len(self.parts[0]) * self.num_parts)
         size = rows.size(0) * (length + (rest > 0)) * right.size(1)
         onednn = products.prefers_onednn(rows[:0], right[:0], size)
-        if rest == 0 and rows.is_cpu and rows.dtype == torch.float32 and not onednn:
+        if rest == 0 and not self.is_narrow and rows.is_cpu and rows.dtype == torch.float32 and not onednn:
             total = self._sum_in_one_call(rows, right)
         else:
             terms = []
             for part in self.parts:
-                first, *others = (_product(rows[:, start:stop], right[start:stop], onednn) for start, stop in part)
+                factors = ((rows[:, start:stop], right[start:stop]) for start, stop in part)
+                if self.is_narrow:
+                    # Where these lie, and how far apart their rows, decides how a library multiplies them.
+                    factors = (
+                        (left.clone(memory_format=_BY_ROWS), right.clone(memory_format=_BY_ROWS))
+                        for left, right in factors
+                    )
+                first, *others = (_product(*each, onednn) for each in factors)
                 for other in others:
                     first.add_(other)
                 terms.append(first)

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -59,6 +60,26 @@ def add_bias(output: Tensor, bias: Tensor, *, group: ProcessGroup, sequence_para
     assert number is not None
     result: Tensor = _AddBias.apply(output, bias, number, group if sequence_parallel and group.size() > 1 else None)
     return result
+
+
+def linear_by_rows(input_: Tensor, weight: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """``input_ @ weight.T`` by a weight that every rank holds, in a group that sums over parts.
+
+    Args:
+        input_: as ``apply_norm``'s.
+        weight: ``[o, i]``, the same on every rank; multiplied in the input's dtype.
+        group: the ranks that share the sequence.
+        sequence_parallel: whether each rank holds its shard of it.
+
+    Raises:
+        ShardingError: the parts are not of one size.
+    """
+    number = _num_parts(input_, group, sequence_parallel)
+    assert number is not None
+    weights = moves.copies(weight, number, group=group if sequence_parallel and group.size() > 1 else None)
+    return torch.cat(
+        [F.linear(part, each.to(part.dtype)) for part, each in zip(input_.chunk(number), weights, strict=True)]
+    )
 
 
 def norm_heads(norm: nn.Module, heads: Tensor, *, group: ProcessGroup) -> Tensor:

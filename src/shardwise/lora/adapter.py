@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from shardwise.communication.collectives import all_reduce
+from shardwise.communication.trees import exact_parts
 from shardwise.layers import ColumnLinear, RowLinear, ShardedModule
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.lora.config import LoraConfig
@@ -66,7 +67,7 @@ class LoraAdapter(Adapter):
         assert layer.weight is not None
         weight_layout = layer.param_layouts["weight"]
         super().__init__(layer, layer.weight, config)
-        t, rank = self.group.size(), self.group.rank()
+        t, rank, is_exact = self.group.size(), self.group.rank(), exact_parts(self.group) is not None
         output_size, input_size = weight_layout.global_shape
         places: Tensor | None = None
         if isinstance(layer, ColumnLinear):
@@ -74,12 +75,12 @@ class LoraAdapter(Adapter):
                 section = torch.arange(output_size)
             layout_a = ParamLayout.replicated((config.r, input_size), t)
             layout_b = section_layout(section, weight_layout, config.r)
-            partial_a, partial_b = layer.sequence_parallel, False
+            partial_a, partial_b = layer.sequence_parallel and not is_exact, False
             places = local_places(section, weight_layout, rank)
         else:
             layout_a = ParamLayout((config.r, input_size), 1, weight_layout.intervals, t, weight_layout.stride)
             layout_b = ParamLayout.replicated((output_size, config.r), t)
-            partial_a, partial_b = False, t > 1
+            partial_a, partial_b = False, t > 1 and not is_exact
         self._make_parameter("lora_A", layout_a, _INIT_A, partial_gradient=partial_a)
         self._make_parameter("lora_B", layout_b, init.zeros_, partial_gradient=partial_b)
         self.lora_A: nn.Parameter

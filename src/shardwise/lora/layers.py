@@ -13,10 +13,14 @@ parallel                               partial           reduction
 ``z`` has ``r`` features, so what travels per token is ``r / hidden_size`` of what the layer itself sends. Gradients
 marked partial are summed once per step by ``finalize_gradients_``. A replicated ``A`` sees its whole gradient on every
 rank, because the sum over ranks is taken of the gradient of ``z`` already.
+
+In a group that sums over parts (``communication.trees``) no gradient is partial, and of a row-parallel layer the sum of
+``z`` over the ranks is taken too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,13 +32,15 @@ from torch import Tensor, nn
 from shardwise.communication import moves
 from shardwise.dropout import sharded_dropout
 from shardwise.errors import ConfigError
+from shardwise.kernels.exact_products import ExactProducts
 from shardwise.layers import ColumnLinear, LinearParallelism, RowLinear, ShardedModule
-from shardwise.layers.linear import reduce_product
+from shardwise.layers.exact import linear_by_rows
+from shardwise.layers.linear import reduce_product, tensor_parallel_linear
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.lora.adapter import Adapter, LoraAdapter, row_lengths
 from shardwise.lora.config import LoraConfig
 from shardwise.quantization import QuantizedTensor
-from shardwise.sharding import balanced_sizes, uneven_sizes
+from shardwise.sharding import balanced_sizes, local_parts, uneven_sizes
 
 
 class LoraLayer(ShardedModule):
@@ -47,8 +53,10 @@ class LoraLayer(ShardedModule):
         lora_config: rank, strength, dropout.
         lora_enabled: whether the adapters take part in ``forward``.
         lora_merged: whether their product is part of ``weight`` now.
+        layer_number: whose random numbers dropout draws; None for those of what is in no layer.
     """
 
+    layer_number: int | None = None
     weight: Any
     lora: nn.ModuleDict
     lora_config: LoraConfig
@@ -70,6 +78,7 @@ class LoraLayer(ShardedModule):
     def remove(self) -> None:
         """Take the adapters away, in place; a merged product stays in the weight."""
         plain: Any = self
+        vars(plain).pop("layer_number", None)
         del plain.lora, plain.lora_config, plain.lora_enabled, plain.lora_merged
         plain.__class__ = type(self).__bases__[1]
 
@@ -166,12 +175,44 @@ class LoraLinear(LoraLayer, ParallelLinear):
         plain: Any = type(layer)
         result: LoraLinear = LoraLayer._turn(layer, _with_adapters(plain), adapters, config)
         result.register_buffer("lora_bias_rows", None, persistent=False)
+        if result._exact is not None:
+            result._check_exact()
         return result
 
     @property
     def is_one_product(self) -> bool:
         """See ``ParallelLinear.is_one_product``."""
         return not self._is_active and super().is_one_product
+
+    def _check_exact(self) -> None:
+        """Raise ConfigError for adapters that have no sum over parts."""
+        if self.lora_config.use_dora:
+            raise ConfigError(
+                "use_dora has no exact form: the lengths of rows are sums over what ranks split; leave it out, or "
+                "exact_parts"
+            )
+        assert self._exact is not None
+        for name, adapter in self.lora.items():
+            assert isinstance(adapter, LoraAdapter)
+            for factor, layout in adapter.param_layouts.items():
+                if layout.dim is not None:
+                    what = f"{factor} of the adapter {name!r}"
+                    local_parts(layout, self.group.rank(), self._exact.num_parts, what=what)
+
+    @property
+    def lora_widths(self) -> set[int]:
+        """Of how many features there are products: the ranks of the adapters, and of all together."""
+        ranks = [adapter.r for adapter in self._adapters()]
+        return {*ranks, sum(ranks)}
+
+    def _exact_products(self) -> ExactProducts:
+        """Of the factor that is split as the weight is."""
+        assert self._exact is not None
+        return dataclasses.replace(self._exact, is_narrow=True)
+
+    def _add_exact(self, output: Tensor, product: Tensor) -> Tensor:
+        # Not in one operation, which may round the elements at the end of a tensor otherwise.
+        return output + product * self._adapters()[0].scaling
 
     def remove(self) -> None:
         """See ``LoraLayer.remove``."""
@@ -185,12 +226,16 @@ class LoraLinear(LoraLayer, ParallelLinear):
         """``A x`` of all adapters side by side, ``[..., ranks]``; ``dim`` and ``sizes`` say how ``x`` is split."""
         adapters, p = self._adapters(), self.lora_config.lora_dropout
         if not self.training or p == 0:
-            return F.linear(input_, _side_by_side([adapter.lora_A for adapter in adapters], 0).to(input_.dtype))
-        parts = []
+            return self._down(input_, _side_by_side([adapter.lora_A for adapter in adapters], 0))
+        number, parts = self.layer_number, []
         for adapter in adapters:
-            kept = sharded_dropout(input_, p, dim=dim, group=self.group, sizes=sizes)
-            parts.append(F.linear(kept, adapter.lora_A.to(input_.dtype)))
+            kept = sharded_dropout(input_, p, dim=dim, group=self.group, sizes=sizes, layer_number=number)
+            parts.append(self._down(kept, adapter.lora_A))
         return _side_by_side(parts, -1)
+
+    def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
+        """``A x``, of a row-parallel layer a partial sum unless the group sums over parts."""
+        return F.linear(input_, factor.to(input_.dtype))
 
     def _up(self) -> Tensor:
         """``B`` of all adapters as one matrix ``[o/t, ranks]`` over the layer's output, 0 where an adapter has none.
@@ -264,16 +309,35 @@ class LoraColumn(LoraLinear):
             low_rank = moves.gather(low_rank, dim=0, group=self.group, sizes=uneven, partial_gradient=True)
         elif t > 1:
             low_rank = moves.copy(low_rank, group=self.group)
+        if self._exact is not None:
+            up = tensor_parallel_linear(
+                low_rank,
+                self._up().to(output.dtype),
+                None,
+                parallelism=LinearParallelism.LOCAL,
+                group=self.group,
+                exact=self._exact_products(),
+            )
+            return self._add_exact(output, up)
         output = self._add_up(output, low_rank)
         if is_dora:
             output = output * self._factors().to(output.dtype)
             output = output if bias is None else output + bias.to(output.dtype)
         return output
 
+    def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
+        if self._exact is None:
+            return super()._down(input_, factor)
+        return linear_by_rows(input_, factor, group=self.group, sequence_parallel=self.sequence_parallel)
+
 
 class LoraRow(LoraLinear):
-    """What a RowLinear becomes with adapters: their product is added before the sum over ranks."""
+    """What a RowLinear becomes with adapters: their product is added before the sum over ranks.
 
+    In a group that sums over parts ``A x`` is summed by itself, and ``B`` is multiplied with the sum.
+    """
+
+    sequence_parallel: bool
     _input_sizes: list[int]
 
     def _multiply(
@@ -286,6 +350,11 @@ class LoraRow(LoraLinear):
     ) -> Tensor:
         if not self._is_active:
             return super()._multiply(input_, weight, bias, sequence_length, parallelism)
+        if self._exact is not None:
+            output = super()._multiply(input_, weight, bias, sequence_length, parallelism)
+            low_rank = self._low_rank(input_, dim=-1, sizes=self._input_sizes)
+            up = linear_by_rows(low_rank, self._up(), group=self.group, sequence_parallel=self.sequence_parallel)
+            return self._add_exact(output, up)
         is_dora = self.lora_config.use_dora
         output = super()._multiply(input_, weight, None if is_dora else bias, parallelism=LinearParallelism.LOCAL)
         output = self._add_up(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes))
@@ -293,6 +362,18 @@ class LoraRow(LoraLinear):
             output = output * self._factors().to(output.dtype)
             output = output if bias is None else output + bias.to(output.dtype)
         return reduce_product(output, self.parallelism, self.group)
+
+    def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
+        if self._exact is None:
+            return super()._down(input_, factor)
+        return tensor_parallel_linear(
+            input_,
+            factor.to(input_.dtype),
+            None,
+            parallelism=self.parallelism,
+            group=self.group,
+            exact=self._exact_products(),
+        )
 
 
 @functools.cache

@@ -85,7 +85,19 @@ def add_adapters_(
     for sites in together.values():
         with part_seeded(seed, sites[0].path):
             _add(sites, config)
+    _number(model)
     train_(model, parameters, trained)
+
+
+def _number(model: TransformerModel) -> None:
+    """Tell every layer with adapters its place in the model, so that stages draw the same random numbers."""
+    parts: list[Any] = list(model.block.layers)
+    for part in parts:
+        for layer in lora_layers(part):
+            layer.layer_number = part.layer_number
+    if model.post_process:
+        for layer in lora_layers(model.output_layer):
+            layer.layer_number = model.config.num_layers + 1
 
 
 def _add(sites: list[Site], config: LoraConfig) -> None:

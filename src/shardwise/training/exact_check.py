@@ -27,6 +27,7 @@ from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.exact_products import ExactProducts
 from shardwise.kernels.swiglu import swiglu
 from shardwise.layers.parallel_linear import ParallelLinear
+from shardwise.lora.layers import LoraLinear
 from shardwise.sharding import ParamLayout, local_parts
 
 # A prime.
@@ -56,13 +57,12 @@ def check_device(model: nn.Module, config: ModelConfig, *, micro_batch_size: int
         return some.repeat(1 + math.prod(shape) // _NUM_RANDOM)[: math.prod(shape)].view(shape)
 
     with torch.no_grad():
-        for out_features, in_features, split, sections in _linear_layers(model):
+        for out_features, in_features, split, sections, is_narrow in _linear_layers(model):
             layout = ParamLayout.split(
                 (out_features, in_features), 0 if split == "output" else 1, parts, stride=sections
             )
-            _check_products(
-                layout, parts, numbers(rows, in_features), numbers(*layout.global_shape), numbers(rows, out_features)
-            )
+            factors = numbers(rows, in_features), numbers(*layout.global_shape), numbers(rows, out_features)
+            _check_products(layout, parts, is_narrow, *factors)
     assert config.ffn_hidden_size is not None
     _check_activation(config, numbers(rows, config.ffn_hidden_size * (1 + config.gated_linear_unit)), parts)
     heads, groups, width = config.heads
@@ -71,21 +71,26 @@ def check_device(model: nn.Module, config: ModelConfig, *, micro_batch_size: int
     )
 
 
-def _linear_layers(model: nn.Module) -> list[tuple[int, int, str, int]]:
-    """Each kind of linear layer once: its features, which of them are split, and in how many sections."""
-    kinds = {
-        (layer.out_features, layer.in_features, layer._exact.split, layer.sections)
-        for layer in model.modules()
-        if isinstance(layer, ParallelLinear) and layer._exact is not None
-    }
+def _linear_layers(model: nn.Module) -> list[tuple[int, int, str, int, bool]]:
+    """Each kind of linear layer once: its features, which of them are split, in how many sections, and whether the
+    other ones are an adapter's few."""
+    kinds = set()
+    for layer in model.modules():
+        if not isinstance(layer, ParallelLinear) or layer._exact is None:
+            continue
+        split = layer._exact.split
+        kinds.add((layer.out_features, layer.in_features, split, layer.sections, False))
+        for few in layer.lora_widths if isinstance(layer, LoraLinear) else ():
+            shape = (layer.out_features, few) if split == "output" else (few, layer.in_features)
+            kinds.add((*shape, split, layer.sections, True))
     return sorted(kinds)
 
 
-def _products(layout: ParamLayout, rank: int, parts: int) -> ExactProducts:
+def _products(layout: ParamLayout, rank: int, parts: int, is_narrow: bool) -> ExactProducts:
     dim = layout.dim
     assert dim is not None
     own = local_parts(layout, rank, parts, what="a linear layer")
-    return ExactProducts(own, "input" if dim else "output", layout.global_shape[dim], parts)
+    return ExactProducts(own, "input" if dim else "output", layout.global_shape[dim], parts, is_narrow)
 
 
 def _three(products: ExactProducts, input_: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, ...]:
@@ -96,11 +101,13 @@ def _three(products: ExactProducts, input_: Tensor, weight: Tensor, grad_output:
     )
 
 
-def _check_products(layout: ParamLayout, parts: int, input_: Tensor, weight: Tensor, grad_output: Tensor) -> None:
+def _check_products(
+    layout: ParamLayout, parts: int, is_narrow: bool, input_: Tensor, weight: Tensor, grad_output: Tensor
+) -> None:
     """The three products of a layer on all threads, against those of ranks of one part each, on one thread."""
     dim, shape = layout.dim, f"{list(input_.shape)} by {list(weight.shape)}"
     assert dim is not None
-    whole = _products(ParamLayout.split(layout.global_shape, dim, 1, stride=layout.stride), 0, parts)
+    whole = _products(ParamLayout.split(layout.global_shape, dim, 1, stride=layout.stride), 0, parts, is_narrow)
     output, input_gradient, weight_gradient = expected = _three(whole, input_, weight, grad_output)
 
     def require(found: Tensor, wanted: Tensor, what: str, how: str = "by parts") -> None:
@@ -109,7 +116,7 @@ def _check_products(layout: ParamLayout, parts: int, input_: Tensor, weight: Ten
     def by_ranks() -> None:
         terms = []
         for rank in range(parts):
-            exact, shard = _products(layout, rank, parts), layout.take(weight, rank).contiguous()
+            exact, shard = _products(layout, rank, parts, is_narrow), layout.take(weight, rank).contiguous()
             own = _columns(grad_output if dim == 0 else input_, layout, rank)
             terms.append(exact.input_gradient(own, shard) if dim == 0 else exact.linear(own, shard, None))
             if rank not in (0, parts // 2, parts - 1):

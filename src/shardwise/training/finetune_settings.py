@@ -114,8 +114,6 @@ class FinetuneSettings(RunSettings):
                 f"--epochs {self.samples.epochs:g} and --training.steps {self.training.steps} exclude each other; "
                 "leave one of them out"
             )
-        if self.lora.is_on and self.parallel.exact:
-            raise ConfigError("adapters and --exact exclude each other: adapters have no exact sums; leave one out")
         if self.optimizer.learning_rate is None:
             rate = self.learning_rates[self.lora.is_on]
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, learning_rate=rate))

@@ -1,0 +1,73 @@
+"""Exact runs with adapters have the same bits at every layout."""
+
+import pytest
+import torch
+from training.test_exact_runs import LENGTH, VOCAB, ZERO_BUBBLE, alone_of, check, settings_of
+
+from shardwise.errors import ConfigError
+from shardwise.huggingface.architectures import ARCHITECTURES
+from shardwise.kernels.exact_products import ExactProducts
+from shardwise.lora import LoraConfig, add_lora_
+from shardwise.lora.layers import LoraLinear
+from shardwise.topology import Topology
+from shardwise.training.build import build_model
+from shardwise.training.exact_check import check_device
+
+CONFIG = {
+    "r": 4,
+    "lora_dropout": 0.1,
+    "target_modules": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head"),
+    "alpha_pattern": {"v_proj": 3},
+    "rank_pattern": {"gate_proj": 17},
+    "bias": "all",
+}
+
+
+def adapted(model, **options):
+    torch.manual_seed(5)
+    add_lora_(model, LoraConfig(**CONFIG | options), ARCHITECTURES["llama"])
+    # 0 at first, so that one factor would have no gradient.
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            for adapter in layer.lora.values():
+                torch.nn.init.constant_(adapter.lora_B, 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters(group, dtype):
+    layouts = [
+        {},
+        {"tp": 4},
+        {"tp": 2, "sequence_parallel": True, "recompute": {"granularity": "full"}},
+        {"tp": 2} | ZERO_BUBBLE,
+    ]
+    check("llama", layouts, adapted, dtype=dtype)
+
+
+@pytest.mark.ranks(1)
+def test_what_has_no_exact_form_is_refused(group):
+    for options, message in (
+        ({"use_dora": True}, "use_dora has no exact form"),
+        ({"target_modules": ("embed_tokens",), "rank_pattern": {}, "alpha_pattern": {}}, "on the embedding has no"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check("llama", [], lambda model, options=options: adapted(model, **options))
+
+
+@pytest.mark.ranks(1)
+def test_products_of_adapters_are_tried_first(group, monkeypatch):
+    groups = alone_of(Topology.create(tp=1))
+    model = build_model(settings_of("llama"), VOCAB, groups=groups, device=torch.device("cpu"))
+    adapted(model)
+    check_device(model, model.config, micro_batch_size=1, sequence_length=LENGTH)
+    product = ExactProducts.linear
+
+    def otherwise(self, *given):
+        # As a library does that takes another way for narrow matrices.
+        return product(self, *given) * (len(self.parts) if self.is_narrow else 1)
+
+    monkeypatch.setattr(ExactProducts, "linear", otherwise)
+    with pytest.raises(ConfigError, match=r"the product for the output of a linear layer, \[16, 64\] by \[4, 64\]"):
+        check_device(model, model.config, micro_batch_size=1, sequence_length=LENGTH)
