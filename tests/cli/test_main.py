@@ -55,7 +55,7 @@ def test_version(capsys):
         (
             "xyz",
             "unknown command 'xyz'; one of demo, train, finetune, dpo, distill, plan, generate, chat, eval, "
-            "compare, import-hf, export-hf, env",
+            "classify, compare, import-hf, export-hf, env",
         ),
         ("--verson", "unknown option '--verson'; did you mean --version?"),
     ],

@@ -100,7 +100,12 @@ class OpenCheckpoint:
 
     def _load_weights(self, ranks: Ranks) -> Model:
         if not self.is_checkpoint:
-            loaded = huggingface.load_pretrained(self.folder, groups=Groups(tp=ranks.world), device=ranks.device)
+            loaded = huggingface.load_pretrained(
+                self.folder,
+                groups=Groups(tp=ranks.world),
+                device=ranks.device,
+                classification=self.description.classification,
+            )
             assert not isinstance(loaded, ModelChunks)
             return loaded
         # What the settings say is compared with what there is before memory is asked for by it.
@@ -228,13 +233,21 @@ def _base_of(adapter: Path) -> Path:
 
 def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
     source = PretrainedFolder(path)
+    config = source.config
+    if adapter is not None and (adapter / CONFIG_NAME).is_file():
+        # Adapters may come with a head of their own, of which that file tells.
+        classes = read_json(adapter / CONFIG_NAME).get("architectures")
+        if isinstance(classes, list) and any("Classification" in str(name) for name in classes):
+            config = huggingface.read_config(adapter)
+            assert config.description.classification is not None
+            source.change_head_(config.description.classification)
     # The tokenizer beside adapters is the one that they were trained with.
     beside = adapter is not None and (adapter / "tokenizer.json").exists()
     try:
         tokenizer = PaddedTokenizer.load(adapter if adapter is not None and beside else path)
     except DataError as error:
         raise DataError(f"{error}; {TO_BRING_A_TOKENIZER}") from error
-    return OpenCheckpoint(path, source.description, source.dtype, source.config, tokenizer, is_checkpoint=False)
+    return OpenCheckpoint(path, source.description, source.dtype, config, tokenizer, is_checkpoint=False)
 
 
 def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:

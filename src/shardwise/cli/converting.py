@@ -112,7 +112,7 @@ def import_(arguments: ImportArguments) -> None:
             identity, lack = {}, str(error)
         path = _import(arguments, source, identity, ranks)
         if ranks.is_first:
-            is_gpt = source.description.kind == "gpt"
+            is_gpt = source.description.kind == "gpt" and source.description.classification is None
             use = f"; continue a text with: shardwise generate {arguments.out}" if is_gpt and not lack else ""
             print(f"wrote {path}{use}")
             if lack:
@@ -131,7 +131,7 @@ def _import(arguments: ImportArguments, source: PretrainedFolder, identity: dict
     model = load_pretrained(arguments.folder, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
     # What the heads found in the files add to config.json is in the class that it names.
     config = dict(source.config.values) | {
-        "architectures": [source.architecture.class_of(source.description)],
+        "architectures": [source.architecture.class_name(source.description)],
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     config.pop("dtype", None)

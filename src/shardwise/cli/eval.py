@@ -17,7 +17,8 @@ from shardwise.training.settings import SEQUENCE
 class EvalArguments(SplitArguments):
     """Measure a model of shardwise train, demo, finetune or import-hf, or in a Hugging Face folder, on data.
 
-    Prints the loss in nats per token, the perplexity, and bits per byte, which can be compared between tokenizers.
+    Prints the loss in nats per token, the perplexity, and bits per byte, which can be compared between tokenizers; of a
+    model that labels texts the accuracy, the mean of the labels' F1, and the loss.
 
     With --tasks, measures it by tasks of EleutherAI's lm-evaluation-harness (pip install 'shardwise[eval]').
 
@@ -70,9 +71,9 @@ class EvalArguments(SplitArguments):
 
     def prepare(self, world_size: int) -> None:
         """Open the model."""
-        from shardwise.cli.generating import open_causal
+        from shardwise.cli.evaluating import open_to_measure
 
-        open_causal(self.checkpoint, self.adapter, world_size)
+        open_to_measure(self, world_size)
 
     def work(self) -> Callable[[], object]:
         """Measure."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from shardwise.cli.checkpoint_model import OpenCheckpoint
+from shardwise.cli.checkpoint_model import OpenCheckpoint, open_model
+from shardwise.cli.classifying import Opened, evaluate_labels, open_classifier
 from shardwise.cli.eval import EvalArguments
 from shardwise.cli.generating import open_causal
 from shardwise.communication.agreement import agree, check_same
@@ -88,6 +90,13 @@ def open_data(arguments: EvalArguments, opened: OpenCheckpoint, tokenizer: Token
     return Measure(corpus.name, EvaluationWindows(stream, length), stream.num_tokens, stream.num_bytes)
 
 
+def open_to_measure(arguments: EvalArguments, world_size: int) -> Opened | tuple[OpenCheckpoint, Tokenizer]:
+    """The model, without its tensors: one that labels texts, or continues them. Raises as ``open_causal``."""
+    where = arguments.checkpoint, arguments.adapter, world_size
+    model = open_model(Path(arguments.checkpoint), None if arguments.adapter is None else Path(arguments.adapter))
+    return open_causal(*where) if model.description.classification is None else open_classifier(*where)
+
+
 def evaluate(arguments: EvalArguments) -> None:
     """Print what the model makes of the data; every rank calls.
 
@@ -95,9 +104,11 @@ def evaluate(arguments: EvalArguments) -> None:
         ShardwiseError: see ``open_causal`` and ``open_data``; the loss is not finite; on every rank.
     """
     with open_ranks(arguments.device, timeout=arguments.timeout) as ranks:
-        opened, tokenizer = agree(
-            lambda: open_causal(arguments.checkpoint, arguments.adapter, ranks.world_size), group=ranks.control
-        )
+        found = agree(lambda: open_to_measure(arguments, ranks.world_size), group=ranks.control)
+        if isinstance(found, Opened):
+            evaluate_labels(arguments, ranks, found)
+            return
+        opened, tokenizer = found
         with ranks.phase("reading the data"):
             measure = agree(lambda: open_data(arguments, opened, tokenizer), group=ranks.control)
             check_same((measure.name, measure.num_labels, measure.num_bytes), "the data", group=ranks.control)

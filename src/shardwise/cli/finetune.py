@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneArguments(RunArguments):
-    """Fine-tune a Hugging Face model on your chats, instructions or texts.
+    """Fine-tune a Hugging Face model on your chats, instructions or texts, or to label texts.
 
     All of its weights are trained, or low-rank adapters (LoRA) beside them. OUT
     becomes a Hugging Face folder, or an adapter folder of the peft library.
@@ -25,6 +25,7 @@ class FinetuneArguments(RunArguments):
     from flags:
       shardwise finetune MODEL_DIR --data chats.jsonl --out OUT --epochs 3 --tp 2
       shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2 --lora-rank 8
+      shardwise finetune MODEL_DIR --data labelled.jsonl --out OUT --task sequence-classification
       shardwise finetune MODEL_DIR --data chats.jsonl --show 3
 
     Attributes:
@@ -52,8 +53,10 @@ class FinetuneArguments(RunArguments):
     def work(self) -> Callable[[], object]:
         """Fine-tune, or show."""
         if self.show:
-            from shardwise.cli.showing import show_samples
+            from shardwise.cli.showing import show_labelled, show_samples
 
+            if self.settings.labels.is_on:
+                return partial(show_labelled, self.settings, self.show)
             return partial(show_samples, self.recipe(), self.settings, self.show)
         from shardwise.training.run import run
 
@@ -63,4 +66,8 @@ class FinetuneArguments(RunArguments):
         """What kind of run it is. Imported only here, because PyTorch takes seconds."""
         from shardwise.training.finetune import Finetuning
 
+        if self.settings.labels.is_on:
+            from shardwise.training.classifying import Classifying
+
+            return Classifying
         return Finetuning

@@ -53,6 +53,10 @@ def open_causal(checkpoint: str, adapter: str | None, world_size: int) -> tuple[
     """A model that continues texts, without its tensors, and its tokenizer. Raises as ``prepare``."""
     opened = open_model(Path(checkpoint), None if adapter is None else Path(adapter))
     check_fits(opened.description, world_size)
+    if (head := opened.description.classification) is not None:
+        raise ConfigError(
+            f"{opened.folder} holds a model for {head.task}, which adds no tokens; use shardwise classify"
+        )
     if opened.config is not None and opened.description.kind != "gpt":
         kind = opened.config.architecture.model_type
         raise ConfigError(f"{opened.folder} holds a {kind} model, which adds no tokens")

@@ -12,6 +12,7 @@ from shardwise.cli.streams import allow_any_character
 from shardwise.data import Encoded, UnusableExampleError
 from shardwise.errors import DataError
 from shardwise.tokenizer import Tokenizer
+from shardwise.training.classifying import Classifying
 from shardwise.training.finetune import Finetuning
 from shardwise.training.finetune_settings import FinetuneSettings
 
@@ -55,6 +56,20 @@ def show_samples(recipe_of: Callable[[Any], Finetuning], settings: FinetuneSetti
             return
     if not shown:
         raise DataError(f"nothing can be learned from any of the {len(examples)} samples")
+
+
+def show_labelled(settings: FinetuneSettings, count: int) -> None:
+    """Print the first ``count`` texts with labels as a run would train on them. Raises what a run would."""
+    recipe = Classifying(settings)
+    name, texts = recipe.labelled_texts(settings.data)
+    labels = recipe.labels_of(texts)
+    allow_any_character()
+    print(f"{name}, {len(texts):,} texts; {labels.problem}: {_printable(', '.join(labels.names))}")
+    rows, _ = recipe.encoded(texts[:count], labels)
+    for index, text in enumerate(texts[:count]):
+        ids, label, *_ = rows.row(index)
+        shown = _printable(recipe.tokenizer.decode(ids.tolist()))
+        print(f"\nsample {index + 1} ({_printable(text.where)}): label {label.tolist()}\n{shown}\n{ids.tolist()}")
 
 
 def _text(encoded: Encoded, tokenizer: Tokenizer, colours: bool) -> str:

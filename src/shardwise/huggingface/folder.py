@@ -59,13 +59,15 @@ class PretrainedFolder:
         return weight_dtype(first)
 
     def change_head_(self, head: Classification) -> None:
-        """Let the model have a classification head: the folder's if it is the same, else a new one.
+        """Let the model have a classification head: the folder's if it is of the same size, else a new one.
 
         Raises:
             ConfigError: the architecture has no such head.
         """
         self.architecture.classifier_of(head.task)
-        self.changes_head = head != self.description.classification
+        own = self.description.classification
+        # What labels mean, and which token is padding, may be said otherwise of the same head.
+        self.changes_head = own is None or (own.task, own.num_labels) != (head.task, head.num_labels)
         self.description = self.architecture.with_head(self.description, head)
 
     def stored_names(self, expected: Set[str]) -> dict[str, str]:

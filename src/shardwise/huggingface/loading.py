@@ -48,9 +48,9 @@ def load_pretrained(
         dtype: dtype of the parameters; if None that of ``config.json``, or else that of the first tensor.
         device: device of the parameters; PyTorch's default device if None, or this rank's GPU for groups of GPUs.
         max_sequence_length: longest sequence, for models without learned positions; that of ``config.json`` if None.
-        classification: the head that the model is to have. If it is not the folder's, it is a new one, whose initial
-            values depend on the state of PyTorch's default generator, the same at every layout; what the folder has of
-            other heads is not read.
+        classification: the head that the model is to have. If the folder's is not of that task and size, it is a new
+            one, whose initial values depend on the state of PyTorch's default generator, the same at every layout; what
+            the folder has of other heads is not read.
         quantization: which weights are quantised, once they are read, and stay frozen; none if None.
         **settings: fields of ``ModelConfig`` that the folder does not decide, or that replace what it says
             (``hidden_dropout``).

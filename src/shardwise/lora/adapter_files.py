@@ -123,8 +123,14 @@ def save_adapter(
     # BERT's heads have layers of the same names; then full paths are written.
     exact = isinstance(model, GPT) and named == set(paths)
     config = config_json(lora, transposed, paths, names_will_do=exact, base_model=base_model)
-    config["task_type"] = "CAUSAL_LM" if isinstance(model, GPT) else None
+    config["task_type"] = _task_type(model)
     agree(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, group=model_groups(model.groups))
+
+
+def _task_type(model: TransformerModel) -> str | None:
+    if model.classification is None:
+        return "CAUSAL_LM" if isinstance(model, GPT) else None
+    return "TOKEN_CLS" if model.classification.is_of_tokens else "SEQ_CLS"
 
 
 def _writes(model: TransformerModel) -> bool:

@@ -71,9 +71,7 @@ def add_adapters_(
         lambda: check_trainable(base_parameters(model, architecture), trained, chosen), group=model_groups(model.groups)
     )
     outer = outer_paths(model, architecture)
-    if model.share_embeddings_and_output_weights and any(
-        path in chosen or f"{path}.weight" in trained for path in outer
-    ):
+    if model.ties_weights and any(path in chosen or f"{path}.weight" in trained for path in outer):
         model.untie_()
     parameters = base_parameters(model, architecture)
     together: dict[int, list[Site]] = {}

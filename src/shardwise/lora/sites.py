@@ -83,7 +83,9 @@ def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str
     """The paths of embedding and output layer of all stages: for each its name in our model, and what it is."""
     if not isinstance(model, GPT):
         return {}
-    parts = {"embedding.word_embeddings": "the embedding", "output_layer": "the output layer"}
+    parts = {"embedding.word_embeddings": "the embedding"}
+    if model.classification is None:
+        parts["output_layer"] = "the output layer"
     found = {}
     for name, what in parts.items():
         with contextlib.suppress(ConfigError):
@@ -100,7 +102,7 @@ def all_tensors(model: TransformerModel, architecture: Architecture) -> set[str]
     own: set[str] = set()
     for key, shard in model.sharded_state_dict().items():
         own |= compose(
-            architecture.table, key, shard.layout.global_shape, Heads(*model.config.heads)
+            architecture.table_of(model.classification), key, shard.layout.global_shape, Heads(*model.config.heads)
         ).stored_shapes.keys()
     own |= {f"{path}.weight" for path in outer_paths(model, architecture)}
     return {name for names in gather_from_stages(own, "the names of tensors", model.groups) for name in names}

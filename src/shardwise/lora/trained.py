@@ -109,11 +109,9 @@ def base_parameters(model: TransformerModel, architecture: Architecture) -> list
         for module in model.modules()
         for name, param in module.named_parameters(recurse=False)
     }
-    heads = Heads(*model.config.heads)
+    heads, table = Heads(*model.config.heads), architecture.table_of(model.classification)
     return [
-        BaseParameter(
-            *owners[id(shard.data)], shard.layout, compose(architecture.table, key, shard.layout.global_shape, heads)
-        )
+        BaseParameter(*owners[id(shard.data)], shard.layout, compose(table, key, shard.layout.global_shape, heads))
         for key, shard in model.sharded_state_dict().items()
         if id(shard.data) in owners
     ]

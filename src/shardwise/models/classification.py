@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -60,6 +60,10 @@ class Classification:
     def is_of_tokens(self) -> bool:
         """Whether each token has labels."""
         return self.task == "token-classification"
+
+    def with_problem(self, problem: ProblemType) -> Classification:
+        """The same head, where it is said what labels mean."""
+        return replace(self, problem_type=problem)
 
     def problem_of(self, labels: Tensor) -> ProblemType:
         """What the labels mean."""

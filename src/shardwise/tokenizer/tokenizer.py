@@ -26,7 +26,7 @@ from shardwise.tokenizer.declared_tokens import CONFIG_NAME, DeclaredTokens
 END_OF_TEXT = "<|endoftext|>"
 
 # Where a tokenizer file does not say which token ends a text, these names are tried in order.
-_USUAL_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
+_USUAL_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 
 # What a token may at most span. Made for source code: an identifier is one piece and takes one blank and one sign in
 # front (" self", ".join", "(_name"), and a line's end is one piece with the next line's indentation and the signs
@@ -344,6 +344,41 @@ class Tokenizer:
             raise DataError("the text has a lone surrogate, which is no character; remove it") from error
         return encoding.ids, encoding.offsets
 
+    def encode_framed(
+        self, text: str, pair: str | None = None, *, max_length: int, parse_special: bool = False
+    ) -> tuple[list[int], list[int], bool]:
+        """A text, or two, with what the tokenizer's file puts around them, as ``transformers`` reads a text by itself.
+
+        Args:
+            text: the text.
+            pair: the second one.
+            max_length: most tokens; of longer texts the end of the longer one is cut.
+            parse_special: see ``encode``.
+
+        Returns:
+            Token ids, and for each its token type; and whether anything was cut.
+
+        Raises:
+            DataError: a text holds a lone surrogate, or what is put around it is longer than ``max_length``.
+        """
+        backend = self._framing_backend
+        backend.encode_special_tokens = not parse_special
+        if (backend.truncation or {}).get("max_length") != max_length:
+            around = backend.num_special_tokens_to_add(pair is not None)
+            if around >= max_length:
+                raise DataError(f"{max_length} tokens are too few: the tokenizer puts {around} around every text")
+            backend.enable_truncation(max_length)
+        try:
+            encoding = backend.encode(text, pair, add_special_tokens=True)
+        except TypeError as error:
+            raise DataError("the text has a lone surrogate, which is no character; remove it") from error
+        return encoding.ids, encoding.type_ids, bool(encoding.overflowing)
+
+    def id_of(self, name: str) -> int | None:
+        """The id of the token of that name; None if there is none."""
+        number: int | None = self._backend.token_to_id(name)
+        return number
+
     @cached_property
     def added_names(self) -> dict[int, str]:
         """The names of tokens that are found in a text as they are, special ones or not, by their ids."""
@@ -363,6 +398,11 @@ class Tokenizer:
     @cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:
         """A fresh copy, which reads special tokens, so that no call changes what another one sees."""
+        return tokenizers.Tokenizer.from_str(self._backend.to_str())
+
+    @cached_property
+    def _framing_backend(self) -> tokenizers.Tokenizer:
+        """A fresh copy, which may truncate."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
     @cached_property

@@ -10,10 +10,11 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from shardwise.communication.agreement import agree, barrier
+from shardwise.communication.agreement import agree
 from shardwise.data import Corpus, Example, ExampleEncoder, example_of, read_records
 from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.json_records import Record
@@ -25,6 +26,7 @@ from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.pretrained import CONFIG_NAME
 from shardwise.huggingface.saving import COPIED_FILES
 from shardwise.lora import (
+    LoraConfig,
     add_lora_,
     load_adapter_,
     merge_lora_,
@@ -34,7 +36,7 @@ from shardwise.lora import (
 )
 from shardwise.lora.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.models.chunks import ModelChunks
-from shardwise.models.gpt import GPT
+from shardwise.models.transformer_model import TransformerModel
 from shardwise.tokenizer import ChatTemplate, PaddedTokenizer
 from shardwise.topology import Groups
 from shardwise.training.build import config_fields
@@ -82,7 +84,7 @@ class Finetuning(Recipe):
         tokenizer: of the folder.
 
     Raises:
-        ConfigError: a model that is no GPT, an unknown architecture, a tokenizer that does not fit the model, samples
+        ConfigError: a model of another kind, an unknown architecture, a tokenizer that does not fit the model, samples
             longer than its longest sequence, or ``out`` is no place for this run.
         CheckpointError: files that are missing or damaged.
         DataError: no tokenizer, or one that cannot be read.
@@ -92,11 +94,9 @@ class Finetuning(Recipe):
 
     def __init__(self, settings: FinetuneSettings) -> None:
         path = Path(settings.base)
-        self.folder = PretrainedFolder(path)
+        self.folder, self.settings_base = PretrainedFolder(path), path
         description = self.folder.description
-        if description.kind != "gpt":
-            kind = self.folder.architecture.model_type
-            raise ConfigError(f"{path} is a {kind} model; only causal models are fine-tuned")
+        self.check_model(description)
         self.tokenizer = FolderTokenizer.load(path)
         assert isinstance(self.tokenizer, FolderTokenizer)
         self.tokenizer.source = path
@@ -116,6 +116,19 @@ class Finetuning(Recipe):
         self.trains_weights = not settings.lora.is_on
         model = dataclasses.replace(settings.model, sequence_length=length)
         super().__init__(dataclasses.replace(settings, model=model))
+
+    def check_model(self, description: ModelDescription) -> None:
+        """Raise ConfigError unless the run can start from such a model."""
+        path, kind = self.settings_base, self.folder.architecture.model_type
+        if description.kind != "gpt":
+            raise ConfigError(
+                f"{path} is a {kind} model, which does not continue texts; --task sequence-classification labels them"
+            )
+        if (head := description.classification) is not None:
+            raise ConfigError(
+                f"{path} is a model for {head.task} and has no head to continue texts; --task sequence-classification "
+                "labels them"
+            )
 
     def read_texts(self, ranks: Ranks) -> TrainingData:
         """The text or the samples, split and encoded by the model's tokenizer; see ``Recipe``."""
@@ -194,26 +207,41 @@ class Finetuning(Recipe):
 
     def build_model(  # type: ignore[override]  # a method in place of a function that needs no recipe
         self, settings: FinetuneSettings, vocab_size: int, *, groups: Groups, device: torch.device
-    ) -> GPT | ModelChunks:
+    ) -> TransformerModel | ModelChunks:
         """The base model on this rank, with adapters if asked; every rank calls."""
         fields = config_fields(settings, groups)
         fields["sequence_parallel"] &= groups.tp.size() > 1
         if (dropout := settings.model.dropout) is not None:
             fields |= {"hidden_dropout": dropout, "attention_dropout": dropout}
-        loaded = load_pretrained(
-            self.folder.path, groups=groups, device=device, quantization=base_quantization(settings.lora), **fields
-        )
+        # Of which a new head starts.
+        torch.default_generator.manual_seed(settings.training.seed)
+        loaded = self.load(groups=groups, device=device, quantization=base_quantization(settings.lora), **fields)
         model = ModelChunks(loaded) if isinstance(loaded, list) else loaded
-        assert isinstance(model, GPT | ModelChunks)
         lora = settings.lora
         if lora.is_on:
-            assert isinstance(model, GPT)
+            assert isinstance(model, TransformerModel)
             torch.default_generator.manual_seed(settings.training.seed)
             if lora.lora_from is None:
-                add_lora_(model, lora.config(), self.folder.architecture)
+                add_lora_(model, self.adapters(), self.folder.architecture)
             else:
                 load_adapter_(model, lora.lora_from, self.folder.architecture)
         return model
+
+    def load(self, **options: Any) -> TransformerModel | ModelChunks:
+        """The folder's model; see ``load_pretrained``."""
+        return load_pretrained(self.folder.path, **options)
+
+    def adapters(self) -> LoraConfig:
+        """The adapters of a run that makes new ones."""
+        return self.settings.lora.config()
+
+    def beside_adapters(self, model: TransformerModel, out: Path) -> None:
+        """Write what goes with the adapters' files; called on the first rank."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """More of the ``config.json`` to write."""
+        return {}
 
     def after(self, session: Session) -> None:
         """Write the fine-tuned model, or its adapters, into the run's folder; every rank calls.
@@ -226,13 +254,13 @@ class Finetuning(Recipe):
         settings, model, out = self.settings, session.trainer.model, session.out
         control, architecture = session.ranks.control, self.folder.architecture
         if settings.lora.is_on:
-            assert isinstance(model, GPT)
+            assert isinstance(model, TransformerModel)
             if not settings.lora.lora_merge:
                 # Beside a model of an earlier run they would be taken for that one's.
                 agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=control)
                 # Absolute, so that they find it from any folder.
                 save_adapter(model, out, architecture, base_model=os.path.abspath(settings.base))
-                barrier("the adapters' files", group=control)
+                agree(lambda: self.beside_adapters(model, out) if session.ranks.is_first else None, group=control)
                 return
             # Not at the top: PyTorch's part of it is slow to import.
             from shardwise.data_parallel.fully_sharded import whole_parts
@@ -248,6 +276,7 @@ class Finetuning(Recipe):
             source=self.folder.path,
             architecture=architecture.model_type,
             dtype=self.folder.dtype,
+            fields=self.fields,
         )
         agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
 

@@ -54,6 +54,36 @@ class SampleSettings(Checked, prefix="--"):
 
 
 @dataclass(frozen=True)
+class LabelSettings(Checked, prefix="--"):
+    """Labels for texts.
+
+    Attributes:
+        task: "text-generation" trains a model to continue texts; "sequence-classification" one to label them, on
+            records of a text (corpus.text-key), its label and, of two texts, text_pair.
+        num_labels: how many labels there are; if not given as many as the model has, or the data of a new head.
+        problem_type: what labels mean, as in transformers; if not given what config.json says of the model's head, or
+            what the data looks like: a list of labels, a fraction, or one label of several.
+        pad_token: the name of the token that fills up short texts, where the model's config.json has no pad_token_id.
+    """
+
+    task: Literal["text-generation", "sequence-classification"] = "text-generation"
+    num_labels: Annotated[int | None, Range(1, 1 << 20)] = None
+    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
+    pad_token: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_labels", "problem_type", "pad_token"):
+            if getattr(self, name) is not None and not self.is_on:
+                raise ConfigError(f"--{name.replace('_', '-')} is for --task sequence-classification; add it")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether texts are labelled."""
+        return self.task == "sequence-classification"
+
+
+@dataclass(frozen=True)
 class FinetuneOptimizerSettings(OptimizerSettings):
     """AdamW or Muon, and the learning rate of each step.
 
@@ -80,6 +110,7 @@ class FinetuneSettings(RunSettings):
         model: what of the model may be chosen.
         lora: low-rank adapters.
         samples: chats and instructions, and how long to train on them.
+        labels: labels for texts, in place of more text.
     """
 
     learning_rates: ClassVar[tuple[float, float]] = (_LEARNING_RATE, _LORA_LEARNING_RATE)
@@ -95,6 +126,7 @@ class FinetuneSettings(RunSettings):
     )
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
     samples: Annotated[SampleSettings, tyro.conf.arg(name="")] = field(default_factory=SampleSettings)
+    labels: Annotated[LabelSettings, tyro.conf.arg(name="")] = field(default_factory=LabelSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,6 +146,14 @@ class FinetuneSettings(RunSettings):
                 f"--epochs {self.samples.epochs:g} and --training.steps {self.training.steps} exclude each other; "
                 "leave one of them out"
             )
+        if self.labels.is_on and self.parallel.exact:
+            raise ConfigError("--task sequence-classification and --exact exclude each other; leave one out")
+        for name in ("mask_prompts", "packing", "too_long"):
+            if self.labels.is_on and getattr(self.samples, name) != getattr(SampleSettings, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for text that is continued, and --task sequence-classification "
+                    "labels texts; leave one of them out"
+                )
         if self.optimizer.learning_rate is None:
             rate = self.learning_rates[self.lora.is_on]
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, learning_rate=rate))
@@ -127,4 +167,5 @@ class FinetuneSettings(RunSettings):
     @property
     def model_name(self) -> str:
         """The folder's name, and what is trained."""
-        return f"{self.base}, {self.lora.describe()}"
+        task = f", {self.labels.task}" if self.labels.is_on else ""
+        return f"{self.base}, {self.lora.describe()}{task}"

@@ -86,6 +86,8 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
     attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.texts.held_out_bytes)))
     if session.ranks.is_first:
         attempt("picture", draw)
+    if not session.recipe.leaves_sample:
+        return dataclasses.replace(outcome, references=references, notes=tuple(notes))
     if session.settings.parallel.pp == 1:
         attempt("sample", lambda: _leave_sample(session))
     else:

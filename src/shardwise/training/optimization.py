@@ -10,8 +10,8 @@ import torch
 from shardwise.communication.trees import sum_in_parts
 from shardwise.data_parallel import GradientBuffers, GradientTrees
 from shardwise.models.chunks import ModelChunks
-from shardwise.models.gpt import GPT
 from shardwise.models.language_model import LanguageModel
+from shardwise.models.transformer_model import TransformerModel
 from shardwise.optimizer.gradients import summed_over_other_groups
 from shardwise.optimizer.local_shards import LocalShards
 from shardwise.optimizer.master_weights import MasterWeights
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(
-    settings: RunSettings, model: GPT | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
+    settings: RunSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
 ) -> tuple[ShardedOptimizer, GradientBuffers | GradientTrees | FullyShardedModel | None]:
     """The optimizer of a run's model, and what sums its gradients.
 

@@ -33,12 +33,14 @@ class Recipe:
         trains_weights: all weights of the model, not adapters beside them.
         rows_per_sample: sequences that a sample of a batch is.
         has_plan: whether ``shardwise plan`` knows what the run needs if it trains all weights.
+        leaves_sample: the run ends with a text by the model.
     """
 
     identity: Mapping[str, Any] = {}
     trains_weights = True
     rows_per_sample = 1
     has_plan = True
+    leaves_sample = True
     build_model = staticmethod(build_model)
 
     def __init__(self, settings: RunSettings) -> None:

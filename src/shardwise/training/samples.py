@@ -156,7 +156,7 @@ def encode_parts(
     digests = [_digest(example) for example in examples]
     notes = check_template(encoder, examples)
     if held_out is None:
-        picked = _held_out(digests, held_out_fraction)
+        picked = held_out_indices(digests, held_out_fraction)
         train, measured = (
             [each for index, each in enumerate(examples) if (index in picked) == wanted] for wanted in (False, True)
         )
@@ -211,7 +211,7 @@ def _digest(example: Example) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _held_out(digests: Sequence[str], fraction: float) -> set[int]:
+def held_out_indices(digests: Sequence[str], fraction: float) -> set[int]:
     """Indices of the examples to measure on: whole ones, equal ones on one side, whatever their order."""
     groups: dict[str, list[int]] = {}
     for index, digest in enumerate(digests):

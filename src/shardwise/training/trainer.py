@@ -25,7 +25,7 @@ from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_
 from shardwise.data_parallel import GradientTrees
 from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
-from shardwise.models.gpt import GPT
+from shardwise.models.transformer_model import TransformerModel
 from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
 from shardwise.optimizer.loss_scale import DynamicLossScale
 from shardwise.optimizer.optimizer import set_learning_rate_
@@ -91,7 +91,11 @@ class Trainer:
     """
 
     def __init__(
-        self, settings: RunSettings, model: GPT | ModelChunks, groups: Groups, objective: Objective | None = None
+        self,
+        settings: RunSettings,
+        model: TransformerModel | ModelChunks,
+        groups: Groups,
+        objective: Objective | None = None,
     ) -> None:
         self.wishes: Callable[[], Sequence[float]] | None = None
         self.before_update: Callable[[int, Sequence[float]], None] | None = None
@@ -101,7 +105,7 @@ class Trainer:
         assert groups.dp is not None
         self.dp_group = groups.dp
         self.pp_group = groups.pp if groups.num_stages > 1 else None
-        self._chunks = cast(list[GPT], list(model)) if isinstance(model, ModelChunks) else [model]
+        self._chunks = cast(list[TransformerModel], list(model)) if isinstance(model, ModelChunks) else [model]
         self._pipeline: Pipeline[Tensor] | None = None
         if self.pp_group is not None:
             self._pipeline = Pipeline(self._chunks, group=self.pp_group)

@@ -1,0 +1,56 @@
+"""``shardwise classify``: say what the labels of texts are, split over any number of ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
+
+import tyro
+
+from shardwise.cli.arguments import SplitArguments
+from shardwise.training.bounds import Folder, Range
+from shardwise.training.settings import SEQUENCE
+
+
+@dataclass(frozen=True)
+class ClassifyArguments(SplitArguments):
+    """Label texts with a model that has a head for it, such as shardwise finetune --task sequence-classification makes.
+
+    Prints a line of JSON for each text, as the pipeline of transformers answers: {"label": ..., "score": ...}; of a
+    model of several labels a list of those that are likelier than not, of a regression {"scores": [...]}.
+
+    Attributes:
+        checkpoint: Hugging Face folder, or adapters, with the model that they name, or an import.
+        text: texts to label; if there are none, and no data, each line of standard input is one.
+        data: files and folders of records with a text and, for two texts, text_pair, in the forms that shardwise
+            finetune reads.
+        adapter: folder of adapters (LoRA, in the files of the peft library) to use with the model.
+        sequence_length: most tokens of a text, which loses its end otherwise; 512, or the model's longest if that is
+            less, if not given.
+        batch_size: texts at once.
+        special_tokens: read the names of special tokens in texts as these tokens.
+        text_key: field of a record that holds the text.
+        device: where to compute; "auto" takes a GPU if there is one for each rank.
+    """
+
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
+    text: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    adapter: Annotated[str | None, Folder()] = None
+    sequence_length: Annotated[int | None, SEQUENCE] = None
+    batch_size: Annotated[int, Range(1, 10**6)] = 8
+    special_tokens: bool = True
+    text_key: str = "text"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def prepare(self, world_size: int) -> None:
+        """Open the model."""
+        from shardwise.cli.classifying import open_classifier
+
+        open_classifier(self.checkpoint, self.adapter, world_size)
+
+    def work(self) -> Callable[[], object]:
+        """Label."""
+        from shardwise.cli.classifying import classify
+
+        return partial(classify, self)

@@ -1,0 +1,195 @@
+"""Label texts, and measure how well: what the ranks of ``shardwise classify``, and of ``eval`` on a classifier, do."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
+from shardwise.cli.classify import ClassifyArguments
+from shardwise.cli.eval import EvalArguments
+from shardwise.cli.reporting import print_line
+from shardwise.communication.agreement import agree, check_same, gather_objects
+from shardwise.data import EvaluationRows, LabelledText, Labels, evaluation_batches, labelled_text_of, read_records
+from shardwise.errors import ConfigError, DataError, DivergenceError
+from shardwise.huggingface.architectures.classifier import label_names
+from shardwise.huggingface.fields import Fields
+from shardwise.models.classification import Classification
+from shardwise.tokenizer import Tokenizer
+from shardwise.training.classifying import encode_texts, pad_id_of, problem_of
+from shardwise.training.labelling import HeldOutLabels
+from shardwise.training.ranks import Ranks, open_ranks
+
+_USUAL_SEQUENCE_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that labels texts, without its tensors.
+
+    Attributes:
+        model: where it is.
+        tokenizer: of the model.
+        head: of the model.
+        names: of its labels.
+        pad_id: what fills up short texts.
+    """
+
+    model: OpenCheckpoint
+    tokenizer: Tokenizer
+    head: Classification
+    names: tuple[str, ...]
+    pad_id: int
+
+    def length(self, given: int | None) -> int:
+        """Most tokens of a text. Raises ConfigError if that is more than the model's longest."""
+        longest = self.model.description.max_sequence_length
+        length = given or min(_USUAL_SEQUENCE_LENGTH, longest)
+        if length > longest:
+            raise ConfigError(f"--sequence-length {length} is more than {longest}, the longest sequence of the model")
+        return length
+
+
+def open_classifier(checkpoint: str, adapter: str | None, world_size: int) -> Opened:
+    """A model that labels texts, and its tokenizer.
+
+    Raises:
+        ConfigError: another model, or more ranks than it can be split over.
+        CheckpointError: no model there, or a damaged one.
+        DataError: no tokenizer, or a damaged one.
+    """
+    opened = open_model(Path(checkpoint), None if adapter is None else Path(adapter))
+    check_fits(opened.description, world_size)
+    head = opened.description.classification
+    if head is None or head.is_of_tokens or opened.config is None:
+        kind = "labels tokens" if head is not None else "has no head for labels"
+        raise ConfigError(
+            f"{opened.folder} holds a model that {kind}; shardwise finetune --task sequence-classification makes one "
+            "that labels texts"
+        )
+    if opened.tokenizer is None:
+        raise DataError(f"{opened.folder} has no tokenizer; {TO_BRING_A_TOKENIZER}, and import it again")
+    values = opened.config.values
+    pad_id = pad_id_of(values, opened.folder, opened.description, opened.tokenizer, None)
+    return Opened(opened, opened.tokenizer, head, tuple(label_names(Fields(values))), pad_id)
+
+
+def classify(arguments: ClassifyArguments) -> None:
+    """Print the labels of the texts; every rank calls.
+
+    Raises:
+        ShardwiseError: see ``open_classifier``; a text of no tokens, or data that cannot be read; on every rank.
+    """
+    with open_ranks(arguments.device, timeout=arguments.timeout) as ranks:
+        opened = agree(
+            lambda: open_classifier(arguments.checkpoint, arguments.adapter, ranks.world_size), group=ranks.control
+        )
+        texts = agree(lambda: _texts(arguments) if ranks.is_first else [], group=ranks.control)
+        texts = gather_objects(texts, "the texts", group=ranks.control)[0]
+        if not texts:
+            return
+        for logits, _ in _outputs(opened, ranks, arguments, texts, None):
+            if ranks.is_first:
+                for row in logits.double().cpu():
+                    print(json.dumps(answer(opened.head, opened.names, row), ensure_ascii=False), flush=True)
+
+
+def _texts(arguments: ClassifyArguments) -> list[LabelledText]:
+    if arguments.data and arguments.text:
+        raise ConfigError("--data and --text both say what to label; leave one out")
+    if arguments.data:
+        _, records = read_records(arguments.data)
+        return [labelled_text_of(record, arguments.text_key, needs_label=False) for record in records]
+    lines = arguments.text or tuple(line.rstrip("\r\n") for line in sys.stdin)
+    where = "--text" if arguments.text else "standard input, line"
+    return [LabelledText(f"{where} {number}", text, None, None) for number, text in enumerate(lines, 1)]
+
+
+def answer(head: Classification, names: Sequence[str], logits: Tensor) -> object:
+    """What is said of a text.
+
+    Args:
+        head: of the model.
+        names: of the labels.
+        logits: ``[n]``.
+    """
+    problem = head.problem_type or ("regression" if head.num_labels == 1 else "single_label_classification")
+    if problem == "regression":
+        return {"scores": logits.tolist()}
+    if problem == "multi_label_classification":
+        pairs = sorted(zip(logits.sigmoid().tolist(), names, strict=True), reverse=True)
+        return [{"label": name, "score": score} for score, name in pairs if score > 0.5]
+    scores = logits.softmax(dim=-1)
+    best = int(scores.argmax())
+    return {"label": names[best], "score": float(scores[best])}
+
+
+def _outputs(
+    opened: Opened,
+    ranks: Ranks,
+    arguments: ClassifyArguments | EvalArguments,
+    texts: Sequence[LabelledText],
+    labels: Labels | None,
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """The logits of each batch, of texts and no filling, and the batch."""
+    rows, num_cut = agree(
+        lambda: encode_texts(
+            texts,
+            tokenizer=opened.tokenizer,
+            labels=labels,
+            max_length=opened.length(arguments.sequence_length),
+            pad_id=opened.pad_id,
+            kinds=opened.model.description.num_tokentypes,
+            parse_special=arguments.special_tokens,
+        ),
+        group=ranks.control,
+    )
+    if num_cut and ranks.is_first:
+        print_line(f"note: {num_cut} texts cut to {opened.length(arguments.sequence_length)} tokens")
+    model = opened.model.load_model(ranks)
+    model.eval()
+    objective = HeldOutLabels(opened.head)
+    windows = EvaluationRows(rows)
+    left = len(windows)
+    with torch.no_grad(), ranks.phase("labelling", limited=True):
+        for batch in evaluation_batches(windows, min(arguments.batch_size, left)):
+            moved = tuple(tensor.to(ranks.device) for tensor in batch)
+            logits: Tensor = model(**objective.inputs(moved))
+            yield logits[:left], tuple(tensor[:left] for tensor in moved)
+            left -= min(left, len(logits))
+
+
+def evaluate_labels(arguments: EvalArguments, ranks: Ranks, opened: Opened) -> None:
+    """Print how well a model labels the data; every rank calls.
+
+    Raises:
+        ShardwiseError: data that cannot be read, or labels that are none of the model's; on every rank.
+    """
+
+    def read() -> tuple[str, list[LabelledText]]:
+        name, records = read_records(arguments.data)
+        return name, [labelled_text_of(record, arguments.text_key) for record in records]
+
+    name, texts = agree(read, group=ranks.control)
+    check_same((name, len(texts)), "the data", group=ranks.control)
+    problem = agree(lambda: problem_of(opened.head, texts), group=ranks.control)
+    objective = HeldOutLabels(opened.head.with_problem(problem))
+    sums = torch.zeros(1 + len(objective.names), dtype=torch.float64)
+    for logits, batch in _outputs(opened, ranks, arguments, texts, Labels(opened.names, problem)):
+        loss, counts = objective.sums(logits, batch, torch.float64)
+        assert counts is not None
+        sums += torch.cat([loss.view(1), counts]).cpu()
+    measured = objective.scores(sums.tolist())
+    if not math.isfinite(measured["held_out_loss"]):
+        raise DivergenceError(f"the loss on {name} is {measured['held_out_loss']}: the model's weights have diverged")
+    if ranks.is_first:
+        print(f"data            {name}: {len(texts):,} texts")
+        for key, value in measured.items():
+            print(f"{key.removeprefix('held_out_').replace('f1', 'F1'):<15} {value:.6f}")
