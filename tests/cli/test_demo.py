@@ -24,6 +24,8 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
     out = tmp_path / "demo"
     done = run("-m", "shardwise", "demo", "--out", out, "--steps", "4", SHARDWISE_CACHE=tmp_path / "cache")
     assert "tp=2 equals tp=1 over 3 steps" in done.stdout
+    same = "tp=2 has the bits of tp=1 over 10 steps: loss 0 apart, gradient norm 0, updated weights 0"
+    assert f"\nexact    {same}\n" in done.stdout
     measured = re.search(r"held out ([\d.]+) bits per byte on ([\d,]+) bytes", done.stdout)
     assert measured is not None
     # Enough held-out text to mean something, and a model that has learned nothing yet.

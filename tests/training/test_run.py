@@ -169,10 +169,13 @@ def test_parity_holds_and_would_not_if_a_collective_were_missing(
     group, tmp_path, monkeypatch, architecture, sequence_parallel
 ):
     settings = tiny_settings(tmp_path, tp=2, sequence_parallel=sequence_parallel, model={"architecture": architecture})
+    # Into more parts the sizes of this model cannot be cut.
+    settings = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, exact_parts=2))
     session = open_tiny(settings, monkeypatch, tmp_path)
     before = [param.detach().clone() for param in session.trainer.model.parameters()]
     parity = check_parity(session)
     assert "tp=2 equals tp=1" in parity.line()
+    assert check_parity(session, exact=True).line().endswith("loss 0 apart, gradient norm 0, updated weights 0")
     for param, earlier in zip(session.trainer.model.parameters(), before, strict=True):
         assert torch.equal(param, earlier)
 
@@ -187,6 +190,8 @@ def test_parity_holds_and_would_not_if_a_collective_were_missing(
     monkeypatch.setattr(linear, "reduce_scatter_async", wrong_half)
     with pytest.raises(ParityError, match="more than rounding explains"):
         check_parity(session)
+    with pytest.raises(ParityError, match="exact runs must have the same bits"):
+        check_parity(session, exact=True)
 
 
 def test_metrics_drop_steps_that_are_done_again(tmp_path):

@@ -172,10 +172,15 @@ def test_a_run_goes_on_at_other_stages(group, tmp_path, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_parity_is_proved_in_stages_too(group, tmp_path, monkeypatch):
-    settings = staged_settings(tmp_path, ParallelSettings(pp=2))
+    settings = staged_settings(tmp_path, ParallelSettings(pp=2, exact_parts=2))
     session = open_tiny(settings, monkeypatch, tmp_path)
     parity = check_parity(session, steps=2)
     assert parity.line().startswith("tp=1 pp=2 equals tp=1 over 2 steps")
+    training = dataclasses.replace(settings.training, dtype="float32")
+    narrower = dataclasses.replace(session, settings=dataclasses.replace(settings, training=training))
+    assert check_parity(narrower, steps=2, exact=True).line() == (
+        "tp=1 pp=2 has the bits of tp=1 over 2 steps: loss 0 apart, gradient norm 0, updated weights 0"
+    )
     assert "tensor parallel 1, 2 stages (1f1b), data parallel 1" in banner(session)
     # A mistake on one stage alone is found.
     if group.rank() == 1:

@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from shardwise.errors import ConfigError
 from shardwise.training.finishing import Outcome
 from shardwise.training.parity import Parity, check_parity
 from shardwise.training.ranks import Ranks
@@ -13,15 +14,19 @@ from shardwise.training.session import Session
 from shardwise.training.texts import TrainingData
 from shardwise.training.wording import banner, compared
 
+_EXACT_STEPS = 10
+
 
 class Demo(Recipe):
     """A new model that is proved to be the same on one rank; see ``Recipe``.
 
     Attributes:
         parity: of the proof, once it is done.
+        exact: what was found of exact runs, with the same bits; or why they are not for this layout or device.
     """
 
     parity: Parity
+    exact: str
 
     def read_texts(self, ranks: Ranks) -> TrainingData:
         """The standard library's; it is said, as it takes a while."""
@@ -38,6 +43,12 @@ class Demo(Recipe):
         self.parity = check_parity(session)
         if is_first:
             print(f"       {self.parity.line()}", flush=True)
+        try:
+            self.exact = check_parity(session, steps=_EXACT_STEPS, exact=True).line()
+        except ConfigError as error:
+            self.exact = f"left out: {error}"
+        if is_first:
+            print(f"       exact: {self.exact}", flush=True)
             session.out.mkdir(parents=True, exist_ok=True)
             (session.out / "DEMO").write_text("made by `shardwise demo`, which replaces it\n", encoding="utf-8")
 
@@ -51,6 +62,7 @@ class Demo(Recipe):
         sample = "sample.txt " if settings.parallel.pp == 1 else ""
         rows = {
             "parity": self.parity.line(),
+            "exact": self.exact,
             "loss": f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f} nats per token, {tokens:,} tokens in "
             f"{outcome.seconds:.0f} s",
             "held out": f"{bits:.3f} bits per byte on {len(held_out):,} bytes it never saw",

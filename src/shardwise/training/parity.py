@@ -1,21 +1,27 @@
 """Proof before training: the first steps at tp = 1 and at this run's tp and pp, side by side, from the same seed.
 
-Both run in this process: the split model over the run's groups, and a whole model on each rank alone.
+Both run in this process: the split model over the run's groups, and a whole model on each rank alone. In exact mode,
+which has groups of its own, they have the same bits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from shardwise.communication.agreement import agree
 from shardwise.communication.collectives import all_reduce
 from shardwise.errors import ParityError
 from shardwise.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.topology import Groups, Topology
+from shardwise.training.exact_check import check_device
 from shardwise.training.session import Session
+from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
 
 # How far apart rounding alone may bring loss, gradient norm and weights, relative. Ten to seventy times what is seen
@@ -41,6 +47,7 @@ class Parity:
         loss_error: largest relative difference of a step's loss.
         grad_norm_error: largest relative difference of a step's gradient norm.
         weight_error: norm of the difference of all updated weights, over the norm of the weights.
+        exact: whether the runs were exact, and had to have the same bits.
     """
 
     steps: int
@@ -49,33 +56,62 @@ class Parity:
     loss_error: float
     grad_norm_error: float
     weight_error: float
+    exact: bool = False
 
     def line(self) -> str:
         """The three differences on one line."""
         stages = "" if self.pp == 1 else f" pp={self.pp}"
+        if self.exact:
+            return (
+                f"tp={self.tp}{stages} has the bits of tp=1 over {self.steps} steps: loss {self.loss_error:g} apart, "
+                f"gradient norm {self.grad_norm_error:g}, updated weights {self.weight_error:g}"
+            )
         return (
             f"tp={self.tp}{stages} equals tp=1 over {self.steps} steps: loss within {self.loss_error:.1e}, gradient "
             f"norm {self.grad_norm_error:.1e}, updated weights {self.weight_error:.1e}; initial weights bit-equal"
         )
 
 
-def check_parity(session: Session, *, steps: int = 3) -> Parity:
+def check_parity(session: Session, *, steps: int = 3, exact: bool = False) -> Parity:
     """Train a fresh copy of the run's model for a few steps at both sizes and compare; every rank calls.
 
     The session's own model is left as it is.
 
+    Args:
+        session: of the run.
+        steps: optimizer steps.
+        exact: train in exact mode, as the run would with ``parallel.exact``, and allow no difference.
+
     Raises:
-        ParityError: initial weights differ, or a difference is more than rounding explains.
+        ParityError: initial weights differ, or a difference is more than rounding explains, or in exact mode any.
+        ConfigError: the run's sizes or its device have no exact form; on every rank.
     """
-    settings, vocab_size = session.settings, session.texts.tokenizer.vocab_size
+    if not exact:
+        return _compared(session, session.settings, session.topology, steps)
+    parallel = dataclasses.replace(session.settings.parallel, exact=True)
+    settings = dataclasses.replace(session.settings, parallel=parallel)
+    settings.check_world(session.ranks.world_size)
+    # A group sums in one way.
+    topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
+    with contextlib.ExitStack() as stack:
+        stack.callback(topology.destroy)
+        return _compared(session, settings, topology, steps)
+
+
+def _compared(session: Session, settings: RunSettings, topology: Topology, steps: int) -> Parity:
+    vocab_size, exact = session.texts.tokenizer.vocab_size, settings.parallel.exact
 
     def fresh(groups: Groups) -> Trainer:
         torch.default_generator.manual_seed(settings.training.seed)
         model = session.recipe.build_model(settings, vocab_size, groups=groups, device=session.ranks.device)
         return Trainer(settings, model, groups)
 
+    split = fresh(Groups.of(topology))
+    if exact:
+        micro = settings.micro_batch_size(topology.size("dp"))
+        sizes = {"micro_batch_size": micro, "sequence_length": settings.sequence_length}
+        agree(lambda: check_device(split.model, split.model.config, **sizes), group=session.ranks.control)
     alone = Topology.create(tp=1)
-    split = fresh(Groups.of(session.topology))
     # On one rank alone there is nobody to share samples with.
     whole = fresh(Groups(tp=alone.group("tp"), dp=alone.group("tp")))
     if _weight_difference(split, whole, session.ranks.world) != 0.0:
@@ -87,14 +123,16 @@ def check_parity(session: Session, *, steps: int = 3) -> Parity:
         of_whole = whole.train_step(step, session.loader)
         loss_error = max(loss_error, _relative(of_split.loss, of_whole.loss))
         grad_norm_error = max(grad_norm_error, _relative(of_split.grad_norm, of_whole.grad_norm))
-    loss_bound, norm_bound, weight_bound = _TOLERANCES[split.model.config.params_dtype]
+    loss_bound, norm_bound, weight_bound = (0.0,) * 3 if exact else _TOLERANCES[split.model.config.params_dtype]
     if split.model.config.add_qkv_bias:
         weight_bound *= _KEY_BIAS_FACTOR
     weight_error, parallel = _weight_difference(split, whole, session.ranks.world), settings.parallel
     alone.destroy()
-    parity = Parity(steps, parallel.tp, parallel.pp, loss_error, grad_norm_error, weight_error)
+    parity = Parity(steps, parallel.tp, parallel.pp, loss_error, grad_norm_error, weight_error, exact)
     # Written so that a difference that is not a number fails.
     if not (loss_error <= loss_bound and grad_norm_error <= norm_bound and weight_error <= weight_bound):
+        if exact:
+            raise ParityError(f"{parity.line()}; exact runs must have the same bits at every layout")
         bounds = ", ".join(f"{bound:.0e}" for bound in (loss_bound, norm_bound, weight_bound))
         raise ParityError(f"{parity.line()}: more than rounding explains ({bounds})")
     return parity
