@@ -16,11 +16,11 @@ from lora.tiny_models import VOCABULARY, make_model, save_model, with_adapters
 from safetensors.torch import load_file, save_file
 
 from shardwise.errors import ConfigError
-from shardwise.huggingface import BaseQuantization, read_config, save_pretrained
+from shardwise.huggingface import BaseQuantization, load_pretrained, read_config, save_pretrained
 from shardwise.lora import LoraConfig, add_lora_, load_adapter_, merge_lora_, save_adapter
 from shardwise.quantization import QuantizedTensor, codes, quantize_shard
 from shardwise.sharding import ParamLayout
-from shardwise.topology import Groups
+from shardwise.topology import Groups, Topology
 from shardwise.training.finetune_settings import FinetuneSettings, LoraSettings
 
 KINDS = ("int8", "nf4")
@@ -111,6 +111,18 @@ def test_a_run_on_a_quantised_base_trains_adapters(group, root, tmp_path, monkey
             assert (tmp_path / f"{kind}{tp}" / "adapter_config.json").exists()
             session.topology.destroy()
         assert found[0] == pytest.approx(found[-1], rel=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_the_copy_of_a_tied_weight_on_the_last_stage_is_not_quantised(group, tmp_path):
+    if group.rank() == 0:
+        save_model("gpt2", tmp_path / "model")
+    dist.barrier(group=group)
+    model = load_pretrained(
+        tmp_path / "model", groups=Groups.of(Topology.create(pp=2)), quantization=BaseQuantization("int8")
+    )
+    assert len(weights_of(model)) == 4
+    assert all(name.startswith("decoder.layers.") for name in weights_of(model))
 
 
 @pytest.mark.ranks(2)

@@ -24,6 +24,7 @@ class Parameter:
         is_of_heads: it is so in any case, since each rank applies it to its own heads.
         num_shared: elements, of all ranks, that several of them hold: copies of key-value heads.
         is_copy: of a weight that is another stage's too.
+        layout: where this rank's part of a linear layer's parameter, or of an embedding, lies; None of what is whole.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Parameter:
     is_of_heads: bool = False
     num_shared: int = 0
     is_copy: bool = False
+    layout: ParamLayout | None = None
 
     @property
     def numel(self) -> int:
@@ -90,16 +92,18 @@ class _Split:
         self, name: str, features: int, width: int, *, bias: bool, sizes: list[int] | None = None
     ) -> Iterator[Parameter]:
         layout = ParamLayout.split((features, width), 1, self.tp, sizes=sizes)
-        yield Parameter(f"{name}.weight", layout.local_shape(self.rank), is_matrix=True)
+        yield Parameter(f"{name}.weight", layout.local_shape(self.rank), is_matrix=True, layout=layout)
         if bias:
             yield Parameter(f"{name}.bias", (features,), is_partial=True)
 
     def linear(self, name: str, layout: ParamLayout, bias: bool) -> Iterator[Parameter]:
         rows, width = layout.local_shape(self.rank)
         shared = sum(stop - start for (start, stop), ranks in holders(layout).items() if len(ranks) > 1)
-        yield Parameter(f"{name}.weight", (rows, width), is_matrix=True, num_shared=shared * width)
+        yield Parameter(f"{name}.weight", (rows, width), is_matrix=True, num_shared=shared * width, layout=layout)
         if bias:
-            yield Parameter(f"{name}.bias", (rows,), num_shared=shared)
+            yield Parameter(
+                f"{name}.bias", (rows,), num_shared=shared, layout=replace(layout, global_shape=layout.global_shape[:1])
+            )
 
 
 def _norm(name: str, model: ModelDescription, width: int | None = None) -> Iterator[Parameter]:
@@ -111,9 +115,10 @@ def _norm(name: str, model: ModelDescription, width: int | None = None) -> Itera
 
 def _parameters(model: ModelDescription, part: Part, split: _Split) -> Iterator[Parameter]:
     h, v = model.hidden_size, model.vocab_size
-    vocabulary = ParamLayout.split((v, h), 0, split.tp).local_shape(split.rank)
+    layout = ParamLayout.split((v, h), 0, split.tp)
+    vocabulary = layout.local_shape(split.rank)
     if part.is_first:
-        yield Parameter("embedding.word_embeddings.weight", vocabulary)
+        yield Parameter("embedding.word_embeddings.weight", vocabulary, layout=layout)
         if model.position_embedding_type == "learned_absolute":
             yield Parameter(
                 "embedding.position_embeddings.weight", (model.position_offset + model.max_sequence_length, h)
@@ -131,7 +136,7 @@ def _parameters(model: ModelDescription, part: Part, split: _Split) -> Iterator[
             if head.bias:
                 yield Parameter("classifier.bias", (head.num_labels,))
         elif not (tied and part.is_first):
-            yield Parameter("output_layer.weight", vocabulary, is_copy=tied)
+            yield Parameter("output_layer.weight", vocabulary, is_copy=tied, layout=layout)
 
 
 def _layer(prefix: str, model: ModelDescription, split: _Split) -> Iterator[Parameter]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.accounting import kept
+from shardwise.accounting.adapters import adapted, adapted_state, base_of, check_adaptation
 from shardwise.accounting.kept import Share
-from shardwise.accounting.parameters import Part, parameters_of, parts_of
+from shardwise.accounting.parameters import Parameter, Part, parameters_of, parts_of
 from shardwise.accounting.state import gathered_bytes, state_bytes
 from shardwise.accounting.traffic import Traffic, traffic_of
 from shardwise.accounting.workload import Layout, Workload
@@ -95,6 +97,8 @@ def make_plan(workload: Workload, layout: Layout) -> Plan:
         ConfigError: the model or the batch cannot be split so.
     """
     layout.check(workload)
+    if workload.adaptation is not None:
+        check_adaptation(workload.model, workload.adaptation)
     stages = parts_of(workload.model, layout.pp, layout.virtual_stages)
     ranks = distinct_ranks(workload, layout)
     return Plan(
@@ -116,10 +120,26 @@ def distinct_ranks(workload: Workload, layout: Layout) -> list[int]:
 def plan_rank(workload: Workload, layout: Layout, stage: int, parts: tuple[Part, ...], rank: int) -> RankPlan:
     """What tensor-parallel rank ``rank`` of a stage needs."""
     x = _share(workload, layout, rank)
-    by_part = [parameters_of(workload.model, part, tp=layout.tp, rank=rank) for part in parts]
+    adaptation, model = workload.adaptation, workload.model
+    is_tied = model.share_embeddings_and_output_weights
+    if adaptation is not None:
+        model = base_of(model, adaptation)
+        workload = replace(workload, model=model)
+    by_part = [parameters_of(model, part, tp=layout.tp, rank=rank) for part in parts]
     params = [param for own in by_part for param in own]
-    state = state_bytes(workload, layout, params)
     of_chunks = [kept.part(x, workload, layout.recomputation, part) for part in parts]
+    learned: list[Sequence[Parameter]] = list(by_part)
+    if adaptation is None:
+        state = state_bytes(workload, layout, params)
+    else:
+        found = [
+            adapted(model, adaptation, part, own, is_tied=is_tied, tp=layout.tp, rank=rank)
+            for part, own in zip(parts, by_part, strict=True)
+        ]
+        state = adapted_state(workload, layout, found, rank)
+        learned = [each.learned for each in found]
+        params += [param for each in found for param in each.adapters]
+        of_chunks = [bytes_ + x.e * x.s * x.b * each.ranks for bytes_, each in zip(of_chunks, found, strict=True)]
     in_flight, activations = _in_flight(workload, layout, stage, of_chunks)
     working = kept.recomputed_at_a_time(x, workload, layout.recomputation, max(len(part.layers) for part in parts))
     if layout.shards_fully:
@@ -135,7 +155,7 @@ def plan_rank(workload: Workload, layout: Layout, stage: int, parts: tuple[Part,
         activations,
         in_flight,
         working,
-        traffic_of(workload, layout, parts, x, by_part),
+        traffic_of(workload, layout, parts, x, learned),
     )
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 from shardwise.errors import ConfigError
 from shardwise.huggingface.description import ModelDescription
+from shardwise.lora.config import LoraConfig
+from shardwise.quantization import Quantization
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,21 @@ class Recomputation:
 
 
 @dataclass(frozen=True)
+class Adaptation:
+    """Adapters that are trained, and what they stand beside.
+
+    Attributes:
+        config: of the adapters, whose targets are names of Hugging Face's.
+        architecture: the ``model_type`` whose names these are.
+        quantization: what the frozen weights of linear layers are kept in; their own dtype if None.
+    """
+
+    config: LoraConfig
+    architecture: str
+    quantization: Quantization | None = None
+
+
+@dataclass(frozen=True)
 class Workload:
     """A model, and how it is trained, whatever the ranks.
 
@@ -46,6 +63,7 @@ class Workload:
         dropout_is_global: masks are those of one rank at every layout, and take a byte an element.
         fuses_swiglu_from: elements of gate and up from which on SwiGLU is one loop that keeps nothing between them;
             None for never.
+        adaptation: adapters, beside which the model is frozen; all of it is trained if None.
     """
 
     model: ModelDescription
@@ -58,6 +76,7 @@ class Workload:
     loss_memory_budget: int = 2 << 30
     dropout_is_global: bool = True
     fuses_swiglu_from: int | None = None
+    adaptation: Adaptation | None = None
 
     def __post_init__(self) -> None:
         if self.model.kind != "gpt":
@@ -136,6 +155,8 @@ class Layout:
     def check(self, workload: Workload) -> None:
         """Raise ConfigError if the model or the batch cannot be split so."""
         model, batch = workload.model, workload.global_batch_size
+        if self.shards_fully and workload.adaptation is not None and workload.adaptation.quantization is not None:
+            raise ConfigError(f"fsdp cannot split a base in {workload.adaptation.quantization}; choose one of the two")
         if model.num_attention_heads < self.tp:
             raise ConfigError(f"tp {self.tp} is more than the {model.num_attention_heads} attention heads; lower it")
         if model.vocab_size < self.tp:

@@ -11,7 +11,7 @@ from shardwise.accounting.report import fitting_as_table, plan_as_json, plan_as_
 from shardwise.accounting.workload import Layout
 from shardwise.errors import ConfigError
 from shardwise.training.plan_settings import PlanSettings
-from shardwise.training.planning import layout_of, planned_model, recomputation_of, workload_of
+from shardwise.training.planning import adaptation_of, layout_of, planned_model, recomputation_of, workload_of
 
 _SHOWN = 20
 
@@ -22,7 +22,8 @@ def print_plan(settings: PlanSettings, folder: str | None, world_size: int, *, a
     Raises:
         ConfigError, CheckpointError: the model is not to be had, or cannot be split so.
     """
-    workload = workload_of(settings, planned_model(settings, folder))
+    model = planned_model(settings, folder)
+    workload = workload_of(settings, model, adaptation_of(settings.lora, model, folder))
     plan = make_plan(workload, layout_of(settings, world_size))
     print(json.dumps(plan_as_json(plan), indent=2) if as_json else plan_as_table(plan))
 
@@ -42,7 +43,8 @@ def print_fitting(
         ConfigError: there is none, beside what ``print_plan`` raises.
     """
     memory = read_bytes(limit)
-    workload = workload_of(settings, planned_model(settings, folder))
+    model = planned_model(settings, folder)
+    workload = workload_of(settings, model, adaptation_of(settings.lora, model, folder))
     parallel = settings.parallel
     choices = fitting(
         workload,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,7 +49,12 @@ def make_room_(
     Raises:
         ConfigError: the weights are of fp64, or of a model that sums over parts.
     """
-    owners = {id(layer.weight): layer for layer in model.modules() if isinstance(layer, ParallelLinear)}
+    whole: Any = model
+    # A weight that is the embedding's too stays as that is, also where the last stage has a copy of it.
+    tied = getattr(whole, "output_layer", None) if whole.share_embeddings_and_output_weights else None
+    owners = {
+        id(layer.weight): layer for layer in model.modules() if isinstance(layer, ParallelLinear) and layer is not tied
+    }
     chosen: list[tuple[ParallelLinear, ParamShard]] = []
     for shard, composition in parts.values():
         layer = owners.get(id(shard.data))

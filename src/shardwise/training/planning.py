@@ -5,23 +5,26 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from shardwise.accounting.workload import Layout, Recomputation, Workload
+from shardwise.accounting.workload import Adaptation, Layout, Recomputation, Workload
 from shardwise.errors import ConfigError
 from shardwise.huggingface.description import ModelDescription
-from shardwise.huggingface.pretrained import read_config
+from shardwise.huggingface.pretrained import config_to_json, read_config
 from shardwise.kernels.dispatch import ELEMENTWISE
+from shardwise.lora.config_file import read_adapter_config
 from shardwise.training.build import describe
+from shardwise.training.lora_settings import LoraSettings
 from shardwise.training.plan_settings import PlanSettings
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import ModelSettings, RunSettings
 
 
-def workload_of(settings: RunSettings, model: ModelDescription) -> Workload:
+def workload_of(settings: RunSettings, model: ModelDescription, adaptation: Adaptation | None = None) -> Workload:
     """What a run of ``settings`` trains.
 
     Args:
         settings: of the run.
-        model: that it trains, all of its weights.
+        model: that it trains.
+        adaptation: the adapters beside it; all of its weights are trained if None.
     """
     precision = PRECISIONS[settings.training.dtype]
     on_cpu = settings.device != "cuda" and precision.params_dtype in ELEMENTWISE.dtypes
@@ -35,7 +38,28 @@ def workload_of(settings: RunSettings, model: ModelDescription) -> Workload:
         fuses_loss=settings.training.loss == "linear_fused",
         dropout_is_global=settings.training.rng == "global",
         fuses_swiglu_from=ELEMENTWISE.min_size if on_cpu else None,
+        adaptation=adaptation,
     )
+
+
+def adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | None = None) -> Adaptation | None:
+    """The adapters of a run, and what they stand beside; None where it has none.
+
+    Args:
+        lora: settings of the run.
+        model: that it starts from.
+        folder: of the model; if None the names are those of the architecture that a new model is exported as.
+
+    Raises:
+        ConfigError: a target that names nothing, or adapters of a kind that is not offered.
+        CheckpointError: a folder that cannot be read.
+    """
+    if not lora.is_on:
+        return None
+    config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
+    name = config_to_json(model)["model_type"] if folder is None else read_config(Path(folder)).architecture.model_type
+    kind = lora.base_quantization
+    return Adaptation(config, name, None if kind == "none" else kind)
 
 
 def layout_of(settings: RunSettings, world_size: int) -> Layout:
