@@ -94,5 +94,7 @@ def test_a_look_at_pairs(folder, capsys, monkeypatch):
     for name, answer in (("chosen", "2"), ("rejected", "3")):
         assert f", {name}: " in shown
         assert f"{prompt}[[{answer}<|im_end|>\n]]" in shown
+    assert main(arguments_of(folder, "finetune", "--out", str(folder / "no"))) == 2
+    assert "pairs.jsonl', line 1: a preference ('chosen' and 'rejected'); use shardwise dpo" in capsys.readouterr().err
     assert main(arguments_of(folder, "dpo", "--show", "1", "--beta", "nan")) == 2
     assert "--beta is nan; it must be a number" in capsys.readouterr().err

@@ -168,6 +168,13 @@ def steps_of(session):
     return [[result.loss, *result.others] for result in results]
 
 
+def same_steps(actual, expected, what=""):
+    """All but which answer has the higher reward in the first step, where rewards are 0 but for rounding."""
+    actual, expected = np.array(actual), np.array(expected)
+    actual[0, 4] = expected[0, 4]
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-10, err_msg=what)
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(1)
 def test_each_loss_is_that_of_its_paper(group, root, tmp_path, monkeypatch):
@@ -175,7 +182,7 @@ def test_each_loss_is_that_of_its_paper(group, root, tmp_path, monkeypatch):
     for kind, options in KINDS.items():
         preference = PreferenceSettings(beta=BETA, loss_type=kind, **options)
         session = open_run(settings_of(root, tmp_path / kind, preference=preference), root, monkeypatch)
-        np.testing.assert_allclose(steps_of(session), expected[kind], rtol=1e-9, atol=1e-10, err_msg=kind)
+        same_steps(steps_of(session), expected[kind], kind)
         session.topology.destroy()
     assert expected["sigmoid"][-1][0] < 0.95 * expected["sigmoid"][0][0], "nothing is learned"
 
@@ -195,7 +202,7 @@ def test_ten_steps_at_every_layout(group, root, tmp_path, monkeypatch):
         )
     ):
         session = open_run(settings_of(root, tmp_path / str(number), parallel=parallel, **training), root, monkeypatch)
-        np.testing.assert_allclose(steps_of(session), expected, rtol=1e-9, atol=1e-10, err_msg=str(parallel))
+        same_steps(steps_of(session), expected, str(parallel))
         session.topology.destroy()
 
 
@@ -215,7 +222,7 @@ def test_adapters_begin_at_their_reference(group, root, tmp_path, monkeypatch):
         session.topology.destroy()
         loss, *rewards, _ = results[out.name][0]
         assert [loss, *rewards] == pytest.approx([np.log(2), 0, 0, 0], abs=1e-12)
-    np.testing.assert_allclose(results["2-False"], results["1-False"], rtol=1e-9, atol=1e-10)
+    same_steps(results["2-False"], results["1-False"])
     assert results["2-True"][-1][0] != results["2-False"][-1][0] < 0.99 * np.log(2)
 
 

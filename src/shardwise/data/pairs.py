@@ -141,6 +141,11 @@ class PairDataset:
         """Places that all of ``rows`` have in a batch."""
         return int(self._sizes[rows].max())
 
+    def by_width(self, count: int) -> list[NDArray[np.int64]]:
+        """The indices of all pairs in ``count`` parts of about one size, those that need the fewest places first."""
+        order = np.argsort(self._sizes.max(axis=1), kind="stable")
+        return [np.sort(part) for part in np.array_split(order, count)]
+
     def padding(self, length: int) -> tuple[NDArray[Any], ...]:
         """A pair in which no label counts."""
         tokens = np.full((2, length), self.samples.eos_id, dtype=np.int64)
@@ -152,22 +157,24 @@ class EvaluationPairs:
 
     Args:
         dataset: gives the pairs.
+        indices: ``[n]``, which of them; all if None.
 
     Attributes:
         dataset: likewise.
     """
 
-    def __init__(self, dataset: PairDataset) -> None:
+    def __init__(self, dataset: PairDataset, indices: NDArray[np.int64] | None = None) -> None:
         self.dataset = dataset
-        self._length = dataset.width(slice(None))
+        self._indices = np.arange(len(dataset)) if indices is None else indices
+        self._length = dataset.width(self._indices)
 
     def __len__(self) -> int:
         """Number of pairs."""
-        return len(self.dataset)
+        return len(self._indices)
 
     def __getitem__(self, index: int) -> tuple[NDArray[Any], ...]:
         """One pair, all of them of one length."""
-        return self.dataset.row(index, self._length)
+        return self.dataset.row(int(self._indices[index]), self._length)
 
     def padding(self) -> tuple[NDArray[Any], ...]:
         """A pair in which no label counts."""

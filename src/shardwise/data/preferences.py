@@ -38,6 +38,11 @@ class Preference(Example):
     rejected: str | Messages
 
 
+def is_preference(record: Record) -> bool:
+    """Whether a record has two answers."""
+    return isinstance(record.value, dict) and all(key in record.value for key in _KEYS)
+
+
 def preference_of(record: Record) -> Preference:
     """What a record prefers.
 
@@ -45,7 +50,7 @@ def preference_of(record: Record) -> Preference:
         DataError: it has none of the forms above, or messages that are none. The message says where.
     """
     where, value = record.where, record.value
-    if not isinstance(value, dict) or not all(key in value for key in _KEYS):
+    if not is_preference(record):
         keys = ", ".join(map(repr, list(value)[:5])) or "none" if isinstance(value, dict) else "it is no object"
         raise DataError(
             f"{where}: no preference: it needs 'chosen' and 'rejected', and 'prompt' unless both begin with it (its "

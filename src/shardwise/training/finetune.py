@@ -18,8 +18,9 @@ from shardwise.communication.agreement import agree
 from shardwise.data import Corpus, Example, ExampleEncoder, example_of, read_records
 from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.json_records import Record
+from shardwise.data.preferences import is_preference
 from shardwise.data.reading import corpus_of
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DataError
 from shardwise.huggingface import BaseQuantization, load_pretrained, save_pretrained
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.folder import PretrainedFolder
@@ -178,6 +179,10 @@ class Finetuning(Recipe):
             held_out = read_data(measured, settings.corpus) if measured else None
             return self._texts(read_data(settings.data, settings.corpus), held_out)
         name, records = self._records(settings.data)
+        for record in records:
+            # Some data sets have what their preferences are made of beside them.
+            if is_preference(record) and is_plain_text(record) and key not in record.value:
+                raise DataError(f"{record.where}: a preference ('chosen' and 'rejected'); use shardwise dpo")
         others = self._records(measured)[1] if measured else None
         if all(is_plain_text(record) for record in (*records, *(others or ()))):
             held_out = None if others is None else corpus_of("held out", others, key)

@@ -22,6 +22,7 @@ from shardwise.training.trainer import Trainer
 
 FILE_NAME = "reference_log_probs.safetensors"
 _PARTS = ("train", "held_out")
+_WIDTHS, _BATCHES_OF_A_WIDTH = 8, 8
 
 _Values = dict[str, NDArray[np.float64]]
 
@@ -54,6 +55,9 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
 
     values = decide(kept, lambda of_ranks: of_ranks[0], group=control)
     if values is None:
+        if session.ranks.is_first:
+            count = sum(map(len, datasets.values()))
+            print(f"reference log-probabilities of {count:,} pairs are computed once, for {path}", flush=True)
         with session.ranks.phase("computing the reference's log-probabilities"):
             values = {name: log_probs(session.trainer, dataset) for name, dataset in datasets.items()}
         found = values
@@ -66,9 +70,6 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
                 write_atomically(path, lambda file: file.write(content))
 
         agree(keep, group=control)
-        if session.ranks.is_first:
-            count = sum(map(len, values.values()))
-            print(f"reference log-probabilities of {count:,} pairs: {path}", flush=True)
     for name, dataset in datasets.items():
         dataset.reference = values[name]
 
@@ -80,22 +81,31 @@ def log_probs(trainer: Trainer, dataset: PairDataset) -> NDArray[np.float64]:
         ``[pairs, 2]``, the same on every rank.
     """
     micro = trainer.settings.micro_batch_size(trainer.dp_group.size())
+    together = trainer.dp_group.size() * micro
+    values = np.empty((len(dataset), 2))
+    # Pairs that need few places are not filled up to those of the longest, if there are batches enough.
+    for part in dataset.by_width(min(_WIDTHS, max(1, len(dataset) // (_BATCHES_OF_A_WIDTH * together)))):
+        values[part] = _log_probs(trainer, EvaluationPairs(dataset, part), micro)
+    return values
+
+
+def _log_probs(trainer: Trainer, pairs: EvaluationPairs, micro: int) -> NDArray[np.float64]:
     own: list[Tensor] = []
 
     def add(output: Tensor, _: Batch) -> None:
         own.append(-output.sum(-1, dtype=torch.float64).view(-1, 2))
 
-    trainer.measure(EvaluationPairs(dataset), add)
-    together = trainer.dp_group.size() * micro
-    num_batches = -(-len(dataset) // together)
+    trainer.measure(pairs, add)
+    num_ranks = trainer.dp_group.size()
+    num_batches = -(-len(pairs) // (num_ranks * micro))
     # Of each batch of all ranks, this rank's part; zeros where others are.
-    every = torch.zeros(num_batches, trainer.dp_group.size(), micro, 2, dtype=torch.float64, device=trainer.device)
+    every = torch.zeros(num_batches, num_ranks, micro, 2, dtype=torch.float64, device=trainer.device)
     if own:
         every[:, trainer.dp_group.rank()] = torch.stack(own)
     for group in (trainer.dp_group, trainer.pp_group):
         if group is not None:
             every = all_reduce(every, group=group)
-    values: NDArray[np.float64] = every.view(-1, 2)[: len(dataset)].cpu().numpy()
+    values: NDArray[np.float64] = every.view(-1, 2)[: len(pairs)].cpu().numpy()
     return values
 
 
