@@ -156,10 +156,11 @@ class Finetuning(Recipe):
         )
 
     def reference_identity(self) -> dict[str, str]:
-        """What says which model the run begins with, its adapters included."""
+        """What says which model the run begins with, its adapters and their base included."""
         return {
             "base_sha256": str(self.identity["base_sha256"]),
             "adapters_sha256": _adapters_digest(self.settings.lora.lora_from),
+            "base_quantization": self.settings.lora.base_quantization,
         }
 
     def examples(self) -> list[Example]:
