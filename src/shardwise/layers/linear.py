@@ -60,6 +60,9 @@ class LinearParallelism(Enum):
     ROW_SEQUENCE = "row_sequence"
 
 
+_OVERLAPPED = (LinearParallelism.COLUMN_SEQUENCE, LinearParallelism.ROW_SEQUENCE)
+
+
 class TensorParallelLinear(Function):
     """``input @ weight.T + bias`` with the communication of ``parallelism``.
 
@@ -231,8 +234,7 @@ def tensor_parallel_linear(
         sizes = shard_sizes(input_, sequence_length, group)
     if isinstance(weight, QuantizedTensor):
         return _quantized(input_, weight, bias, parallelism, group, sizes)
-    sequence = (LinearParallelism.COLUMN_SEQUENCE, LinearParallelism.ROW_SEQUENCE)
-    overlaps = overlaps and exact is None and parallelism in sequence
+    overlaps = overlaps and exact is None and parallelism in _OVERLAPPED
     local = parallelism is LinearParallelism.LOCAL
     if (local and weight_gradient is None and exact is None) or not torch.is_grad_enabled():
         # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
