@@ -93,7 +93,7 @@ def _number(model: TransformerModel) -> None:
     for part in parts:
         for layer in lora_layers(part):
             layer.layer_number = part.layer_number
-    if model.post_process:
+    if model.post_process and model.classification is None:
         for layer in lora_layers(model.output_layer):
             layer.layer_number = model.config.num_layers + 1
 
