@@ -14,16 +14,21 @@ from shardwise.cli.import_hf import ImportArguments
 from shardwise.cli.reporting import print_line
 from shardwise.communication.agreement import agree
 from shardwise.errors import ConfigError, DataError
+from shardwise.files import read_regular
 from shardwise.huggingface import load_pretrained, save_pretrained
+from shardwise.huggingface.companion_files import README_NAME, copy_companion_files
 from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder
 from shardwise.huggingface.pretrained import CONFIG_NAME
-from shardwise.huggingface.saving import COPIED_FILES, check_target
+from shardwise.huggingface.saving import check_target
+from shardwise.json_files import MAX_CONFIG_BYTES
 from shardwise.lora import merge_lora_, remove_lora_
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.tokenizer import Tokenizer
 from shardwise.topology import Groups
+from shardwise.training.model_card import model_card, of_merged
 from shardwise.training.out_folder import hold_folder
 from shardwise.training.ranks import Ranks, open_ranks
+from shardwise.training.settings import Settings
 
 
 def open_for_export(arguments: ExportArguments, world_size: int) -> checkpoint_model.OpenCheckpoint:
@@ -75,9 +80,27 @@ def export(arguments: ExportArguments) -> None:
             dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
             max_file_size=int(arguments.max_file_gb * 1e9),
             fields=fields,
+            card=agree(lambda: _card(opened), group=ranks.control),
         )
         if ranks.is_first:
             print(f"wrote {arguments.out}; transformers loads it: AutoModel*.from_pretrained({arguments.out!r})")
+
+
+def _card(opened: checkpoint_model.OpenCheckpoint) -> str | None:
+    """The card of what a run trained, merged adapters included; None for a model that was imported."""
+    if opened.adapter is not None:
+        try:
+            card = read_regular(opened.adapter / README_NAME, limit=MAX_CONFIG_BYTES).decode()
+        except (OSError, UnicodeDecodeError):
+            return None
+        return of_merged(card)
+    if opened.config is not None:
+        return None
+    settings = Settings.from_json(checkpoint.read_meta(opened.folder)["settings"])
+    sizes = {"tp": settings.parallel.tp, "pp": settings.parallel.pp}
+    data = ", ".join(Path(path).name for path in settings.data)
+    run = opened.folder.parent.parent
+    return model_card(settings, run, model_name=settings.model_name, layout=sizes, data=data)
 
 
 def open_for_import(arguments: ImportArguments, world_size: int) -> PretrainedFolder:
@@ -137,9 +160,8 @@ def _import(arguments: ImportArguments, source: PretrainedFolder, identity: dict
     config.pop("dtype", None)
 
     def copy_files(folder: Path) -> None:
-        for name in (CONFIG_NAME, *COPIED_FILES):
-            if (source.path / name).is_file():
-                shutil.copyfile(source.path / name, folder / name)
+        shutil.copyfile(source.path / CONFIG_NAME, folder / CONFIG_NAME)
+        copy_companion_files(source.path, folder)
 
     return checkpoint.save(
         Path(arguments.out) / "checkpoints",

@@ -23,6 +23,7 @@ from shardwise.errors import ConfigError
 from shardwise.folder_lock import FolderLock, lock_of_target
 from shardwise.huggingface.architectures import ARCHITECTURES
 from shardwise.huggingface.building import Model, describe_model
+from shardwise.huggingface.companion_files import README_NAME, copy_companion_files
 from shardwise.huggingface.mapping import Composition, Shape, compose
 from shardwise.huggingface.pretrained import CONFIG_NAME, config_to_json
 from shardwise.huggingface.ranks import gather_from_stages, model_groups
@@ -34,21 +35,6 @@ from shardwise.sharding import ParamShard
 from shardwise.sharding.rows import is_sharded
 from shardwise.tensor_files import TensorFile, write_errors
 from shardwise.topology import Groups
-
-COPIED_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""What is copied from the source folder where it is there."""
 
 DEFAULT_MAX_FILE_SIZE = 5_000_000_000
 
@@ -62,6 +48,7 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_file_size: int = DEFAULT_MAX_FILE_SIZE,
     fields: Mapping[str, Any] | None = None,
+    card: str | None = None,
 ) -> None:
     """Write a model as a Hugging Face folder, which transformers loads unchanged.
 
@@ -73,13 +60,14 @@ def save_pretrained(
     Args:
         model: ``GPT`` or ``Bert``, or this stage's chunks; not modified.
         folder: to write; it must not exist, or be empty.
-        source: a folder whose tokenizer and ``generation_config.json`` are copied, and whose ``config.json``, if it is
-            of the same architecture, is kept but for what the model says otherwise.
+        source: a folder whose companion files are copied (of tokenizer, processors and generation, licence, readme),
+            and whose ``config.json``, if it is of the same architecture, is kept but for what the model says otherwise.
         architecture: the ``model_type`` to write; that of ``source`` if None, or else the first that fits.
         dtype: dtype of the stored weights; the parameters' own if None.
         max_file_size: bytes of weights in one file; a larger tensor has a file of its own. A stage's weights are in
             files of their own.
         fields: more of ``config.json``, such as the ids of special tokens.
+        card: the ``README.md``; that of ``source`` then becomes ``BASE_README.md``.
 
     Raises:
         ConfigError: the model cannot be written as that architecture, or ``folder`` exists.
@@ -95,7 +83,7 @@ def save_pretrained(
     is_first = replicas is None or replicas.rank() == 0
 
     def export(ranks: Sequence[ProcessGroup]) -> None:
-        plan = agree(lambda: _plan(models, source, architecture, dtype, fields or {}), group=ranks)
+        plan = agree(lambda: _plan(models, source, architecture, dtype, fields or {}, card), group=ranks)
         _write_folder(target, plan, groups, ranks, max_file_size, writes=is_first)
 
     if replicas is None or replicas.size() == 1:
@@ -133,11 +121,13 @@ class _Plan:
         config: the ``config.json``.
         source: the folder that other files are copied from.
         parts: this stage's parameters, by name.
+        card: the ``README.md``.
     """
 
     config: Mapping[str, Any]
     source: Path | None
     parts: Mapping[str, _Part]
+    card: str | None = None
 
 
 def _plan(
@@ -146,6 +136,7 @@ def _plan(
     architecture: str | None,
     dtype: torch.dtype | None,
     fields: Mapping[str, Any],
+    card: str | None = None,
 ) -> _Plan:
     folder = None if source is None else Path(source)
     if folder is not None and not folder.is_dir():
@@ -167,7 +158,7 @@ def _plan(
         for model in models
         for key, shard in model.sharded_state_dict().items()
     }
-    return _Plan(config | dict(fields), folder, parts)
+    return _Plan(config | dict(fields), folder, parts, card)
 
 
 def _write_folder(
@@ -281,10 +272,11 @@ def _finish(target: Path, partial: Path, plan: _Plan, index: Mapping[str, Any] |
     for name, value in texts.items():
         with write_errors(target / name):
             (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    for name in COPIED_FILES:
-        if plan.source is not None and (plan.source / name).is_file():
-            with write_errors(target / name):
-                shutil.copyfile(plan.source / name, partial / name)
+    with write_errors(target):
+        if plan.source is not None:
+            copy_companion_files(plan.source, partial, beside_card=plan.card is not None)
+        if plan.card is not None:
+            (partial / README_NAME).write_text(plan.card, encoding="utf-8")
     with write_errors(target):
         for path in partial.iterdir():
             fsync(path)

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from shardwise.data.json_records import Record
 from shardwise.data.preferences import is_preference
 from shardwise.data.reading import corpus_of
 from shardwise.errors import ConfigError, DataError
+from shardwise.files import write_atomically
 from shardwise.huggingface import BaseQuantization, load_pretrained, save_pretrained
+from shardwise.huggingface.companion_files import README_NAME, copy_companion_files
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.pretrained import CONFIG_NAME
-from shardwise.huggingface.saving import COPIED_FILES
 from shardwise.lora import (
     LoraConfig,
     add_lora_,
@@ -43,6 +45,7 @@ from shardwise.topology import Groups
 from shardwise.training.build import config_fields
 from shardwise.training.finetune_settings import FinetuneSettings
 from shardwise.training.lora_settings import LoraSettings
+from shardwise.training.model_card import model_card
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
 from shardwise.training.samples import prepare_samples
@@ -67,9 +70,7 @@ class FolderTokenizer(PaddedTokenizer):
         target = Path(folder)
         try:
             target.mkdir(parents=True, exist_ok=True)
-            for name in COPIED_FILES:
-                if (self.source / name).is_file():
-                    shutil.copyfile(self.source / name, target / name)
+            copy_companion_files(self.source, target, beside_card=True)
         except OSError as error:
             raise ConfigError(f"cannot write to {target}: {error.strerror or error}") from error
 
@@ -267,6 +268,7 @@ class Finetuning(Recipe):
                 # Absolute, so that they find it from any folder.
                 save_adapter(model, out, architecture, base_model=os.path.abspath(settings.base))
                 agree(lambda: self.beside_adapters(model, out) if session.ranks.is_first else None, group=control)
+                agree(lambda: self._leave_card(session) if session.ranks.is_first else None, group=control)
                 return
             # Not at the top: PyTorch's part of it is slow to import.
             from shardwise.data_parallel.fully_sharded import whole_parts
@@ -283,8 +285,28 @@ class Finetuning(Recipe):
             architecture=architecture.model_type,
             dtype=self.folder.dtype,
             fields=self.fields,
+            card=agree(lambda: self._card(session), group=control),
         )
         agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
+
+    def _card(self, session: Session) -> str:
+        lora = self.settings.lora
+        return model_card(
+            self.settings,
+            session.out,
+            model_name=self.settings.model_name,
+            layout={kind: session.topology.size(kind) for kind in ("tp", "pp", "dp")},
+            data=session.texts.name,
+            base=self.folder.path,
+            is_adapter=lora.is_on and not lora.lora_merge,
+            task="text-classification" if self.settings.labels.is_on else "text-generation",
+        )
+
+    def _leave_card(self, session: Session) -> None:
+        try:
+            write_atomically(session.out / README_NAME, methodcaller("write", self._card(session).encode()))
+        except OSError as error:
+            raise ConfigError(f"cannot write to {session.out}: {error.strerror or error}") from error
 
 
 def base_quantization(lora: LoraSettings) -> BaseQuantization | None:
