@@ -172,7 +172,7 @@ def same_steps(actual, expected, what=""):
     """All but which answer has the higher reward in the first step, where rewards are 0 but for rounding."""
     actual, expected = np.array(actual), np.array(expected)
     actual[0, 4] = expected[0, 4]
-    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-10, err_msg=what)
+    np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-10, err_msg=what)
 
 
 @pytest.mark.slow
