@@ -10,18 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_close_to
-from lora.tiny_models import make_model, read_adapters, save_model, with_adapters
+from lora.tiny_models import read_adapters, save_model, with_adapters
 from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint import latest
 from shardwise.cli.checkpoint_model import open_model
 from shardwise.cli.main import main
 from shardwise.errors import CheckpointError, ConfigError, DataError
-from shardwise.huggingface import load_pretrained, read_config
 from shardwise.huggingface.folder import no_folder
-from shardwise.lora import LoraConfig, add_lora_
 from shardwise.tokenizer import Tokenizer
-from shardwise.topology import Groups
 from shardwise.training.ranks import Ranks
 
 TEXT = "def eins(zwei):\n    return zwei  # größer 中文\n"
@@ -212,25 +209,3 @@ def test_a_name_of_the_hub_says_how_to_download_it(tmp_path, monkeypatch, capsys
     for path in ("runs/x", "/nowhere/x", "a/b/c", "../x", "./runs", "x y", "-x", "file", "x" * 5000 + "/" * 3):
         assert "hf download" not in no_folder(Path(path)), path[:80]
     assert no_folder(Path("file")) == "file is not a folder"
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-def test_adapters_on_other_layers_are_named(group, base, tmp_path):
-    """The output layer and the embedding are no other model's."""
-    ranks = Ranks(group.rank(), group.rank(), group.size(), torch.device("cpu"))
-    for target, what in (("lm_head", "the output layer"), ("embed_tokens", "the embedding")):
-        out = tmp_path / target
-        if group.rank() == 0:
-            adapted = with_adapters(make_model("llama", vocab_size=VOCABULARY), targets=["q_proj", target])
-            adapted.save_pretrained(out, save_embedding_layers=False)
-        dist.barrier(group=group)
-        opened = open_model(base / "base", out)
-        message = rf"has adapters on {what} \((model\.)?{target}\), which are not supported.* merge them into the model"
-        with pytest.raises(ConfigError, match=message):
-            opened.load_model(ranks)
-        model = load_pretrained(base / "base", groups=Groups(tp=group))
-        message = rf"adapters on {what} \((model\.)?{target}\) are not supported, .*; choose among down_proj, gate_proj"
-        with pytest.raises(ConfigError, match=message):
-            add_lora_(model, LoraConfig(target_modules=("q_proj", target)), read_config(base / "base").architecture)
-        dist.barrier(group=group)

@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError
 from shardwise.folder_lock import FolderLock, lock_of_target
 from shardwise.huggingface.architectures import ARCHITECTURES
 from shardwise.huggingface.building import Model, describe_model
-from shardwise.huggingface.companion_files import README_NAME, copy_companion_files
+from shardwise.huggingface.companion_files import README_NAME, companion_files
 from shardwise.huggingface.mapping import Composition, Shape, compose
 from shardwise.huggingface.pretrained import CONFIG_NAME, config_to_json
 from shardwise.huggingface.ranks import gather_from_stages, model_groups
@@ -272,10 +272,14 @@ def _finish(target: Path, partial: Path, plan: _Plan, index: Mapping[str, Any] |
     for name, value in texts.items():
         with write_errors(target / name):
             (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    with write_errors(target):
-        if plan.source is not None:
-            copy_companion_files(plan.source, partial, beside_card=plan.card is not None)
-        if plan.card is not None:
+    if plan.source is not None:
+        with write_errors(target):
+            copies = list(companion_files(plan.source, beside_card=plan.card is not None))
+        for path, name in copies:
+            with write_errors(target / name):
+                shutil.copyfile(path, partial / name)
+    if plan.card is not None:
+        with write_errors(target / README_NAME):
             (partial / README_NAME).write_text(plan.card, encoding="utf-8")
     with write_errors(target):
         for path in partial.iterdir():
