@@ -178,6 +178,10 @@ def test_a_trained_head_is_what_peft_and_transformers_read(root, tmp_path, monke
             assert line["score"] == pytest.approx(float(scores.max()), rel=1e-5)
         assert main(["eval", str(folder), "--data", data, "--device", "cpu"]) == 0
         assert "accuracy" in capsys.readouterr().out
+        if folder == out:
+            assert main(["export-hf", str(out), "--out", str(tmp_path / "merged"), "--merge"]) == 0
+            assert json.loads((tmp_path / "merged" / "config.json").read_text())["label2id"] == config["label2id"]
+            capsys.readouterr()
 
 
 def test_accuracy_and_f1():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,9 @@ from shardwise.communication.agreement import agree
 from shardwise.errors import ConfigError, DataError
 from shardwise.files import read_regular
 from shardwise.huggingface import load_pretrained, save_pretrained
+from shardwise.huggingface.architectures.classifier import label_fields, label_names
 from shardwise.huggingface.companion_files import README_NAME, copy_companion_files
+from shardwise.huggingface.fields import Fields
 from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder
 from shardwise.huggingface.pretrained import CONFIG_NAME
 from shardwise.huggingface.saving import check_target
@@ -64,10 +67,13 @@ def export(arguments: ExportArguments) -> None:
     """
     with open_ranks("cpu", timeout=arguments.timeout) as ranks:
         opened = agree(lambda: open_for_export(arguments, ranks.world_size), group=ranks.control)
-        fields = {}
+        fields: dict[str, Any] = {}
         if opened.config is None and opened.tokenizer is not None:
             # What a run knows beside its model: which token ends a text, and so begins one.
             fields = dict.fromkeys(("bos_token_id", "eos_token_id"), opened.tokenizer.eos_id)
+        elif opened.config is not None and opened.adapter is not None and opened.description.classification is not None:
+            # Adapters may come with a head of their own, whose labels the model's folder does not name.
+            fields = label_fields(label_names(Fields(opened.config.values)))
         model = opened.load_model(ranks)
         if arguments.merge:
             merge_lora_(model)

@@ -53,7 +53,8 @@ def labelled_text_of(record: Record, text_key: str, *, needs_label: bool = True)
     label = next((value[name] for name in ("label", "labels") if value.get(name) is not None), None)
     if label is None and needs_label:
         keys = ", ".join(map(repr, list(value)[:_SHOWN])) or "none"
-        raise DataError(f"{record.where}: no 'label' (its keys: {keys}); each record must have a text and its label")
+        what = "the 'label' is null" if "label" in value else f"no 'label' (its keys: {keys})"
+        raise DataError(f"{record.where}: {what}; each record must have a text and its label")
     return LabelledText(record.where, text, pair, label)
 
 

@@ -93,7 +93,8 @@ def fill_quantized_(
         values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         fill_shard_(shard.with_data(values), composition, source.tensors, names)
         if not values.isfinite().all():
-            raise ConfigError(f"{next(iter(composition.stored_shapes))} has values that are not finite")
+            stored = ", ".join(composition.stored_shapes)
+            raise ConfigError(f"{source.path} has values that are not finite in {stored}; they cannot be quantised")
         return values
 
     made = quantize_shard(weight.kind, agree(read, group=groups.tp), shard.layout, groups.tp)

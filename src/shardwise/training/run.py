@@ -249,6 +249,12 @@ class _Training:
         return values
 
     def _after_divergence(self) -> str:
+        if not self._losses and self.first_step == 0:
+            # No weight was touched, so that no learning rate is to blame.
+            return (
+                "no step was made before; what the run begins with is broken (weights, a teacher's too), or too large "
+                "for --training.dtype"
+            )
         rate = f"a lower optimizer.learning-rate than {self.session.settings.optimizer.learning_rate:g}"
         if self.saves.newest is None:
             return f"no checkpoint was saved before; start anew with {rate}"
