@@ -47,10 +47,25 @@ def settings_of(folder, name, model, *, parallel=None, recompute=None, resume="n
 @pytest.mark.parametrize(
     ("model", "dtype", "world_size", "options"),
     [
-        (LLAMA, "float32", 4, {"parallel": {"pp": 4, "pipeline_schedule": "interleaved", "virtual_stages": 2}}),
-        (LLAMA, "bfloat16", 4, {"parallel": {"tp": 2, "pp": 2, "pipeline_schedule": "zero-bubble"}}),
+        (
+            LLAMA,
+            "float32",
+            4,
+            {
+                "parallel": {
+                    "tp": 2,
+                    "sequence_parallel": True,
+                    "pp": 2,
+                    "pipeline_schedule": "interleaved",
+                    "virtual_stages": 2,
+                },
+                "recompute": {"granularity": "full"},
+            },
+        ),
+        (LLAMA, "bfloat16", 4, {"parallel": {"pp": 4, "pipeline_schedule": "zero-bubble"}}),
         (GPT, "float32", 4, {"parallel": {"tp": 4, "sequence_parallel": True}, "recompute": {"granularity": "full"}}),
-        (GPT, "bfloat16", 4, {"parallel": {"tp": 2, "zero": 1}}),
+        # The tied weight is on both stages.
+        (GPT, "bfloat16", 8, {"parallel": {"tp": 2, "pp": 2, "zero": 1}}),
     ],
 )
 def test_layouts(tmp_path, model, dtype, world_size, options):
