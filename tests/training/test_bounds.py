@@ -69,7 +69,7 @@ def flag_of(command: str, name: str) -> str:
     # Groups whose flags stand alone.
     return "--" + (
         name.rpartition(".")[2]
-        if command == "finetune" and name.startswith(("parallel.", "lora.", "samples."))
+        if command == "finetune" and name.startswith(("parallel.", "lora.", "samples.", "labels."))
         else name
     )
 

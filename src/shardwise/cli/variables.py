@@ -20,6 +20,7 @@ VARIABLES = {
     "TORCH_NCCL_HIGH_PRIORITY": "of PyTorch; 1 lets NCCL's kernels run beside products; set so with tp",
     "NO_COLOR": "anything: no colours where tokens are shown",
     "FORCE_COLOR": "anything: colours there, though the output is no terminal",
+    "DISABLE_MULTIPROC": "lm-evaluation-harness starts no processes of its own; shardwise eval --tasks sets it to 1",
     "RANK": "which rank this process is; set by launchers, with those below",
     "WORLD_SIZE": "number of ranks",
     "LOCAL_RANK": "which rank of this host",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,6 @@ from shardwise.loss.vocabulary import IGNORE_INDEX
 
 # Taking rows out and putting their gradients back costs less than the products of a tenth of them.
 _MOST = 0.9
-
-LossOf = Callable[[Tensor, Tensor], Tensor]
-"""From hidden states ``[s, b, h]`` and labels ``[b, s]`` the loss of each token, ``[b, s]``."""
 
 
 def places_learned(labels: Tensor, vocab_size: int) -> Tensor | None:
@@ -40,19 +35,21 @@ def places_learned(labels: Tensor, vocab_size: int) -> Tensor | None:
     return places if len(places) else places.new_zeros(1)
 
 
-def loss_of_places(loss_of: LossOf, hidden: Tensor, labels: Tensor, places: Tensor) -> Tensor:
-    """``loss_of(hidden, labels)`` where only the tokens at ``places`` have a loss other than 0.
+def tokens_at(places: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens at ``places``, as one sample.
 
     Args:
-        loss_of: of any number of tokens.
+        places: ``[n]``, of ``places_learned``.
         hidden: ``[s, b, h]``; not modified.
         labels: ``[b, s]``.
-        places: of ``places_learned``.
 
     Returns:
-        ``[b, s]``.
+        Hidden states ``[n, 1, h]`` and labels ``[1, n]``.
     """
-    s, b, _ = hidden.shape
-    rows = hidden.flatten(0, 1).index_select(0, places)
-    some = loss_of(rows.unsqueeze(1), labels.t().flatten()[places].unsqueeze(0))
-    return some.new_zeros(s * b).index_copy(0, places, some.squeeze(0)).view(s, b).t().contiguous()
+    return hidden.flatten(0, 1).index_select(0, places).unsqueeze(1), labels.t().flatten()[places].unsqueeze(0)
+
+
+def losses_at(places: Tensor, losses: Tensor, shape: torch.Size) -> Tensor:
+    """Losses ``[1, n]`` at ``places`` of ``shape``, ``[b, s]``, and 0 elsewhere."""
+    b, s = shape
+    return losses.new_zeros(s * b).index_copy(0, places, losses.squeeze(0)).view(s, b).t().contiguous()

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -19,7 +18,7 @@ from shardwise.layers.weight_gradient import WeightGradientQueue
 from shardwise.models.classification import Classification, Classifier
 from shardwise.models.embedding import PositionEmbedding, TokenEmbedding
 from shardwise.models.language_model import LanguageModel
-from shardwise.models.learned_tokens import loss_of_places, places_learned
+from shardwise.models.learned_tokens import losses_at, places_learned, tokens_at
 from shardwise.topology import Groups
 from shardwise.transformer.activations import softcap
 from shardwise.transformer.alibi import local_alibi_slopes
@@ -212,25 +211,25 @@ class TransformerModel(FixedTensors, LanguageModel):
     def _loss(self, hidden: Tensor, labels: Tensor, s: int) -> Tensor:
         """``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""
         weight = self._output_weight()
+        shape, length, places = labels.shape, s, None
         # A rank of a sequence-parallel layer does not have the tokens of the others. Where sums are exact, they are of
         # all tokens, however many count.
         if not self.sequence_parallel and self.config.exact_parts is None:
             assert self.vocab_size is not None
             places = places_learned(labels, self.vocab_size)
-            if places is not None:
-                loss_of = partial(self._loss_of_all, weight)
-                return loss_of_places(loss_of, hidden, labels, places)
-        return self._loss_of_all(weight, hidden, labels, s)
-
-    def _loss_of_all(self, weight: Tensor | None, hidden: Tensor, labels: Tensor, s: int | None = None) -> Tensor:
+        if places is not None:
+            hidden, labels = tokens_at(places, hidden, labels)
+            length = len(places)
         if not self.fuses_output_layer_and_loss:
-            logits = self.output_layer(hidden, weight, sequence_length=s)
+            logits = self.output_layer(hidden, weight, sequence_length=length)
             # Only the loss reads these logits, so their memory may be reused for their gradient.
-            return self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
-        weight = self.output_layer.weight if weight is None else weight
-        assert weight is not None
-        bias = self.output_layer.bias
-        return self.loss_of_hidden(hidden, labels, weight, bias=bias, sequence_parallel=self.sequence_parallel)
+            losses = self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
+        else:
+            weight = self.output_layer.weight if weight is None else weight
+            assert weight is not None
+            bias = self.output_layer.bias
+            losses = self.loss_of_hidden(hidden, labels, weight, bias=bias, sequence_parallel=self.sequence_parallel)
+        return losses if places is None else losses_at(places, losses, shape)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Logits as the config caps and scales them."""
