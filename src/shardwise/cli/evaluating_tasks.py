@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ def evaluate_tasks(arguments: EvalArguments) -> None:
         manager: Any = None
         with ranks.phase("reading the tasks"):
             # One rank after the first finds what that has made of the data.
-            for turn in (True, False):
-                read = agree(lambda: _tasks(arguments) if ranks.is_first is turn else None, group=ranks.control)  # noqa: B023
+            for is_turn in (ranks.is_first, not ranks.is_first):
+                read = agree(partial(_tasks, arguments) if is_turn else lambda: None, group=ranks.control)
                 manager = read or manager
         model = opened.load_model(ranks)
         assert isinstance(model, GPT)

@@ -30,8 +30,13 @@ def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[
 
 @torch.no_grad()
 def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolder, names: Mapping[str, str]) -> None:
-    """Read this rank's part of a parameter into ``shard.data``; at most as much memory again is used."""
+    """Read this rank's part of a parameter into ``shard.data``; at most as much memory again is used.
+
+    Rows that the parameter has beyond the stored ones are 0.
+    """
     layout, target = shard.layout, shard.data.detach()
+    if layout.global_shape[0] > composition.shape[0]:
+        target.zero_()
     rows = _own_rows(shard)
     columns: Sequence[Interval] = [(0, size) for size in composition.shape[1:]]
     if layout.dim == 1:

@@ -1,13 +1,14 @@
 """A Hugging Face folder open for reading: which stored tensor is which of the architecture's."""
 
+import dataclasses
 import os
 import re
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import torch
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.description import ModelDescription
 from shardwise.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, read_config
@@ -41,6 +42,7 @@ class PretrainedFolder:
             self.config.description, self.tensors.tensors.keys()
         )
         self.changes_head = False
+        self._stored_vocab_size = self.description.vocab_size
 
     @property
     def architecture(self) -> Architecture:
@@ -69,6 +71,21 @@ class PretrainedFolder:
         # What labels mean, and which token is padding, may be said otherwise of the same head.
         self.changes_head = own is None or (own.task, own.num_labels) != (head.task, head.num_labels)
         self.description = self.architecture.with_head(self.description, head)
+
+    def change_vocabulary_(self, size: int) -> None:
+        """Let the model have so many ids: the first of the folder's, or all of them and others, whose rows are 0.
+
+        Raises:
+            ConfigError: ``size`` is not at least 1.
+        """
+        if size < 1:
+            raise ConfigError(f"vocab_size is {size}; a vocabulary needs at least 1 id")
+        self.description = dataclasses.replace(self.description, vocab_size=size)
+
+    def stored_shape(self, key: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape that the parameter ``key``, of ``shape`` in the model, has in the folder."""
+        is_of_vocabulary = key.startswith(("embedding.word_embeddings.", "output_layer."))
+        return (self._stored_vocab_size, *shape[1:]) if is_of_vocabulary else tuple(shape)
 
     def stored_names(self, expected: Set[str]) -> dict[str, str]:
         """The stored name of each of the ``expected`` tensors, those of a new head left out that are not there.

@@ -33,6 +33,7 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     max_sequence_length: int | None = None,
+    vocab_size: int | None = None,
     classification: Classification | None = None,
     quantization: BaseQuantization | None = None,
     **settings: Any,
@@ -48,6 +49,8 @@ def load_pretrained(
         dtype: dtype of the parameters; if None that of ``config.json``, or else that of the first tensor.
         device: device of the parameters; PyTorch's default device if None, or this rank's GPU for groups of GPUs.
         max_sequence_length: longest sequence, for models without learned positions; that of ``config.json`` if None.
+        vocab_size: number of ids that the model is to have; that of ``config.json`` if None. Rows of ids that the
+            folder does not have are 0; those of ids that the model does not have are not read.
         classification: the head that the model is to have. If the folder's is not of that task and size, it is a new
             one, whose initial values depend on the state of PyTorch's default generator, the same at every layout; what
             the folder has of other heads is not read.
@@ -65,7 +68,7 @@ def load_pretrained(
         CheckpointError: a file or tensor that is missing, one too many, or of another shape than the config says;
             all errors alike on every rank, naming the field or tensor.
     """
-    source = agree(lambda: _opened(folder, classification), group=model_groups(groups))
+    source = agree(lambda: _opened(folder, classification, vocab_size), group=model_groups(groups))
     settings = {
         "params_dtype": dtype or source.dtype,
         "pipeline_model_parallel_size": groups.num_stages,
@@ -125,8 +128,10 @@ def load_pretrained(
     return models[0] if config.virtual_pipeline_model_parallel_size is None else ModelChunks(models)
 
 
-def _opened(folder: str | Path, classification: Classification | None) -> PretrainedFolder:
+def _opened(folder: str | Path, classification: Classification | None, vocab_size: int | None) -> PretrainedFolder:
     source = PretrainedFolder(folder)
+    if vocab_size is not None:
+        source.change_vocabulary_(vocab_size)
     if classification is not None:
         source.change_head_(classification)
     return source
@@ -167,7 +172,7 @@ def _plan(
         heads = source.description.heads
         table = source.architecture.table_of(source.description.classification)
         return {
-            key: (shard, compose(table, key, shard.layout.global_shape, heads))
+            key: (shard, compose(table, key, source.stored_shape(key, shard.layout.global_shape), heads))
             for model in models
             for key, shard in model.sharded_state_dict().items()
             if not (source.changes_head and key.startswith("classifier."))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +33,15 @@ class DistillationObjective(Objective):
         settings: of the loss.
         teacher: in evaluation mode, without gradients.
         group: the ranks that split both vocabularies.
-        vocab_size: of both models.
+        vocab_size: the student's, as both models are split.
+        num_shared: the first so many ids, which both models know; the divergence is of the distributions over these.
     """
 
     settings: TeacherSettings
     teacher: GPT
     group: ProcessGroup
     vocab_size: int
+    num_shared: int
 
     names = ("cross_entropy", "divergence")
 
@@ -54,10 +55,16 @@ class DistillationObjective(Objective):
         with torch.no_grad():
             taught: Tensor = self.teacher(**self.inputs(batch))
         pair = (output, taught) if settings.divergence == "forward" else (taught, output)
-        options: dict[str, Any] = {"group": self.group, "vocab_size": self.vocab_size}
-        divergence = vocab_parallel_kl_div(*pair, temperature=settings.temperature, **options)
+        divergence = vocab_parallel_kl_div(
+            *pair,
+            temperature=settings.temperature,
+            group=self.group,
+            vocab_size=self.num_shared,
+            padded_vocab_size=self.vocab_size,
+        )
         divergence = divergence.masked_fill(labels == IGNORE_INDEX, 0.0).sum(dtype=dtype)
-        cross_entropy = vocab_parallel_cross_entropy(output, labels, **options).sum(dtype=dtype)
+        each = vocab_parallel_cross_entropy(output, labels, group=self.group, vocab_size=self.vocab_size)
+        cross_entropy = each.sum(dtype=dtype)
         weight = settings.alpha * settings.temperature**2
         loss = weight * divergence + (1 - settings.alpha) * cross_entropy
         return loss, torch.stack([cross_entropy.detach().double(), divergence.detach().double()])
@@ -76,7 +83,7 @@ class Distillation(Finetuning):
     """A run that learns from a teacher; see ``Finetuning``.
 
     Raises:
-        ConfigError: a teacher that is no causal model, of another vocabulary or of shorter sequences; and as
+        ConfigError: a teacher that is no causal model, of another tokenizer or of shorter sequences; and as
             ``Finetuning``.
         CheckpointError: files that are missing or damaged.
         DataError: the teacher's folder has no tokenizer.
@@ -93,13 +100,14 @@ class Distillation(Finetuning):
         described = self.teacher.description
         if described.kind != "gpt":
             raise ConfigError(f"the teacher {path} is a {self.teacher.architecture.model_type} model, no causal one")
-        own = self.folder.description.vocab_size
-        if described.vocab_size != own:
-            raise ConfigError(
-                f"the teacher {path} has a vocabulary of {described.vocab_size} ids, and {settings.base} one of {own}; "
-                "a teacher needs the same"
-            )
+        # Models of one family have one tokenizer, and often not as many rows beyond its ids.
+        self.num_shared = min(described.vocab_size, self.folder.description.vocab_size)
         _check_same_tokens(self.tokenizer, PaddedTokenizer.load(path), settings.base, path)
+        if self.tokenizer.vocab_size > self.num_shared:
+            raise ConfigError(
+                f"the teacher {path} has {described.vocab_size} ids, fewer than the {self.tokenizer.vocab_size} of its "
+                f"tokenizer and that of {settings.base}"
+            )
         longest = described.max_sequence_length
         if self.settings.sequence_length > longest:
             raise ConfigError(
@@ -112,11 +120,17 @@ class Distillation(Finetuning):
         """The divergence from the teacher, which is loaded now, in its own dtype. See ``Recipe``."""
         sequence_parallel = self.settings.parallel.sequence_parallel and groups.tp.size() > 1
         alone = Groups(tp=groups.tp)
-        teacher = load_pretrained(self.teacher.path, groups=alone, device=device, sequence_parallel=sequence_parallel)
+        vocab_size = self.folder.description.vocab_size
+        teacher = load_pretrained(
+            self.teacher.path,
+            groups=alone,
+            device=device,
+            vocab_size=vocab_size,
+            sequence_parallel=sequence_parallel,
+        )
         assert isinstance(teacher, GPT)
         teacher.requires_grad_(False).eval()
-        vocab_size = self.teacher.description.vocab_size
-        return DistillationObjective(self.settings.distillation, teacher, groups.tp, vocab_size)
+        return DistillationObjective(self.settings.distillation, teacher, groups.tp, vocab_size, self.num_shared)
 
 
 def _check_same_tokens(own: Tokenizer, of_teacher: Tokenizer, base: str, path: Path) -> None:
@@ -127,5 +141,5 @@ def _check_same_tokens(own: Tokenizer, of_teacher: Tokenizer, base: str, path: P
             names = [repr(each[token]) if token in each else "none" for each in (student, teacher)]
             raise ConfigError(
                 f"the tokenizer of the teacher {path} is another one: id {token} is {names[1]} there and {names[0]} in "
-                f"{base}; a teacher needs the same vocabulary"
+                f"{base}; a teacher needs the same tokens"
             )

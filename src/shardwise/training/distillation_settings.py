@@ -15,7 +15,7 @@ class TeacherSettings(Checked, prefix="--"):
     """The teacher, and how closely it is followed.
 
     Attributes:
-        teacher: Hugging Face folder of the model to learn from, of the same vocabulary: config.json, safetensors and
+        teacher: Hugging Face folder of the model to learn from, of the same tokenizer: config.json, safetensors and
             tokenizer.json.
         divergence: "forward" is KL(teacher || student), which spreads over all that the teacher finds possible;
             "reverse" is KL(student || teacher), which keeps to what it finds likely.
