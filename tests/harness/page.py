@@ -1,0 +1,31 @@
+"""The examples of the documents, run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def run_example(name: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Run the one Python example of a page, on the ranks of a test.
+
+    Args:
+        name: of the page in docs/.
+        monkeypatch: the test's.
+
+    Returns:
+        What it prints, the first argument of each call.
+    """
+    text = (DOCS / name).read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    # The ranks of a test have joined already, and leave later.
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    shown: list[object] = []
+    exec(compile(script, name, "exec"), {"print": shown.append})
+    return shown
