@@ -17,7 +17,7 @@ from shardwise.checkpoint import latest
 from shardwise.cli.checkpoint_model import open_model
 from shardwise.cli.main import main
 from shardwise.errors import CheckpointError, ConfigError, DataError
-from shardwise.huggingface.folder import no_folder
+from shardwise.huggingface.folder import PretrainedFolder, no_folder
 from shardwise.tokenizer import Tokenizer
 from shardwise.training.ranks import Ranks
 
@@ -167,6 +167,8 @@ def test_what_cannot_be_continued(base, tmp_path, monkeypatch):
     # A copy of the model's configuration beside adapters is no model.
     (both / "model.safetensors").unlink()
     assert open_model(both).folder == base / "base"
+    with pytest.raises(CheckpointError, match="both holds adapters and no model; give the folder of the model"):
+        PretrainedFolder(both)
     refused(CheckpointError, "no adapter at '.*base': it has no adapter_config", base / "base", base / "base")
     refused(ConfigError, "adapter holds adapters, not a model for those of", base / "adapter", base / "adapter")
     homeless = Path(shutil.copytree(base / "adapter", tmp_path / "homeless"))

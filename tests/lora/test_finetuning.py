@@ -312,7 +312,7 @@ def test_settings_that_contradict_each_other():
         ({"lora_rank": 2, "lora_target_pattern": "a", "lora_targets": ("b",)}, "leave one out"),
         ({"lora_rank": 2, "lora_rank_pattern": ("q_proj",)}, "--lora-rank-pattern has 'q_proj'; write a name and"),
         ({"lora_rank": 2, "lora_rank_pattern": ("q_proj=0",)}, "the LoRA rank is 0"),
-        ({"lora_rank": 2, "lora_alpha_pattern": ("q_proj=nan",)}, "lora_alpha is nan"),
+        ({"lora_rank": 2, "lora_alpha_pattern": ("q_proj=nan",)}, "the alpha of q_proj is nan"),
     ):
         with pytest.raises(ConfigError, match=message):
             LoraSettings(**options)

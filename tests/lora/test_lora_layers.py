@@ -317,7 +317,7 @@ def test_impossible_settings():
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
         ({"target_modules": ()}, "name at least one"),
         ({"target_modules": "*_proj"}, "'\\*_proj' is no regular expression: nothing to repeat"),
-        ({"alpha_pattern": {"q_proj": float("inf")}}, "lora_alpha is inf"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "the alpha of q_proj is inf; it must be a finite number"),
     ):
         with warnings.catch_warnings(), pytest.raises(ConfigError, match=message):
             LoraConfig(**options)

@@ -216,6 +216,8 @@ def test_what_labels_are():
     )
     assert labels_of([text_of(0), text_of(1)], num_labels=1).problem == "regression"
     assert labels_of([text_of(0.5), text_of(1)]) == Labels(("LABEL_0",), "regression")
+    with pytest.raises(DataError, match="all labels in the data are 'b'; a classifier needs two"):
+        labels_of([text_of("b"), text_of("b")])
     several = labels_of([text_of(["x", "y"]), text_of([])])
     assert several == Labels(("x", "y"), "multi_label_classification")
     assert several.encode(text_of(["y"])).tolist() == [0.0, 1.0]
@@ -232,6 +234,11 @@ def test_what_labels_are():
             Labels(("a", "b"), "single_label_classification"),
             True,
             "is a boolean, True; it must be a name or an integer",
+        ),
+        (
+            Labels(("a", "b"), "single_label_classification"),
+            0.5,
+            "it must be a name or an integer, or the problem a re",
         ),
         (Labels(("a",), "regression"), float("nan"), "the label is nan; it must be a finite number"),
         (Labels(("a", "b"), "multi_label_classification"), [1], "must be 0 or 1 for each of 2 labels"),

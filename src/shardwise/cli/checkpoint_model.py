@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.huggingface.architectures import ARCHITECTURES
 from shardwise.huggingface.building import Model
 from shardwise.huggingface.description import ModelDescription
-from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder, no_folder
+from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder, holds_adapters_alone, no_folder
 from shardwise.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
 from shardwise.huggingface.pretrained import CONFIG_NAME
 from shardwise.huggingface.reading import read_json
@@ -212,9 +212,8 @@ def is_pretrained(path: Path) -> bool:
     """Whether a folder is a Hugging Face folder, and no checkpoint, which may have a ``config.json`` too."""
     if not (path / CONFIG_NAME).is_file() or (path / MANIFEST_NAME).exists():
         return False
-    # Adapters may lie beside a copy of their model's configuration. Without them, it is a model that lacks its weights.
-    weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
-    return not (path / ADAPTER_CONFIG_NAME).exists() or any(not file.name.startswith("adapter_") for file in weights)
+    # Without adapters it is a model that lacks its weights.
+    return not holds_adapters_alone(path)
 
 
 def _base_of(adapter: Path) -> Path:

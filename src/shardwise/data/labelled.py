@@ -107,7 +107,10 @@ class Labels:
                 f"{where}: the label {label[:40]!r} is none of the model's: {', '.join(self.names[:_SHOWN])}{more}"
             )
         if type(label) is not int:
-            raise DataError(f"{where}: the label is {kind_of(label)}, {_shown(label)}; it must be a name or an integer")
+            raise DataError(
+                f"{where}: the label is {kind_of(label)}, {_shown(label)}; it must be a name or an integer"
+                f"{', or the problem a regression (--problem-type)' if isinstance(label, float) else ''}"
+            )
         if not 0 <= label < len(self):
             raise DataError(f"{where}: the label {label} is out of range; it must be from 0 to {len(self) - 1}")
         return label
@@ -152,6 +155,8 @@ def labels_of(
                 f"--num-labels is {num_labels}, and the data has {len(names)} labels: {', '.join(names[:_SHOWN])}"
                 f"{' ...' if len(names) > _SHOWN else ''}; leave the flag out, or repair the data"
             )
+        if len(names) < 2 and problem == "single_label_classification":
+            raise DataError(f"all labels in the data are {names[0]!r}; a classifier needs two")
         return Labels(tuple(names), problem)
     if problem == "multi_label_classification":
         return _usual(num_labels or max(map(len, given), default=1), problem)

@@ -11,7 +11,7 @@ import torch
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.huggingface.architectures import Architecture
 from shardwise.huggingface.description import ModelDescription
-from shardwise.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, read_config
+from shardwise.huggingface.pretrained import PretrainedConfig, read_config
 from shardwise.huggingface.reading import TensorFolder, is_weight_dtype, weight_dtype
 from shardwise.models.classification import Classification
 from shardwise.tensor_files import some_tensors
@@ -148,11 +148,17 @@ def check_model_folder(folder: Path) -> None:
     """Raise CheckpointError, with what to do, if there is no such folder, or one of adapters alone."""
     if not os.path.isdir(folder):
         raise CheckpointError(no_folder(folder))
-    if not (folder / CONFIG_NAME).exists() and (folder / ADAPTER_CONFIG_NAME).exists():
+    if holds_adapters_alone(folder):
         raise CheckpointError(
-            f"{folder} holds adapters and no model; give the folder of the model that they were trained on (shardwise "
-            f"generate reads both: shardwise generate MODEL_DIR --adapter {folder})"
+            f"{folder} holds adapters and no model; give the folder of the model that they were trained on, and "
+            f"where a command takes both (generate, chat, eval, classify) --adapter {folder}"
         )
+
+
+def holds_adapters_alone(folder: Path) -> bool:
+    """Whether a folder holds adapters, and no model, though perhaps a copy of their model's configuration."""
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return (folder / ADAPTER_CONFIG_NAME).exists() and all(file.name.startswith("adapter_") for file in weights)
 
 
 def no_folder(folder: Path, hint: str = "") -> str:

@@ -64,9 +64,10 @@ class LoraConfig:
                 raise ConfigError(f"the LoRA rank is {rank}; it must be at least 1")
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and under 1")
-        for alpha in (self.lora_alpha, *self.alpha_pattern.values()):
+        alphas = {"lora_alpha": self.lora_alpha} | {f"the alpha of {name}": a for name, a in self.alpha_pattern.items()}
+        for name, alpha in alphas.items():
             if not math.isfinite(alpha):
-                raise ConfigError(f"lora_alpha is {alpha}; it must be a number")
+                raise ConfigError(f"{name} is {alpha}; it must be a finite number")
         if self.target_modules == ALL_LINEAR:
             object.__setattr__(self, "target_modules", (ALL_LINEAR,))
         if not self.target_modules or not all(self.target_modules):

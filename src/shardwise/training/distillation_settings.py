@@ -25,7 +25,7 @@ class TeacherSettings(Checked, prefix="--"):
 
     teacher: Annotated[str | None, Folder()] = None
     divergence: Literal["forward", "reverse"] = "forward"
-    temperature: Annotated[float, Range(0, 1000, low_included=False)] = 1.0
+    temperature: Annotated[float, Range(1e-3, 1000)] = 1.0
     alpha: Annotated[float, Range(0, 1, low_included=False)] = 0.5
 
 
