@@ -99,7 +99,7 @@ def settings_of(root, out, kind, parallel=None, **changes):
         data=(str(root / f"{kind.removesuffix('-lm')}.jsonl"),),
         out=str(out),
         device="cpu",
-        labels=LabelSettings(task="sequence-classification", **labels | changes.pop("labels", {})),
+        labels=LabelSettings(**{"task": "sequence-classification"} | labels | changes.pop("labels", {})),
         parallel=parallel or ParallelSettings(),
         optimizer=FinetuneOptimizerSettings(
             learning_rate=RATE, warmup_steps=WARMUP, weight_decay=DECAY, clip_grad_norm=CLIP

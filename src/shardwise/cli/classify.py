@@ -17,13 +17,14 @@ class ClassifyArguments(SplitArguments):
     """Label texts with a model that has a head for it, such as shardwise finetune --task sequence-classification makes.
 
     Prints a line of JSON for each text, as the pipeline of transformers answers: {"label": ..., "score": ...}; of a
-    model of several labels a list of those that are likelier than not, of a regression {"scores": [...]}.
+    model of several labels a list of those that are likelier than not, of a regression {"scores": [...]}, and of a
+    model that labels words (--task token-classification) a list of {"word": ..., "label": ..., "score": ...}.
 
     Attributes:
         checkpoint: Hugging Face folder, or adapters, with the model that they name, or an import.
         text: texts to label; if there are none, and no data, each line of standard input is one.
-        data: files and folders of records with a text and, for two texts, text_pair, in the forms that shardwise
-            finetune reads.
+        data: files and folders of records with a text and, for two texts, text_pair, or with tokens, a list of words,
+            in the forms that shardwise finetune reads.
         adapter: folder of adapters (LoRA, in the files of the peft library) to use with the model.
         sequence_length: most tokens of a text, which loses its end otherwise; 512, or the model's longest if that is
             less, if not given.

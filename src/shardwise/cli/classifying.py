@@ -17,11 +17,20 @@ from shardwise.cli.classify import ClassifyArguments
 from shardwise.cli.eval import EvalArguments
 from shardwise.cli.reporting import print_line
 from shardwise.communication.agreement import agree, check_same, gather_objects
-from shardwise.data import EvaluationRows, LabelledText, Labels, evaluation_batches, labelled_text_of, read_records
+from shardwise.data import (
+    EvaluationRows,
+    LabelledText,
+    Labels,
+    evaluation_batches,
+    labelled_text_of,
+    labelled_words_of,
+    read_records,
+)
+from shardwise.data.labelled import ProblemType
 from shardwise.errors import ConfigError, DataError, DivergenceError
 from shardwise.huggingface.architectures.classifier import label_names
 from shardwise.huggingface.fields import Fields
-from shardwise.models.classification import Classification
+from shardwise.models.classification import IGNORED_LABEL, Classification
 from shardwise.tokenizer import Tokenizer
 from shardwise.training.classifying import encode_texts, pad_id_of, problem_of
 from shardwise.training.labelling import HeldOutLabels
@@ -68,16 +77,15 @@ def open_classifier(checkpoint: str, adapter: str | None, world_size: int) -> Op
     opened = open_model(Path(checkpoint), None if adapter is None else Path(adapter))
     check_fits(opened.description, world_size)
     head = opened.description.classification
-    if head is None or head.is_of_tokens or opened.config is None:
-        kind = "labels tokens" if head is not None else "has no head for labels"
+    if head is None or opened.config is None:
         raise ConfigError(
-            f"{opened.folder} holds a model that {kind}; shardwise finetune --task sequence-classification makes one "
-            "that labels texts"
+            f"{opened.folder} holds a model without a head for labels; shardwise finetune --task "
+            "sequence-classification makes one that labels texts, and token-classification one that labels words"
         )
     if opened.tokenizer is None:
         raise DataError(f"{opened.folder} has no tokenizer; {TO_BRING_A_TOKENIZER}, and import it again")
     values = opened.config.values
-    pad_id = pad_id_of(values, opened.folder, opened.description, opened.tokenizer, None)
+    pad_id = pad_id_of(values, opened.folder, opened.description, opened.tokenizer, None, task=head.task)
     return Opened(opened, opened.tokenizer, head, tuple(label_names(Fields(values))), pad_id)
 
 
@@ -91,25 +99,36 @@ def classify(arguments: ClassifyArguments) -> None:
         opened = agree(
             lambda: open_classifier(arguments.checkpoint, arguments.adapter, ranks.world_size), group=ranks.control
         )
-        texts = agree(lambda: _texts(arguments) if ranks.is_first else [], group=ranks.control)
+        of_tokens = opened.head.is_of_tokens
+        texts = agree(lambda: _texts(arguments, of_tokens) if ranks.is_first else [], group=ranks.control)
         texts = gather_objects(texts, "the texts", group=ranks.control)[0]
         if not texts:
             return
-        for logits, _ in _outputs(opened, ranks, arguments, texts, None):
+        rest = iter(texts)
+        for logits, (_, numbers, *_) in _outputs(opened, ranks, arguments, texts, None):
             if ranks.is_first:
-                for row in logits.double().cpu():
-                    print(json.dumps(answer(opened.head, opened.names, row), ensure_ascii=False), flush=True)
+                for row, words, text in zip(logits.double().cpu(), numbers.tolist(), rest, strict=False):
+                    if text.words is None:
+                        said = answer(opened.head, opened.names, row)
+                    else:
+                        said = answer_words(opened.names, row, words, text.words)
+                    print(json.dumps(said, ensure_ascii=False), flush=True)
 
 
-def _texts(arguments: ClassifyArguments) -> list[LabelledText]:
+def _texts(arguments: ClassifyArguments, of_tokens: bool) -> list[LabelledText]:
     if arguments.data and arguments.text:
         raise ConfigError("--data and --text both say what to label; leave one out")
     if arguments.data:
         _, records = read_records(arguments.data)
+        if of_tokens:
+            return [labelled_words_of(record, arguments.text_key, needs_labels=False) for record in records]
         return [labelled_text_of(record, arguments.text_key, needs_label=False) for record in records]
     lines = arguments.text or tuple(line.rstrip("\r\n") for line in sys.stdin)
     where = "--text" if arguments.text else "standard input, line"
-    return [LabelledText(f"{where} {number}", text, None, None) for number, text in enumerate(lines, 1)]
+    return [
+        LabelledText(f"{where} {number}", text, None, None, tuple(text.split()) if of_tokens else None)
+        for number, text in enumerate(lines, 1)
+    ]
 
 
 def answer(head: Classification, names: Sequence[str], logits: Tensor) -> object:
@@ -126,6 +145,29 @@ def answer(head: Classification, names: Sequence[str], logits: Tensor) -> object
     if problem == "multi_label_classification":
         pairs = sorted(zip(logits.sigmoid().tolist(), names, strict=True), reverse=True)
         return [{"label": name, "score": score} for score, name in pairs if score > 0.5]
+    return named(names, logits)
+
+
+def answer_words(
+    names: Sequence[str], logits: Tensor, numbers: Sequence[int], words: Sequence[str]
+) -> list[dict[str, object]]:
+    """What is said of each word, but of those that were cut off.
+
+    Args:
+        names: of the labels.
+        logits: ``[s, n]``.
+        numbers: ``[s]``: of each token that begins a word, which that is; -100 of the others.
+        words: of the text.
+    """
+    return [
+        {"word": words[number], **named(names, row)}
+        for row, number in zip(logits, numbers, strict=True)
+        if number != IGNORED_LABEL
+    ]
+
+
+def named(names: Sequence[str], logits: Tensor) -> dict[str, object]:
+    """The likeliest label of ``logits`` ``[n]``, and its probability."""
     scores = logits.softmax(dim=-1)
     best = int(scores.argmax())
     return {"label": names[best], "score": float(scores[best])}
@@ -175,12 +217,18 @@ def evaluate_labels(arguments: EvalArguments, ranks: Ranks, opened: Opened) -> N
 
     def read() -> tuple[str, list[LabelledText]]:
         name, records = read_records(arguments.data)
-        return name, [labelled_text_of(record, arguments.text_key) for record in records]
+        of_record = labelled_words_of if of_tokens else labelled_text_of
+        return name, [of_record(record, arguments.text_key) for record in records]
 
+    of_tokens = opened.head.is_of_tokens
     name, texts = agree(read, group=ranks.control)
     check_same((name, len(texts)), "the data", group=ranks.control)
-    problem = agree(lambda: problem_of(opened.head, texts), group=ranks.control)
-    objective = HeldOutLabels(opened.head.with_problem(problem))
+    if of_tokens:
+        problem: ProblemType = "single_label_classification"
+        objective = HeldOutLabels(opened.head, opened.names)
+    else:
+        problem = agree(lambda: problem_of(opened.head, texts), group=ranks.control)
+        objective = HeldOutLabels(opened.head.with_problem(problem))
     sums = torch.zeros(1 + len(objective.names), dtype=torch.float64)
     for logits, batch in _outputs(opened, ranks, arguments, texts, Labels(opened.names, problem)):
         loss, counts = objective.sums(logits, batch, torch.float64)

@@ -26,6 +26,7 @@ class FinetuneArguments(RunArguments):
       shardwise finetune MODEL_DIR --data chats.jsonl --out OUT --epochs 3 --tp 2
       shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2 --lora-rank 8
       shardwise finetune MODEL_DIR --data labelled.jsonl --out OUT --task sequence-classification
+      shardwise finetune MODEL_DIR --data tagged.jsonl --out OUT --task token-classification
       shardwise finetune MODEL_DIR --data chats.jsonl --show 3
 
     Attributes:

@@ -19,12 +19,13 @@ from shardwise.data.encoding import ExampleEncoder as ExampleEncoder
 from shardwise.data.encoding import UnusableExampleError as UnusableExampleError
 from shardwise.data.examples import Example as Example
 from shardwise.data.examples import example_of as example_of
-from shardwise.data.labelled import EvaluationRows as EvaluationRows
-from shardwise.data.labelled import LabelledRows as LabelledRows
 from shardwise.data.labelled import LabelledText as LabelledText
 from shardwise.data.labelled import Labels as Labels
 from shardwise.data.labelled import labelled_text_of as labelled_text_of
+from shardwise.data.labelled import labelled_words_of as labelled_words_of
 from shardwise.data.labelled import labels_of as labels_of
+from shardwise.data.labelled_rows import EvaluationRows as EvaluationRows
+from shardwise.data.labelled_rows import LabelledRows as LabelledRows
 from shardwise.data.loader import Batch as Batch
 from shardwise.data.loader import BatchSchedule as BatchSchedule
 from shardwise.data.loader import DataLoader as DataLoader

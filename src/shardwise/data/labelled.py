@@ -1,4 +1,4 @@
-"""Texts with labels: from records to what a label is, and to rows of tokens."""
+"""Texts with labels, or with one for each word: from records to what a label is."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ class LabelledText:
         text: the text.
         pair: the second one, or None.
         label: as the record has it: a name, a number, or a list of them; None if it has none.
+        words: of which each has a label, a name or a number of ``label``; None if the label is the text's.
     """
 
     where: str
     text: str
     pair: str | None
     label: Any
+    words: tuple[str, ...] | None = None
 
 
 def labelled_text_of(record: Record, text_key: str, *, needs_label: bool = True) -> LabelledText:
@@ -56,6 +58,30 @@ def labelled_text_of(record: Record, text_key: str, *, needs_label: bool = True)
         what = "the 'label' is null" if "label" in value else f"no 'label' (its keys: {keys})"
         raise DataError(f"{record.where}: {what}; each record must have a text and its label")
     return LabelledText(record.where, text, pair, label)
+
+
+def labelled_words_of(record: Record, words_key: str, *, needs_labels: bool = True) -> LabelledText:
+    """A record of words, under ``words_key``, ``tokens`` or ``words``, and of ``labels``, ``tags`` or ``ner_tags``.
+
+    Raises:
+        DataError: one is missing, or they are not as many. The message says where.
+    """
+    value = record.value if isinstance(record.value, dict) else {}
+    words = next((value[name] for name in (words_key, "tokens", "words") if isinstance(value.get(name), list)), None)
+    if not words:
+        keys = ", ".join(map(repr, list(value)[:_SHOWN])) or "none"
+        raise DataError(f"{record.where}: no list of words under 'tokens' or 'words' (its keys: {keys})")
+    for word in words:
+        if not isinstance(word, str):
+            raise DataError(f"{record.where}: a word is no string but {kind_of(word)}, {_shown(word)}")
+        check_text(word, record.where, "a word")
+    tags = next((value[name] for name in ("labels", "tags", "ner_tags") if isinstance(value.get(name), list)), None)
+    if needs_labels and (tags is None or len(tags) != len(words)):
+        given = "no list of labels" if tags is None else f"{len(tags)} labels"
+        raise DataError(
+            f"{record.where}: {len(words)} words and {given} ('labels', 'tags' or 'ner_tags'); each word must have one"
+        )
+    return LabelledText(record.where, " ".join(words), None, tags, tuple(words))
 
 
 @dataclass(frozen=True)
@@ -97,6 +123,15 @@ class Labels:
         chosen = np.zeros(n, dtype=np.float32)
         chosen[[self._number(each, text.where) for each in label]] = 1.0
         return chosen
+
+    def encode_words(self, text: LabelledText) -> NDArray[np.int64]:
+        """The number of each word's label; -100 stays what it is, and costs nothing.
+
+        Raises:
+            DataError: a label that is none of these.
+        """
+        numbers = [IGNORE_INDEX if tag == IGNORE_INDEX else self._number(tag, text.where) for tag in text.label]
+        return np.array(numbers, dtype=np.int64)
 
     def _number(self, label: object, where: str) -> int:
         if isinstance(label, str):
@@ -188,90 +223,3 @@ def _numbers(count: int) -> str:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-class LabelledRows:
-    """Rows of tokens, each with a label.
-
-    Args:
-        tokens: of each row, int64; at least one.
-        kinds: the token types of each row; None for a model without.
-        values: ``[1]`` or ``[n]`` of each row; see ``Labels.encode``.
-        pad_id: what rows are filled with, on the right.
-
-    Attributes:
-        lengths: ``[rows]``: tokens.
-        labels: ``[rows]``: 1 each.
-
-    Raises:
-        DataError: no rows.
-    """
-
-    def __init__(
-        self,
-        tokens: Sequence[NDArray[np.int64]],
-        kinds: Sequence[NDArray[np.int64]] | None,
-        values: Sequence[NDArray[Any]],
-        pad_id: int,
-    ) -> None:
-        if not tokens:
-            raise DataError("there is no text with a label; give at least one")
-        self._tokens, self._kinds, self._values, self._pad_id = tokens, kinds, values, pad_id
-        self.lengths = np.array([len(each) for each in tokens], dtype=np.int64)
-        self.labels = np.ones(len(tokens), dtype=np.int64)
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self._tokens)
-
-    def width(self, rows: NDArray[np.int64] | slice) -> int:
-        """Places that all of ``rows`` have in a batch."""
-        return int(self.lengths[rows].max())
-
-    def row(self, index: int, length: int | None = None) -> tuple[NDArray[Any], ...]:
-        """``(tokens [s], label [1 or n])``, with token types also ``kinds [s]`` and ``mask [s]``; new arrays."""
-        return self._filled(
-            self._tokens[index], None if self._kinds is None else self._kinds[index], self._values[index], length
-        )
-
-    def padding(self, length: int) -> tuple[NDArray[Any], ...]:
-        """A row whose label counts for nothing: -100, or NaN."""
-        value = self._values[0]
-        nothing = np.full_like(value, IGNORE_INDEX if value.dtype == np.int64 else np.nan)
-        return self._filled(self._tokens[0][:1], None if self._kinds is None else self._kinds[0][:1], nothing, length)
-
-    def _filled(
-        self, tokens: NDArray[np.int64], kinds: NDArray[np.int64] | None, value: NDArray[Any], length: int | None
-    ) -> tuple[NDArray[Any], ...]:
-        length = len(tokens) if length is None else length
-        row = np.full(length, self._pad_id, dtype=np.int64)
-        row[: len(tokens)] = tokens
-        if kinds is None:
-            return row, value.copy()
-        types, mask = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64)
-        types[: len(kinds)], mask[: len(tokens)] = kinds, 1
-        return row, value.copy(), types, mask
-
-
-class EvaluationRows:
-    """Labelled rows of one length, to measure on.
-
-    Args:
-        rows: all of them.
-    """
-
-    def __init__(self, rows: LabelledRows) -> None:
-        self.rows = rows
-        self._length = rows.width(slice(None))
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> tuple[NDArray[Any], ...]:
-        """One row."""
-        return self.rows.row(index, self._length)
-
-    def padding(self) -> tuple[NDArray[Any], ...]:
-        """A row whose label counts for nothing."""
-        return self.rows.padding(self._length)

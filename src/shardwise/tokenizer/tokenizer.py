@@ -361,6 +361,22 @@ class Tokenizer:
         Raises:
             DataError: a text holds a lone surrogate, or what is put around it is longer than ``max_length``.
         """
+        encoding = self._framed(text, pair, max_length, parse_special)
+        return encoding.ids, encoding.type_ids, bool(encoding.overflowing)
+
+    def encode_words(
+        self, words: Sequence[str], *, max_length: int, parse_special: bool = False
+    ) -> tuple[list[int], list[int], list[int | None], bool]:
+        """``encode_framed`` of words, and of which word each token is, by its number; None for what is put around them.
+
+        As ``transformers`` with ``is_split_into_words``: there is nothing between words that is not in them.
+        """
+        encoding = self._framed(list(words), None, max_length, parse_special)
+        return encoding.ids, encoding.type_ids, encoding.word_ids, bool(encoding.overflowing)
+
+    def _framed(
+        self, text: str | list[str], pair: str | None, max_length: int, parse_special: bool
+    ) -> tokenizers.Encoding:
         backend = self._framing_backend
         backend.encode_special_tokens = not parse_special
         if (backend.truncation or {}).get("max_length") != max_length:
@@ -369,10 +385,9 @@ class Tokenizer:
                 raise DataError(f"{max_length} tokens are too few: the tokenizer puts {around} around every text")
             backend.enable_truncation(max_length)
         try:
-            encoding = backend.encode(text, pair, add_special_tokens=True)
+            return backend.encode(text, pair, is_pretokenized=isinstance(text, list), add_special_tokens=True)
         except TypeError as error:
             raise DataError("the text has a lone surrogate, which is no character; remove it") from error
-        return encoding.ids, encoding.type_ids, bool(encoding.overflowing)
 
     def id_of(self, name: str) -> int | None:
         """The id of the token of that name; None if there is none."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardwise.data import (
     EvaluationRows,
@@ -20,6 +21,7 @@ from shardwise.data import (
     Labels,
     SampleLoader,
     labelled_text_of,
+    labelled_words_of,
     labels_of,
     read_records,
 )
@@ -35,7 +37,7 @@ from shardwise.huggingface.folder import PretrainedFolder
 from shardwise.huggingface.pretrained import CONFIG_NAME
 from shardwise.lora import LoraConfig
 from shardwise.models.chunks import ModelChunks
-from shardwise.models.classification import Classification
+from shardwise.models.classification import Classification, Task
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.tokenizer import Tokenizer
 from shardwise.tokenizer.declared_tokens import DeclaredTokens
@@ -96,6 +98,7 @@ class Classifying(Finetuning):
         settings: of the run.
 
     Attributes:
+        task: what has labels, texts or their words.
         labels: what they are; known once the texts are read.
 
     Raises:
@@ -107,15 +110,23 @@ class Classifying(Finetuning):
     has_plan = False
 
     def __init__(self, settings: FinetuneSettings) -> None:
+        task = settings.labels.task
+        assert task != "text-generation"
+        self.task: Task = task
         super().__init__(settings)
         folder = self.folder
         self.pad_id = pad_id_of(
-            folder.config.values, folder.path, folder.description, self.tokenizer, settings.labels.pad_token
+            folder.config.values,
+            folder.path,
+            folder.description,
+            self.tokenizer,
+            settings.labels.pad_token,
+            task=task,
         )
 
     def check_model(self, description: ModelDescription) -> None:
         """Raise ConfigError unless the model can have the head."""
-        self.folder.architecture.classifier_of("sequence-classification")
+        self.folder.architecture.classifier_of(self.task)
 
     def _prepare(self) -> LabelledTexts:
         settings = self.settings
@@ -138,9 +149,10 @@ class Classifying(Finetuning):
         return LabelledTexts(name, sha256, self.tokenizer, labels, train, held_out, notes)
 
     def labelled_texts(self, paths: Sequence[str]) -> tuple[str, list[LabelledText]]:
-        """What people call the data, and its texts. Raises as ``read_records`` and ``labelled_text_of``."""
+        """What people call the data, and its texts. Raises as ``read_records`` and what reads a record."""
         name, records = read_records(paths)
-        return name, [labelled_text_of(record, self.settings.corpus.text_key) for record in records]
+        read = labelled_words_of if self.task == "token-classification" else labelled_text_of
+        return name, [read(record, self.settings.corpus.text_key) for record in records]
 
     def labels_of(self, texts: Sequence[LabelledText]) -> Labels:
         """What labels there are. Raises as ``choose_labels``."""
@@ -168,7 +180,7 @@ class Classifying(Finetuning):
     @property
     def head(self) -> Classification:
         """The head that the model is to have."""
-        return head_of(self.folder, self.labels, self.pad_id)
+        return head_of(self.folder, self.task, self.labels, self.pad_id)
 
     def describe(self, vocab_size: int) -> ModelDescription:
         """The folder's model with its head."""
@@ -180,13 +192,18 @@ class Classifying(Finetuning):
 
     def objective(self, groups: Groups, device: torch.device) -> Labelling:
         """The loss of ``transformers``, and the accuracy."""
-        return Labelling(self.head)
+        return Labelling(self.head, self.labels.names)
 
     def adapters(self) -> LoraConfig:
         """The adapters of the settings; the head is trained whole."""
         config, folder = super().adapters(), self.folder
-        parts = [folder.architecture.classifier_of("sequence-classification").tensor]
-        if folder.description.kind == "bert" and not any("pooler" in name for name in folder.tensors.tensors):
+        parts = [folder.architecture.classifier_of(self.task).tensor]
+        of_texts = self.task == "sequence-classification"
+        if (
+            of_texts
+            and folder.description.kind == "bert"
+            and not any("pooler" in name for name in folder.tensors.tensors)
+        ):
             parts.append("pooler")
         return dataclasses.replace(config, modules_to_save=tuple(dict.fromkeys((*config.modules_to_save, *parts))))
 
@@ -208,7 +225,13 @@ class Classifying(Finetuning):
 
 
 def pad_id_of(
-    values: Mapping[str, Any], path: Path, model: ModelDescription, tokenizer: Tokenizer, name: str | None
+    values: Mapping[str, Any],
+    path: Path,
+    model: ModelDescription,
+    tokenizer: Tokenizer,
+    name: str | None,
+    *,
+    task: Task,
 ) -> int:
     """The token that fills up short texts: the one called ``name``, or that of ``config.json`` or the tokenizer's.
 
@@ -218,6 +241,7 @@ def pad_id_of(
         model: what is in it.
         tokenizer: of the model.
         name: of the token; None if nobody said.
+        task: of the head. One of words does not look at what fills up, and any token does.
 
     Raises:
         ConfigError: there is none, or it is no token of the model's, or the model's head goes by another one.
@@ -226,6 +250,8 @@ def pad_id_of(
     if given is None and name is None:
         name = DeclaredTokens(path).names.get("pad_token")
     if name is None and given is None:
+        if task == "token-classification":
+            return 0
         raise ConfigError(
             f"{path} does not say which token fills up short texts (pad_token_id in config.json); name one with "
             f"--pad-token, such as --pad-token '{tokenizer.eos_token}'"
@@ -257,8 +283,10 @@ def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], setti
         DataError: see ``labels_of``.
     """
     head = folder.description.classification
-    if head is None or head.is_of_tokens:
-        return labels_of(texts, num_labels=settings.num_labels, problem=settings.problem_type)
+    of_tokens = settings.task == "token-classification"
+    if head is None or head.task != settings.task:
+        given = "single_label_classification" if of_tokens else settings.problem_type
+        return labels_of(texts, num_labels=settings.num_labels, problem=given)
     if settings.num_labels not in (None, head.num_labels):
         raise ConfigError(
             f"--num-labels is {settings.num_labels}, and the head of {folder.path} has {head.num_labels} labels; leave "
@@ -270,7 +298,7 @@ def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], setti
             "leave the flag out"
         )
     names = tuple(label_names(Fields(folder.config.values)))
-    problem = settings.problem_type or problem_of(head, texts)
+    problem = "single_label_classification" if of_tokens else settings.problem_type or problem_of(head, texts)
     # A head that nobody named takes the names of the data, if they are as many.
     if list(names) == usual_names(len(names)) and problem != "regression":
         named = any(isinstance(each, str) for text in texts for each in _as_list(text.label))
@@ -282,16 +310,17 @@ def _as_list(label: Any) -> list[Any]:
     return label if isinstance(label, list) else [label]
 
 
-def head_of(folder: PretrainedFolder, labels: Labels, pad_id: int) -> Classification:
-    """The classification head for such labels: the folder's, if it has one for sequences."""
+def head_of(folder: PretrainedFolder, task: Task, labels: Labels, pad_id: int) -> Classification:
+    """The classification head for such labels: the folder's, if it has one for the task."""
     own = folder.description.classification
-    if own is not None and not own.is_of_tokens:
-        # Where transformers would look at the first batch of labels, the file is told what is so.
-        pads = folder.architecture.classifier_of("sequence-classification").pads
-        own = dataclasses.replace(own, pad_token_id=pad_id) if pads else own
-        return own.with_problem(own.problem_type or labels.problem)
-    kind = folder.architecture.classifier_of("sequence-classification")
+    kind = folder.architecture.classifier_of(task)
     dropout = kind.read(Fields(folder.config.values)).dropout
+    if task == "token-classification":
+        return own if own is not None and own.task == task else kind.head(len(labels), dropout=dropout)
+    if own is not None and own.task == task:
+        # Where transformers would look at the first batch of labels, the file is told what is so.
+        own = dataclasses.replace(own, pad_token_id=pad_id) if kind.pads else own
+        return own.with_problem(own.problem_type or labels.problem)
     return kind.head(len(labels), problem_type=labels.problem, pad_token_id=pad_id, dropout=dropout)
 
 
@@ -307,10 +336,12 @@ def encode_texts(
 ) -> tuple[LabelledRows, int]:
     """Rows of texts, and how many of these were cut.
 
+    A word's label is that of its first token, as is usual with ``transformers``.
+
     Args:
-        texts: at least one.
+        texts: at least one; all with labels of words, or none.
         tokenizer: of the model.
-        labels: what labels are; if None nobody asks for them.
+        labels: what labels are; if None nobody asks for them, and words have their numbers in their place.
         max_length: most tokens.
         pad_id: fills up rows.
         kinds: token types of the model; 0 of one that has none, and whose padding needs no mask.
@@ -321,9 +352,18 @@ def encode_texts(
     """
     ids, types, values, num_cut = [], [], [], 0
     for text in texts:
-        own, own_types, is_cut = tokenizer.encode_framed(
-            text.text, text.pair, max_length=max_length, parse_special=parse_special
-        )
+        if text.words is not None:
+            own, own_types, places, is_cut = tokenizer.encode_words(
+                text.words, max_length=max_length, parse_special=parse_special
+            )
+            value = _of_first_tokens(
+                np.arange(len(text.words)) if labels is None else labels.encode_words(text), places
+            )
+        else:
+            own, own_types, is_cut = tokenizer.encode_framed(
+                text.text, text.pair, max_length=max_length, parse_special=parse_special
+            )
+            value = np.full(1, IGNORE_INDEX) if labels is None else labels.encode(text)
         if not own:
             raise DataError(f"{text.where}: the text has no tokens; remove the record")
         if kinds and max(own_types) >= kinds:
@@ -331,9 +371,21 @@ def encode_texts(
         num_cut += is_cut
         ids.append(np.array(own, dtype=np.int64))
         types.append(np.array(own_types, dtype=np.int64))
-        values.append(np.full(1, IGNORE_INDEX) if labels is None else labels.encode(text))
-    return LabelledRows(ids, types if kinds else None, values, pad_id), num_cut
+        values.append(value)
+    of_tokens = any(text.words is not None for text in texts)
+    return LabelledRows(ids, types if kinds else None, values, pad_id, of_tokens=of_tokens), num_cut
+
+
+def _of_first_tokens(values: NDArray[np.int64], words: Sequence[int | None]) -> NDArray[np.int64]:
+    """For each token the value of its word, if it is the word's first; else -100."""
+    return np.array(
+        [
+            IGNORE_INDEX if word is None or word == before else values[word]
+            for before, word in zip((None, *words[:-1]), words, strict=True)
+        ],
+        dtype=np.int64,
+    )
 
 
 def _digest(text: LabelledText) -> str:
-    return hashlib.sha256(json.dumps([text.text, text.pair, text.label]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([text.words or text.text, text.pair, text.label]).encode()).hexdigest()

@@ -47,7 +47,7 @@ class DistillSettings(FinetuneSettings):
             raise ConfigError("no model to learn from; name its Hugging Face folder: --teacher FOLDER")
         for excluded, what in (
             (self.parallel.pp > 1, "--pp over 1: the teacher has no stages; split both models with --tp"),
-            (self.labels.is_on, "--task sequence-classification: what is learned is text; use shardwise finetune"),
+            (self.labels.is_on, f"--task {self.labels.task}: what is learned is text; use shardwise finetune"),
             (self.parallel.exact, "--exact: the divergence has no exact form; leave it out"),
         ):
             if excluded:

@@ -128,8 +128,7 @@ class Finetuning(Recipe):
             )
         if (head := description.classification) is not None:
             raise ConfigError(
-                f"{path} is a model for {head.task} and has no head to continue texts; --task sequence-classification "
-                "labels them"
+                f"{path} is a model for {head.task} and has no head to continue texts; add --task {head.task}"
             )
 
     def read_texts(self, ranks: Ranks) -> TrainingData:
@@ -290,7 +289,7 @@ class Finetuning(Recipe):
         agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
 
     def _card(self, session: Session) -> str:
-        lora = self.settings.lora
+        lora, task = self.settings.lora, self.settings.labels.task
         return model_card(
             self.settings,
             session.out,
@@ -299,7 +298,8 @@ class Finetuning(Recipe):
             data=session.texts.name,
             base=self.folder.path,
             is_adapter=lora.is_on and not lora.lora_merge,
-            task="text-classification" if self.settings.labels.is_on else "text-generation",
+            # By the hub's name.
+            task="text-classification" if task == "sequence-classification" else task,
         )
 
     def _leave_card(self, session: Session) -> None:

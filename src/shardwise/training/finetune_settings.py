@@ -59,14 +59,15 @@ class LabelSettings(Checked, prefix="--"):
 
     Attributes:
         task: "text-generation" trains a model to continue texts; "sequence-classification" one to label them, on
-            records of a text (corpus.text-key), its label and, of two texts, text_pair.
+            records of a text (corpus.text-key), its label and, of two texts, text_pair; "token-classification" one to
+            label words, on records of tokens (a list of words) and their labels (or tags, or ner_tags).
         num_labels: how many labels there are; if not given as many as the model has, or the data of a new head.
         problem_type: what labels mean, as in transformers; if not given what config.json says of the model's head, or
             what the data looks like: a list of labels, a fraction, or one label of several.
         pad_token: the name of the token that fills up short texts, where the model's config.json has no pad_token_id.
     """
 
-    task: Literal["text-generation", "sequence-classification"] = "text-generation"
+    task: Literal["text-generation", "sequence-classification", "token-classification"] = "text-generation"
     num_labels: Annotated[int | None, Range(1, 1 << 20)] = None
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
     pad_token: str | None = None
@@ -76,11 +77,15 @@ class LabelSettings(Checked, prefix="--"):
         for name in ("num_labels", "problem_type", "pad_token"):
             if getattr(self, name) is not None and not self.is_on:
                 raise ConfigError(f"--{name.replace('_', '-')} is for --task sequence-classification; add it")
+        if self.problem_type is not None and self.task == "token-classification":
+            raise ConfigError(
+                "--problem-type is for --task sequence-classification: each word has one label of several"
+            )
 
     @property
     def is_on(self) -> bool:
-        """Whether texts are labelled."""
-        return self.task == "sequence-classification"
+        """Whether texts, or words, are labelled."""
+        return self.task != "text-generation"
 
 
 @dataclass(frozen=True)
@@ -147,12 +152,12 @@ class FinetuneSettings(RunSettings):
                 "leave one of them out"
             )
         if self.labels.is_on and self.parallel.exact:
-            raise ConfigError("--task sequence-classification and --exact exclude each other; leave one out")
+            raise ConfigError(f"--task {self.labels.task} and --exact exclude each other; leave one out")
         for name in ("mask_prompts", "packing", "too_long"):
             if self.labels.is_on and getattr(self.samples, name) != getattr(SampleSettings, name):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} is for text that is continued, and --task sequence-classification "
-                    "labels texts; leave one of them out"
+                    f"--{name.replace('_', '-')} is for text that is continued, and --task {self.labels.task} "
+                    "labels it; leave one of them out"
                 )
         if self.optimizer.learning_rate is None:
             rate = self.learning_rates[self.lora.is_on]

@@ -10,18 +10,21 @@ from torch import Tensor
 
 from shardwise.data import Batch, Windows
 from shardwise.models.classification import IGNORED_LABEL, Classification
+from shardwise.training.entities import entities, mark_entities
 from shardwise.training.objective import Objective
 
 
 @dataclass
 class Labelling(Objective):
-    """The loss of ``transformers``; accuracy, if there is a right label.
+    """The loss of ``transformers``, of texts or of words; accuracy, if there is a right label.
 
     Attributes:
         head: the model's, which says what labels are.
+        label_names: of each label.
     """
 
     head: Classification
+    label_names: tuple[str, ...] = ()
 
     curves = ("loss", "held_out_loss")
     unit = "loss"
@@ -51,14 +54,19 @@ class Labelling(Objective):
         loss = self.head.loss(logits, labels).sum(dtype=dtype)
         if self.is_regression:
             return loss, None
-        right = (chosen(self.head, logits) == _truth(self.head, labels)).all(dim=-1)
+        if self.head.problem_type == "multi_label_classification":
+            right = (chosen(self.head, logits) == _truth(self.head, labels)).all(dim=-1)
+        else:
+            right = logits.argmax(dim=-1) == labels
         return loss, right.sum(dtype=torch.float64).view(1)
 
     def _counted(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The rows that are no filling, and their labels."""
+        """The texts, or tokens, that are no filling, and their labels; in training tokens without a label too."""
         labels = batch[1]
+        if self.head.is_of_tokens:
+            logits, labels = logits.flatten(0, 1), labels.reshape(-1, 1)
         if torch.is_grad_enabled():
-            # There is none in training.
+            # There are no texts that only fill up.
             counts = None
         elif labels.is_floating_point():
             counts = ~labels.isnan().any(dim=1)
@@ -71,14 +79,14 @@ class Labelling(Objective):
     @property
     def of_evaluation(self) -> Objective:
         """Counts, of which accuracy and F1 come."""
-        return HeldOutLabels(self.head)
+        return HeldOutLabels(self.head, self.label_names)
 
 
 class HeldOutLabels(Labelling):
-    """Of held-out texts: the mean loss, the accuracy, and the mean of the labels' F1 (macro).
+    """Of held-out texts, or their words: the mean loss, the accuracy, and the mean of the labels' F1 (macro).
 
     With several labels a text is right if all of them are. Labels that no text has, and that were never chosen, have no
-    F1.
+    F1. Where labels of words mark entities, it is the F1 of these, of which kind, first and last word must be right.
     """
 
     @property
@@ -87,7 +95,11 @@ class HeldOutLabels(Labelling):
         if self.is_regression:
             return ("texts",)
         counts = (f"{what} {index}" for what in ("found", "wrong", "missed") for index in range(self.head.num_labels))
-        return ("texts", "right", *counts)
+        return ("texts", "right", *(("found", "wrong", "missed") if self._marks_entities else counts))
+
+    @property
+    def _marks_entities(self) -> bool:
+        return self.head.is_of_tokens and mark_entities(self.label_names)
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """See ``Objective``."""
@@ -98,8 +110,23 @@ class HeldOutLabels(Labelling):
             return loss, texts
         mine, truth = chosen(self.head, logits), _truth(self.head, labels)
         counts = [(mine == truth).all(dim=-1).sum().view(1)]
-        counts += [(first & second).sum(dim=0) for first, second in ((mine, truth), (mine, ~truth), (~mine, truth))]
+        if self._marks_entities:
+            counts.append(self._count_entities(output, batch[1]))
+        else:
+            counts += self._count_labels(mine, truth)
         return loss, torch.cat([texts, *(each.double() for each in counts)])
+
+    def _count_labels(self, mine: Tensor, truth: Tensor) -> list[Tensor]:
+        return [(first & second).sum(dim=0) for first, second in ((mine, truth), (mine, ~truth), (~mine, truth))]
+
+    def _count_entities(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """``[3]``: entities that were found, wrongly found, and missed."""
+        counts = torch.zeros(3, dtype=torch.float64)
+        for row, numbers in zip(logits.argmax(dim=-1).tolist(), labels.tolist(), strict=True):
+            places = [place for place, number in enumerate(numbers) if number != IGNORED_LABEL]
+            mine, truth = (entities([self.label_names[each[place]] for place in places]) for each in (row, numbers))
+            counts += torch.tensor([len(mine & truth), len(mine - truth), len(truth - mine)])
+        return counts.to(logits.device)
 
     def held_out(self, sums: Sequence[float], windows: Windows) -> dict[str, float]:
         """See ``Objective``."""
@@ -111,7 +138,7 @@ class HeldOutLabels(Labelling):
         values = {"held_out_loss": loss / texts}
         if not others:
             return values
-        right, n = others[0], self.head.num_labels
+        right, n = others[0], (len(others) - 1) // 3
         found, wrong, missed = (others[1 + n * index : 1 + n * (index + 1)] for index in range(3))
         scores = [2 * f / (2 * f + w + m) for f, w, m in zip(found, wrong, missed, strict=True) if f + w + m > 0]
         f1 = sum(scores) / len(scores) if scores else 0.0
@@ -122,7 +149,10 @@ class HeldOutLabels(Labelling):
         loss = f"loss {held_out['held_out_loss']:.4f}"
         if self.is_regression:
             return f"held-out texts: {loss} (mean squared error)"
-        return f"held-out texts: accuracy {held_out['held_out_accuracy']:.4f}, F1 {held_out['held_out_f1']:.4f}, {loss}"
+        what = "words" if self.head.is_of_tokens else "texts"
+        return (
+            f"held-out {what}: accuracy {held_out['held_out_accuracy']:.4f}, F1 {held_out['held_out_f1']:.4f}, {loss}"
+        )
 
 
 def chosen(head: Classification, logits: Tensor) -> Tensor:

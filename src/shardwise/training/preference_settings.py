@@ -55,7 +55,7 @@ class DpoSettings(FinetuneSettings):
             (self.samples.packing, "--packing: the answers of a pair are rows of one batch"),
             (not self.samples.mask_prompts, "--no-mask-prompts: what is compared are the answers to one prompt"),
             (self.samples.too_long == "split", "--too-long split: a part of an answer is not what people chose; cut"),
-            (self.labels.is_on, "--task sequence-classification: what is learned are answers; finetune learns labels"),
+            (self.labels.is_on, f"--task {self.labels.task}: what is learned are answers; finetune learns labels"),
             (self.parallel.exact, "--exact: the loss of preferences has no exact form"),
         ):
             if excluded:

@@ -1,0 +1,219 @@
+"""Fine-tuning for labels of words: tokens, losses and answers are those of transformers, F1 that of whole entities."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+
+import pytest
+import torch
+from lora.reference_steps import STEPS, reference_losses
+from lora.tiny_models import config_of
+from training.test_classifying import bert_tokenizer, open_run, settings_of
+
+from shardwise.cli.main import main
+from shardwise.data import LabelledText, Labels, labelled_words_of
+from shardwise.data.json_records import Record
+from shardwise.errors import ConfigError, DataError
+from shardwise.models.classification import Classification
+from shardwise.tokenizer import Tokenizer
+from shardwise.training.entities import entities, mark_entities
+from shardwise.training.finetune_settings import LabelSettings
+from shardwise.training.labelling import HeldOutLabels
+from shardwise.training.settings import ParallelSettings
+
+WORDS = {"O": ("in", "the", "went"), "B-LOC": ("Paris", "Rome"), "B-PER": ("Ada",), "I-PER": ("Lovelace",)}
+NAMES = tuple(sorted(WORDS))
+TASK = {"task": "token-classification"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Models by transformers that label tokens, and others without a head, and words with labels."""
+    import transformers
+
+    root = tmp_path_factory.mktemp("words")
+    draw, records = random.Random(4), []
+    for number in range(30):
+        tags = [draw.choice(NAMES) for _ in range(draw.randint(1, 6))]
+        words = [draw.choice(WORDS[tag]) for tag in tags]
+        # No two texts are alike.
+        records.append({"tokens": [*words, str(number)], "ner_tags": [*tags, "O"]})
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (root / "llama.jsonl").write_text(lines)
+    (root / "bert.jsonl").write_text(lines)
+    torch.manual_seed(0)
+    sizes = {"id2label": dict(enumerate(NAMES)), "label2id": {name: number for number, name in enumerate(NAMES)}}
+    words = [*(word for group in WORDS.values() for word in group), *map(str, range(30))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        vocab_size = bert_tokenizer(root / "bert", words)
+        config = transformers.BertConfig(
+            vocab_size=vocab_size,
+            hidden_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=30,
+            max_position_embeddings=32,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **sizes,
+        )
+        transformers.BertForTokenClassification(config).double().save_pretrained(root / "bert")
+        llama = config_of("llama", vocab_size=301, classifier_dropout=0.0, pad_token_id=1, **sizes)
+        transformers.LlamaForTokenClassification(llama).double().save_pretrained(root / "llama")
+        plain = config_of("llama", vocab_size=301)
+        transformers.LlamaForCausalLM(plain).double().save_pretrained(root / "llama-lm")
+    # So few ids that words have several tokens.
+    tokenizer = Tokenizer.train([" ".join(words)], 264, ("<|endoftext|>", "<pad>"))
+    for name in ("llama", "llama-lm"):
+        tokenizer.save(root / name)
+    return root
+
+
+def loss_by_transformers(model, batch):
+    ids, labels, *others = batch
+    options = dict(zip(("token_type_ids", "attention_mask"), others, strict=False)) or {"attention_mask": ids != 1}
+    return model(input_ids=ids, labels=labels, **options).loss
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_ten_steps_are_those_of_transformers(group, root, tmp_path, monkeypatch, kind):
+    import transformers
+
+    expected = None
+    layouts = [ParallelSettings(tp=2, sequence_parallel=True), ParallelSettings(pp=2), ParallelSettings()]
+    for parallel in layouts:
+        session = open_run(settings_of(root, tmp_path / "run", kind, parallel, labels=TASK), root, monkeypatch)
+        if expected is None:
+            model = transformers.AutoModelForTokenClassification.from_pretrained(root / kind, dtype=torch.float64)
+            batches = [next(session.loader.batch(step)) for step in range(STEPS)]
+            check_labels(transformers.AutoTokenizer.from_pretrained(root / kind), batches, root / f"{kind}.jsonl")
+            expected = reference_losses(model.eval(), batches, loss_by_transformers)
+        losses = [session.trainer.train_step(step, session.loader).loss for step in range(STEPS)]
+        assert losses == pytest.approx(expected, rel=2e-6), parallel
+        assert set(session.trainer.evaluate(session.windows)) == {"held_out_accuracy", "held_out_f1", "held_out_loss"}
+
+
+def check_labels(tokenizer, batches, data):
+    """Rows are what transformers' tokenizer makes of the words, with the label of each at its first token."""
+    wanted = set()
+    for line in data.read_text().splitlines():
+        record = json.loads(line)
+        encoded = tokenizer(record["tokens"], is_split_into_words=True)
+        words = encoded.word_ids()
+        labels = [
+            -100 if word is None or word == before else NAMES.index(record["ner_tags"][word])
+            for before, word in zip([None, *words[:-1]], words, strict=True)
+        ]
+        wanted.add((*encoded["input_ids"], "labels", *labels))
+    seen = 0
+    for ids, labels, *_ in batches:
+        for row, numbers in zip(ids.tolist(), labels.tolist(), strict=True):
+            length = max(
+                end for end in range(1, len(row) + 1) if (*row[:end], "labels", *numbers[:end]) in wanted or end == 1
+            )
+            assert (*row[:length], "labels", *numbers[:length]) in wanted
+            assert set(numbers[length:]) <= {-100}
+            seen += 1
+    assert seen == STEPS * 4
+
+
+@pytest.mark.slow
+def test_a_trained_head_is_what_peft_and_transformers_read(root, tmp_path, monkeypatch, capsys):
+    import peft
+    import transformers
+
+    monkeypatch.setenv("SHARDWISE_CACHE", str(root / "cache"))
+    out, data = tmp_path / "adapters", str(root / "llama.jsonl")
+    flags = ["--task", "token-classification", "--training.steps", "3", "--device", "cpu", "--lora-rank", "2"]
+    flags += ["--optimizer.learning-rate", "0.01", "--training.dtype", "float64"]
+    assert main(["finetune", str(root / "llama-lm"), "--data", data, "--out", str(out), *flags]) == 0
+    assert main(["finetune", str(root / "llama-lm"), "--data", data, "--out", str(out), *flags, "--show", "1"]) == 0
+    assert "single_label_classification: B-LOC, B-PER, I-PER, O" in capsys.readouterr().out
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"dtype": torch.float64, "num_labels": 4}
+        model = transformers.AutoModelForTokenClassification.from_pretrained(root / "llama-lm", **options)
+        model = peft.PeftModel.from_pretrained(model, out).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    texts = ["Ada Lovelace went", "Rome"]
+    assert main(["classify", str(out), "--device", "cpu", "--text", *texts]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for text, line in zip(texts, lines, strict=True):
+        encoded = tokenizer(text.split(), is_split_into_words=True, return_tensors="pt")
+        words = encoded.word_ids()
+        with torch.no_grad():
+            scores = model(**encoded).logits[0].softmax(-1)
+        assert [each["word"] for each in line] == text.split()
+        for number, each in enumerate(line):
+            row = scores[words.index(number)]
+            assert each["label"] == NAMES[int(row.argmax())]
+            assert each["score"] == pytest.approx(float(row.max()), rel=1e-5)
+    assert main(["eval", str(out), "--data", data, "--device", "cpu"]) == 0
+    assert "F1" in capsys.readouterr().out
+
+
+def test_entities():
+    assert mark_entities(NAMES)
+    assert not mark_entities(("NOUN", "VERB"))
+    assert not mark_entities(("O",))
+    for tags, expected in (
+        ("O B-PER I-PER O", {("PER", 1, 3)}),
+        ("B-PER B-PER", {("PER", 0, 1), ("PER", 1, 2)}),
+        ("I-PER I-LOC I-LOC", {("PER", 0, 1), ("LOC", 1, 3)}),
+        ("B-LOC I-PER", {("LOC", 0, 1), ("PER", 1, 2)}),
+        ("S-LOC S-LOC B-PER E-PER I-PER", {("LOC", 0, 1), ("LOC", 1, 2), ("PER", 2, 4), ("PER", 4, 5)}),
+        ("O O", set()),
+    ):
+        assert entities(tags.split()) == expected, tags
+
+
+@pytest.mark.parametrize("names", [NAMES, ("NOUN", "VERB", "DET", "X")])
+def test_accuracy_and_f1(names):
+    objective = HeldOutLabels(Classification("token-classification", 4), names)
+    # B-LOC, B-PER, I-PER, O; the second row has padding.
+    truth = torch.tensor([[1, 2, -100, 3], [0, -100, -100, -100]])
+    mine = torch.tensor([[1, 2, 0, 0], [1, 0, 0, 0]])
+    logits = torch.nn.functional.one_hot(mine, 4).double() * 2
+    with torch.no_grad():
+        loss, counts = objective.sums(logits, (None, truth))
+    found = objective.scores([float(loss), *counts.tolist()])
+    assert found["held_out_accuracy"] == 2 / 4
+    # Of entities one is found, two are wrongly, one is missed. Of labels F1 is 0, 2/3, 1 and 0.
+    expected = 2 / (2 + 2 + 1) if names == NAMES else (2 / 3 + 1) / 4
+    assert found["held_out_f1"] == pytest.approx(expected)
+    counted = truth != -100
+    assert found["held_out_loss"] == pytest.approx(
+        float(torch.nn.functional.cross_entropy(logits[counted], truth[counted]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"text": "a"}, "no list of words under 'tokens' or 'words' .its keys: 'text'"),
+        ({"tokens": []}, "no list of words"),
+        ({"tokens": ["a"]}, "1 words and no list of labels"),
+        ({"tokens": ["a"], "labels": ["O", "O"]}, "1 words and 2 labels"),
+        ({"tokens": ["a", 3], "labels": ["O", "O"]}, "a word is no string but a number, 3"),
+        ({"tokens": ["\ud800"], "labels": ["O"]}, "surrogate"),
+    ],
+)
+def test_impossible_records_are_refused(value, said):
+    with pytest.raises(DataError, match=said):
+        labelled_words_of(Record("here", value), "text")
+
+
+def test_impossible_labels_are_refused():
+    labels = Labels(("O", "B-X"), "single_label_classification")
+    text = LabelledText("here", "a b c", None, ["O", 1, -100], ("a", "b", "c"))
+    assert labels.encode_words(text).tolist() == [0, 1, -100]
+    for tag, said in (("B-Y", "'B-Y' is none of the model's"), (2, "2 is out of range"), (None, "null")):
+        with pytest.raises(DataError, match=said):
+            labels.encode_words(LabelledText("here", "a", None, [tag], ("a",)))
+    with pytest.raises(ConfigError, match="--problem-type is for --task sequence-classification"):
+        LabelSettings(task="token-classification", problem_type="regression")
