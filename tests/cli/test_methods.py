@@ -75,7 +75,7 @@ def test_a_teacher_on_two_ranks(folder, capsys, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(folder / "cache"))
     other = arguments_of(folder, "distill", "--out", str(folder / "no"), "--teacher", str(folder / "other"))
     assert main(other) == 2
-    assert "has a vocabulary of 290 ids, and" in capsys.readouterr().err
+    assert "is another one: id 1 is '!' there and '<|im_start|>' in" in capsys.readouterr().err
 
 
 def test_a_look_at_pairs(folder, capsys, monkeypatch):
