@@ -1,7 +1,7 @@
-"""Models in and out of Hugging Face's layout: GPT-2, BLOOM, Llama 3, Mistral, Qwen 2, Qwen 3 and BERT.
+"""Models in and out of Hugging Face's layout.
 
-One table per architecture says which stored tensors a parameter is made of. Reading, each rank reads only the slices
-that it holds; writing, no rank holds more than one whole parameter.
+``architectures`` has one table for each family, of which stored tensors a parameter is made. Reading, each rank reads
+only the slices that it holds; writing, no rank holds more than one whole parameter.
 """
 
 from shardwise.huggingface.building import build_model as build_model
