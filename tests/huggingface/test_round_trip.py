@@ -13,6 +13,7 @@ from harness.parity import assert_bit_equal
 from hf_references import GPT_LIKE, MODEL_PARAMS, MODELS, Reference, groups_of, layouts
 from safetensors.torch import load_file
 
+from shardwise.errors import ConfigError
 from shardwise.huggingface import describe_model, load_pretrained, save_pretrained
 
 
@@ -131,3 +132,30 @@ def test_transformers_loads_a_bf16_model_of_two_stages(
             for key, tensor in stored(folder).items():
                 assert_bit_equal(tensor, rounded[key], name=key)
     dist.barrier(group)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reference", ["llama", "llama_tied", "bert"], indirect=True)
+def test_another_number_of_ids(group: dist.ProcessGroup, reference: Reference, tmp_path: Path) -> None:
+    """Rows that the folder does not have are 0, and those beyond the model's are not read; biases of ids likewise."""
+    given = reference.weights()
+    written = json.loads((reference.folder / "config.json").read_text())
+    for tp, pp in layouts(group.size()):
+        groups = groups_of(tp, pp)
+        for size in (written["vocab_size"] - 11, written["vocab_size"] + 5):
+            folder = tmp_path / f"{tp}x{pp}-{size}"
+            model = load_pretrained(reference.folder, groups=groups, vocab_size=size)
+            save_pretrained(model, folder, source=reference.folder)
+            assert json.loads((folder / "config.json").read_text())["vocab_size"] == size
+            tensors, num_changed = stored(folder), 0
+            assert tensors.keys() == given.keys()
+            for key, tensor in tensors.items():
+                expected = given[key]
+                if len(expected) == written["vocab_size"]:
+                    num_changed += 1
+                    more = expected.new_zeros(max(0, size - len(expected)), *expected.shape[1:])
+                    expected = torch.cat([expected[:size], more])
+                assert_bit_equal(tensor, expected, name=key)
+            assert num_changed == (1 if reference.name == "llama_tied" else 2)
+        with pytest.raises(ConfigError, match="vocab_size is 0"):
+            load_pretrained(reference.folder, groups=groups, vocab_size=0)

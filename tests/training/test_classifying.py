@@ -271,5 +271,5 @@ def test_impossible_runs_are_refused(group, root, tmp_path, monkeypatch):
         settings = FinetuneSettings.from_json(settings.to_json() | {"data": changes.get("data", settings.data)})
         with pytest.raises(error, match=said):
             open_run(settings, root, monkeypatch)
-    with pytest.raises(ConfigError, match="--num-labels is for --task sequence-classification"):
+    with pytest.raises(ConfigError, match="--num-labels is for --task sequence-classification or token-"):
         LabelSettings(num_labels=3)

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from training.run_processes import hashes, run_in_processes
 
@@ -14,6 +15,7 @@ from shardwise.training.settings import (
     Settings,
     TrainingSettings,
 )
+from shardwise.training.texts import prepare_texts
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +48,19 @@ def settings_of(
         # 17 windows, so that two ranks' evaluation batches have room for one more.
         corpus=CorpusSettings(held_out_fraction=0.02),
     )
+
+
+def test_the_text_reaches_what_faults_hide_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    settings = settings_of(tmp_path, "one", LLAMA)
+    texts = prepare_texts(settings)
+    windows = texts.windows(settings)
+    assert len(windows) % 2 == 1
+    ids = set(np.concatenate([windows[index][0] for index in range(len(windows))]).tolist())
+    for num_ranks in (2, 4):
+        for rank in range(1, num_ranks):
+            bound = texts.tokenizer.vocab_size * rank // num_ranks
+            assert {bound - 1, bound} <= ids
 
 
 @pytest.mark.parametrize(
@@ -92,7 +107,7 @@ def test_layouts(tmp_path, model, dtype, world_size, options):
 def test_the_layout_changes_in_the_middle_and_ranks_are_killed(tmp_path):
     # Tied, so that both uses of the weight are on one stage where data-parallel ranks share out the optimizer's state.
     model = LLAMA | {"num_layers": 2, "tie_embeddings": True}
-    # A batch of which each of two data-parallel ranks has more than two micro-batches, whose order would not show.
+    # Four micro-batches on each of two data-parallel ranks: of two the sum has the same bits in either order.
     options = {"model": model, "batch": 8, "steps": 6, "save_every": 2, "asynchronous_saves": False}
     run_in_processes(settings_of(tmp_path, "one", **options), 1, tmp_path / "alone")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import re
 import warnings
 
 import pytest
@@ -13,7 +15,7 @@ from lora.tiny_models import config_of
 from training.test_classifying import bert_tokenizer, open_run, settings_of
 
 from shardwise.cli.main import main
-from shardwise.data import LabelledText, Labels, labelled_words_of
+from shardwise.data import LabelledText, Labels, encode_labelled, labelled_words_of, labels_of
 from shardwise.data.json_records import Record
 from shardwise.errors import ConfigError, DataError
 from shardwise.models.classification import Classification
@@ -153,8 +155,25 @@ def test_a_trained_head_is_what_peft_and_transformers_read(root, tmp_path, monke
             row = scores[words.index(number)]
             assert each["label"] == NAMES[int(row.argmax())]
             assert each["score"] == pytest.approx(float(row.max()), rel=1e-5)
-    assert main(["eval", str(out), "--data", data, "--device", "cpu"]) == 0
-    assert "F1" in capsys.readouterr().out
+    # Of the last text there are three tokens, the words of which are told.
+    (tmp_path / "some.jsonl").write_text("".join((root / "llama.jsonl").read_text().splitlines(keepends=True)[:6]))
+    some = ["--data", str(tmp_path / "some.jsonl"), "--device", "cpu"]
+    assert main(["classify", str(out), *some]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "some.jsonl").read_text().splitlines()]
+    truth = {(n, *each) for n, record in enumerate(records) for each in entities(record["ner_tags"])}
+    found = {(n, *each) for n, line in enumerate(lines) for each in entities([word["label"] for word in line])}
+    assert main(["eval", str(out), *some]) == 0
+    f1 = float(re.search(r"^entity F1 +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)[1])
+    assert f1 == pytest.approx(2 * len(truth & found) / (len(truth) + len(found)), abs=1e-6)
+    assert main(["classify", str(out), "--device", "cpu", "--sequence-length", "3", "--text", "Ada Lovelace went"]) == 0
+    printed = capsys.readouterr()
+    line = json.loads(printed.out)
+    assert [each["word"] for each in line] == ["Ada", "Lovelace", "went"]
+    assert line[-1] == {"word": "went", "label": None, "score": None}
+    assert "note: 1 text cut to 3 tokens (--sequence-length)" in printed.err
+    assert main(["classify", str(out), "--device", "cpu", "--text", ""]) == 2
+    assert "--text 1: the text has no tokens; remove the record" in capsys.readouterr().err
 
 
 def test_entities():
@@ -196,16 +215,81 @@ def test_accuracy_and_f1(names):
     ("value", "said"),
     [
         ({"text": "a"}, "no list of words under 'tokens' or 'words' .its keys: 'text'"),
-        ({"tokens": []}, "no list of words"),
-        ({"tokens": ["a"]}, "1 words and no list of labels"),
-        ({"tokens": ["a"], "labels": ["O", "O"]}, "1 words and 2 labels"),
-        ({"tokens": ["a", 3], "labels": ["O", "O"]}, "a word is no string but a number, 3"),
+        ({"tokens": []}, "'tokens' is an empty list; remove the record"),
+        ({"tokens": ["a"]}, "1 word and no list of labels"),
+        ({"tokens": ["a"], "labels": ["O", "O"]}, "1 word and 2 labels"),
+        ({"tokens": ["a", 3], "labels": ["O", "O"]}, "a word is no string but a number, 3; make each word a string"),
         ({"tokens": ["\ud800"], "labels": ["O"]}, "surrogate"),
     ],
 )
 def test_impossible_records_are_refused(value, said):
     with pytest.raises(DataError, match=said):
         labelled_words_of(Record("here", value), "text")
+
+
+def test_a_key_that_is_given_is_the_one_that_is_read():
+    record = Record("here", {"tokens": ["a"], "mine": ["b", "c"], "labels": ["O", "X"]})
+    assert labelled_words_of(record, "mine").words == ("b", "c")
+    with pytest.raises(DataError, match=r"here: no list of words under 'min' \(its keys: 'tokens', 'mine', 'labels'\)"):
+        labelled_words_of(record, "min")
+
+
+def text_of(tags, words=("Ada", "went")):
+    return LabelledText("here", " ".join(words), None, tags, tuple(words))
+
+
+def encoded(root, texts, labels=None, max_length=32):
+    labels = labels or Labels(NAMES, "single_label_classification")
+    options = {"pad_id": 0, "kinds": 0, "parse_special": True, "max_length": max_length}
+    return encode_labelled(texts, tokenizer=Tokenizer.load(root / "llama"), labels=labels, **options)
+
+
+def test_texts_without_a_label_that_counts_are_left_out(root):
+    texts = [text_of([-100, -100]), text_of(["B-PER", "O"]), text_of(["O"], [""]), text_of([-100, "O"])]
+    found = encoded(root, texts)
+    assert found.texts == (texts[1], texts[3])
+    assert found.rows.labels.tolist() == [2, 1]
+    assert found.notes("--long") == (
+        "1 word without a token there, whose labels count for nothing",
+        "2 texts left out: none of the words has a label that counts",
+    )
+    cut = encoded(root, texts, max_length=1)
+    assert cut.notes("--long", " held out")[:2] == (
+        "3 texts held out cut to 1 token (--long)",
+        "3 words held out without a token there, whose labels count for nothing",
+    )
+    with pytest.raises(DataError, match="none of 1 text has a word whose label counts: all labels are -100"):
+        encoded(root, texts[:1])
+
+
+def test_names_and_integers():
+    named = [text_of(["B-PER", -100]), text_of([-100, "O"])]
+    assert labels_of(named, problem="single_label_classification").names == ("B-PER", "O")
+    with pytest.raises(DataError, match="here: the label is 1, and others are names"):
+        labels_of([*named, text_of(["O", 1])], problem="single_label_classification")
+    with pytest.raises(DataError, match="no label in the data counts: none is over -100"):
+        labels_of([text_of([-100, -100])], problem="single_label_classification")
+
+
+@pytest.mark.ranks(1)
+def test_names_for_integers(group, root, tmp_path, monkeypatch):
+    lines = (root / "llama.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    numbers = [record | {"ner_tags": [NAMES.index(tag) for tag in record["ner_tags"]]} for record in records]
+    (tmp_path / "numbers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in numbers))
+    names = ("B-LOC", "B-PER", "I-PER", "outside")
+    given = TASK | {"label_names": names, "pad_token": None}
+    settings = settings_of(root, tmp_path / "run", "llama-lm", labels=given)
+    settings = dataclasses.replace(settings, data=(str(tmp_path / "numbers.jsonl"),))
+    session = open_run(settings, root, monkeypatch)
+    assert session.trainer.objective.label_names == names
+    assert "the tokenizer puts no blank between words" in " ".join(session.texts.notes)
+    session.topology.destroy()
+    settings = settings_of(root, tmp_path / "run", "llama", labels=given)
+    with pytest.raises(
+        ConfigError, match=r"--label-names has 4 names, and the head of .*llama has 4 labels: B-LOC, B-PER"
+    ):
+        open_run(settings, root, monkeypatch)
 
 
 def test_impossible_labels_are_refused():
@@ -215,5 +299,11 @@ def test_impossible_labels_are_refused():
     for tag, said in (("B-Y", "'B-Y' is none of the model's"), (2, "2 is out of range"), (None, "null")):
         with pytest.raises(DataError, match=said):
             labels.encode_words(LabelledText("here", "a", None, [tag], ("a",)))
-    with pytest.raises(ConfigError, match="--problem-type is for --task sequence-classification"):
-        LabelSettings(task="token-classification", problem_type="regression")
+    for options, said in (
+        ({"problem_type": "regression"}, "--problem-type is for --task sequence-classification: each word has one"),
+        ({"pad_token": "<pad>"}, "--pad-token is for --task sequence-classification: labels of words do not depend"),
+        ({"label_names": ("a", "a")}, "--label-names 'a' 'a': give at least two names, all different"),
+        ({"label_names": ("a", "b"), "num_labels": 3}, "--num-labels is 3, and --label-names has 2; leave one out"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            LabelSettings(task="token-classification", **options)

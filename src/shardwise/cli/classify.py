@@ -18,7 +18,8 @@ class ClassifyArguments(SplitArguments):
 
     Prints a line of JSON for each text, as the pipeline of transformers answers: {"label": ..., "score": ...}; of a
     model of several labels a list of those that are likelier than not, of a regression {"scores": [...]}, and of a
-    model that labels words (--task token-classification) a list of {"word": ..., "label": ..., "score": ...}.
+    model that labels words (--task token-classification) a list of {"word": ..., "label": ..., "score": ...}, with null
+    of words that were cut off. Texts are cut into words at blanks.
 
     Attributes:
         checkpoint: Hugging Face folder, or adapters, with the model that they name, or an import.
@@ -30,7 +31,7 @@ class ClassifyArguments(SplitArguments):
             less, if not given.
         batch_size: texts at once.
         special_tokens: read the names of special tokens in texts as these tokens.
-        text_key: field of a record that holds the text.
+        text_key: field of a record that holds the text, or the words.
         device: where to compute; "auto" takes a GPU if there is one for each rank.
     """
 

@@ -21,6 +21,7 @@ from shardwise.data import (
     EvaluationRows,
     LabelledText,
     Labels,
+    encode_labelled,
     evaluation_batches,
     labelled_text_of,
     labelled_words_of,
@@ -32,7 +33,7 @@ from shardwise.huggingface.architectures.classifier import label_names
 from shardwise.huggingface.fields import Fields
 from shardwise.models.classification import IGNORED_LABEL, Classification
 from shardwise.tokenizer import Tokenizer
-from shardwise.training.classifying import encode_texts, pad_id_of, problem_of
+from shardwise.training.classifying import pad_id_of, problem_of
 from shardwise.training.labelling import HeldOutLabels
 from shardwise.training.ranks import Ranks, open_ranks
 
@@ -151,7 +152,7 @@ def answer(head: Classification, names: Sequence[str], logits: Tensor) -> object
 def answer_words(
     names: Sequence[str], logits: Tensor, numbers: Sequence[int], words: Sequence[str]
 ) -> list[dict[str, object]]:
-    """What is said of each word, but of those that were cut off.
+    """What is said of each word; null of those of which no token is left.
 
     Args:
         names: of the labels.
@@ -159,11 +160,9 @@ def answer_words(
         numbers: ``[s]``: of each token that begins a word, which that is; -100 of the others.
         words: of the text.
     """
-    return [
-        {"word": words[number], **named(names, row)}
-        for row, number in zip(logits, numbers, strict=True)
-        if number != IGNORED_LABEL
-    ]
+    said = {number: named(names, row) for row, number in zip(logits, numbers, strict=True) if number != IGNORED_LABEL}
+    unknown = {"label": None, "score": None}
+    return [{"word": word, **said.get(number, unknown)} for number, word in enumerate(words)]
 
 
 def named(names: Sequence[str], logits: Tensor) -> dict[str, object]:
@@ -181,8 +180,8 @@ def _outputs(
     labels: Labels | None,
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
     """The logits of each batch, of texts and no filling, and the batch."""
-    rows, num_cut = agree(
-        lambda: encode_texts(
+    encoded = agree(
+        lambda: encode_labelled(
             texts,
             tokenizer=opened.tokenizer,
             labels=labels,
@@ -193,12 +192,12 @@ def _outputs(
         ),
         group=ranks.control,
     )
-    if num_cut and ranks.is_first:
-        print_line(f"note: {num_cut} texts cut to {opened.length(arguments.sequence_length)} tokens")
+    for note in encoded.notes("--sequence-length") if ranks.is_first else ():
+        print_line(f"note: {note}")
     model = opened.model.load_model(ranks)
     model.eval()
     objective = HeldOutLabels(opened.head)
-    windows = EvaluationRows(rows)
+    windows = EvaluationRows(encoded.rows)
     left = len(windows)
     with torch.no_grad(), ranks.phase("labelling", limited=True):
         for batch in evaluation_batches(windows, min(arguments.batch_size, left)):
@@ -240,4 +239,4 @@ def evaluate_labels(arguments: EvalArguments, ranks: Ranks, opened: Opened) -> N
     if ranks.is_first:
         print(f"data            {name}: {len(texts):,} texts")
         for key, value in measured.items():
-            print(f"{key.removeprefix('held_out_').replace('f1', 'F1'):<15} {value:.6f}")
+            print(f"{objective.titles.get(key, key.removeprefix('held_out_')):<15} {value:.6f}")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillArguments(FinetuneArguments):
-    """Fine-tune a Hugging Face model on what another one of the same vocabulary predicts.
+    """Fine-tune a Hugging Face model on what another one of the same tokenizer predicts.
 
     The teacher is split over the same ranks and is not trained. All else is as in
     shardwise finetune:

@@ -18,7 +18,8 @@ class EvalArguments(SplitArguments):
     """Measure a model of shardwise train, demo, finetune or import-hf, or in a Hugging Face folder, on data.
 
     Prints the loss in nats per token, the perplexity, and bits per byte, which can be compared between tokenizers; of a
-    model that labels texts the accuracy, the mean of the labels' F1, and the loss.
+    model that labels texts, or their words, the accuracy, the mean of the labels' F1 (macro) or that of the entities
+    that words make, and the loss.
 
     With --tasks, measures it by tasks of EleutherAI's lm-evaluation-harness (pip install 'shardwise[eval]').
 
@@ -32,7 +33,7 @@ class EvalArguments(SplitArguments):
         batch_size: windows at once.
         mask_prompts: measure what the assistant says, and completions, only; with --no-mask-prompts all of the text.
         special_tokens: read the names of special tokens in texts as these tokens.
-        text_key: field of a record that holds the text.
+        text_key: field of a record that holds the text, or the words.
         tasks: names of tasks of lm-evaluation-harness, in place of data.
         task_path: folder of tasks of one's own (YAML), which are then all there are.
         num_fewshot: solved examples before each question; what the task says if not given.

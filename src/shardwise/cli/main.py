@@ -34,7 +34,7 @@ COMMANDS = {
     "train": Command("train a GPT on your text, on any number of ranks", "TrainArguments"),
     "finetune": Command("fine-tune a Hugging Face model, all weights or LoRA adapters", "FinetuneArguments"),
     "dpo": Command("fine-tune on preferences: pairs of a better and a worse answer", "DpoArguments"),
-    "distill": Command("fine-tune on what a larger model of the same vocabulary predicts", "DistillArguments"),
+    "distill": Command("fine-tune on what a larger model of the same tokenizer predicts", "DistillArguments"),
     "plan": Command("show what a run needs of memory and network, and which layouts fit", "PlanArguments"),
     "generate": Command("continue a text with a trained checkpoint", "GenerateArguments"),
     "chat": Command("talk with a model, by its own chat template", "ChatArguments"),

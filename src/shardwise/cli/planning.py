@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import torch
+
 from shardwise.accounting.fit import fitting
 from shardwise.accounting.plan import make_plan
 from shardwise.accounting.report import fitting_as_table, plan_as_json, plan_as_table, read_bytes, shown_bytes
-from shardwise.accounting.workload import Layout
+from shardwise.accounting.workload import Layout, Workload
 from shardwise.errors import ConfigError
 from shardwise.training.plan_settings import PlanSettings
 from shardwise.training.planning import adaptation_of, layout_of, planned_model, recomputation_of, workload_of
@@ -22,8 +24,7 @@ def print_plan(settings: PlanSettings, folder: str | None, world_size: int, *, a
     Raises:
         ConfigError, CheckpointError: the model is not to be had, or cannot be split so.
     """
-    model = planned_model(settings, folder)
-    workload = workload_of(settings, model, adaptation_of(settings.lora, model, folder))
+    workload = _workload(settings, folder)
     plan = make_plan(workload, layout_of(settings, world_size))
     print(json.dumps(plan_as_json(plan), indent=2) if as_json else plan_as_table(plan))
 
@@ -43,8 +44,7 @@ def print_fitting(
         ConfigError: there is none, beside what ``print_plan`` raises.
     """
     memory = read_bytes(limit)
-    model = planned_model(settings, folder)
-    workload = workload_of(settings, model, adaptation_of(settings.lora, model, folder))
+    workload = _workload(settings, folder)
     parallel = settings.parallel
     choices = fitting(
         workload,
@@ -74,3 +74,11 @@ def print_fitting(
         f"\n{more}Best first: the least extra work (recomputation, idle pipeline stages), then the fewest bytes that a "
         "rank sends in a step, then memory."
     )
+
+
+def _workload(settings: PlanSettings, folder: str | None) -> Workload:
+    on_cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    if on_cuda:
+        settings = settings.on_device("cuda")
+    model = planned_model(settings, folder)
+    return workload_of(settings, model, adaptation_of(settings.lora, model, folder))

@@ -65,9 +65,9 @@ def show_labelled(settings: FinetuneSettings, count: int) -> None:
     labels = recipe.labels_of(texts)
     allow_any_character()
     print(f"{name}, {len(texts):,} texts; {labels.problem}: {_printable(', '.join(labels.names))}")
-    rows, _ = recipe.encoded(texts[:count], labels)
-    for index, text in enumerate(texts[:count]):
-        ids, label, *_ = rows.row(index)
+    encoded = recipe.encoded(texts[:count], labels)
+    for index, text in enumerate(encoded.texts):
+        ids, label, *_ = encoded.rows.row(index)
         shown = _printable(recipe.tokenizer.decode(ids.tolist()))
         print(f"\nsample {index + 1} ({_printable(text.where)}): label {label.tolist()}\n{shown}\n{ids.tolist()}")
 

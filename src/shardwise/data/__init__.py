@@ -24,8 +24,10 @@ from shardwise.data.labelled import Labels as Labels
 from shardwise.data.labelled import labelled_text_of as labelled_text_of
 from shardwise.data.labelled import labelled_words_of as labelled_words_of
 from shardwise.data.labelled import labels_of as labels_of
+from shardwise.data.labelled_rows import EncodedTexts as EncodedTexts
 from shardwise.data.labelled_rows import EvaluationRows as EvaluationRows
 from shardwise.data.labelled_rows import LabelledRows as LabelledRows
+from shardwise.data.labelled_rows import encode_labelled as encode_labelled
 from shardwise.data.loader import Batch as Batch
 from shardwise.data.loader import BatchSchedule as BatchSchedule
 from shardwise.data.loader import DataLoader as DataLoader

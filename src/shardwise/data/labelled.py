@@ -61,25 +61,38 @@ def labelled_text_of(record: Record, text_key: str, *, needs_label: bool = True)
 
 
 def labelled_words_of(record: Record, words_key: str, *, needs_labels: bool = True) -> LabelledText:
-    """A record of words, under ``words_key``, ``tokens`` or ``words``, and of ``labels``, ``tags`` or ``ner_tags``.
+    """A record of words, under ``tokens`` or ``words``, and of ``labels``, ``tags`` or ``ner_tags``.
+
+    Args:
+        record: the record.
+        words_key: where the words are, unless it is ``text``, that of texts.
+        needs_labels: a record without labels is an error.
 
     Raises:
         DataError: one is missing, or they are not as many. The message says where.
     """
     value = record.value if isinstance(record.value, dict) else {}
-    words = next((value[name] for name in (words_key, "tokens", "words") if isinstance(value.get(name), list)), None)
-    if not words:
+    named = ("tokens", "words") if words_key == "text" else (words_key,)
+    key = next((name for name in named if isinstance(value.get(name), list)), None)
+    if key is None:
         keys = ", ".join(map(repr, list(value)[:_SHOWN])) or "none"
-        raise DataError(f"{record.where}: no list of words under 'tokens' or 'words' (its keys: {keys})")
+        wanted = " or ".join(map(repr, named))
+        raise DataError(f"{record.where}: no list of words under {wanted} (its keys: {keys})")
+    words = value[key]
+    if not words:
+        raise DataError(f"{record.where}: {key!r} is an empty list; remove the record")
     for word in words:
         if not isinstance(word, str):
-            raise DataError(f"{record.where}: a word is no string but {kind_of(word)}, {_shown(word)}")
+            raise DataError(
+                f"{record.where}: a word is no string but {kind_of(word)}, {_shown(word)}; make each word a string"
+            )
         check_text(word, record.where, "a word")
     tags = next((value[name] for name in ("labels", "tags", "ner_tags") if isinstance(value.get(name), list)), None)
     if needs_labels and (tags is None or len(tags) != len(words)):
-        given = "no list of labels" if tags is None else f"{len(tags)} labels"
+        given = "no list of labels" if tags is None else counted(len(tags), "label")
         raise DataError(
-            f"{record.where}: {len(words)} words and {given} ('labels', 'tags' or 'ner_tags'); each word must have one"
+            f"{record.where}: {counted(len(words), 'word')} and {given} ('labels', 'tags' or 'ner_tags'); each word "
+            "must have one"
         )
     return LabelledText(record.where, " ".join(words), None, tags, tuple(words))
 
@@ -130,7 +143,7 @@ class Labels:
         Raises:
             DataError: a label that is none of these.
         """
-        numbers = [IGNORE_INDEX if tag == IGNORE_INDEX else self._number(tag, text.where) for tag in text.label]
+        numbers = [IGNORE_INDEX if _is_ignored(tag) else self._number(tag, text.where) for tag in text.label]
         return np.array(numbers, dtype=np.int64)
 
     def _number(self, label: object, where: str) -> int:
@@ -166,13 +179,7 @@ def labels_of(
         ConfigError: ``num_labels`` is less than the kind of problem needs.
     """
     given = [each.label for each in texts]
-    if problem is None:
-        if any(isinstance(label, list) for label in given):
-            problem = "multi_label_classification"
-        elif num_labels == 1 or any(isinstance(label, float) for label in given):
-            problem = "regression"
-        else:
-            problem = "single_label_classification"
+    problem = problem or usual_problem(texts, num_labels)
     if problem == "regression":
         first = given[0]
         count = num_labels or (len(first) if isinstance(first, list) else 1)
@@ -180,11 +187,12 @@ def labels_of(
     flat = [each for label in given for each in (label if isinstance(label, list) else [label])]
     if any(isinstance(label, str) for label in flat):
         names = sorted({label for label in flat if isinstance(label, str)})
-        odd = next((text for text in texts if not _is_named(text.label)), None)
-        if odd is not None:
-            raise DataError(
-                f"{odd.where}: the label is {_shown(odd.label)}, and others are names; make all of one kind"
-            )
+        for text in texts:
+            for label in text.label if isinstance(text.label, list) else [text.label]:
+                if not isinstance(label, str) and not (text.words is not None and _is_ignored(label)):
+                    raise DataError(
+                        f"{text.where}: the label is {_shown(label)}, and others are names; make all of one kind"
+                    )
         if num_labels not in (None, len(names)):
             raise DataError(
                 f"--num-labels is {num_labels}, and the data has {len(names)} labels: {', '.join(names[:_SHOWN])}"
@@ -196,10 +204,20 @@ def labels_of(
     if problem == "multi_label_classification":
         return _usual(num_labels or max(map(len, given), default=1), problem)
     largest = max((label for label in flat if type(label) is int), default=0)
+    if largest < 0:
+        raise DataError(f"no label in the data counts: none is over {largest}; give names, or integers from 0")
     count = largest + 1 if num_labels is None else num_labels
     if num_labels is None and count < 2:
         raise DataError("all labels in the data are 0; a classifier needs two, or --num-labels")
     return _usual(count, problem)
+
+
+def usual_problem(texts: Sequence[LabelledText], num_labels: int | None = None) -> ProblemType:
+    """What the labels of texts look like: a fraction is a regression's, and a list holds any number of labels."""
+    if any(isinstance(text.label, list) for text in texts):
+        return "multi_label_classification"
+    is_regression = num_labels == 1 or any(isinstance(text.label, float) for text in texts)
+    return "regression" if is_regression else "single_label_classification"
 
 
 def _usual(count: int, problem: ProblemType) -> Labels:
@@ -208,8 +226,13 @@ def _usual(count: int, problem: ProblemType) -> Labels:
     return Labels(tuple(f"LABEL_{index}" for index in range(count)), problem)
 
 
-def _is_named(label: object) -> bool:
-    return isinstance(label, str) or (isinstance(label, list) and all(isinstance(each, str) for each in label))
+def _is_ignored(label: object) -> bool:
+    return type(label) is int and label == IGNORE_INDEX
+
+
+def counted(count: int, noun: str) -> str:
+    """Such as ``"1 word"`` and ``"2 words"``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _is_finite(value: object) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data.dataset import IGNORE_INDEX
+from shardwise.data.labelled import LabelledText, Labels, counted
 from shardwise.errors import DataError
+from shardwise.tokenizer import Tokenizer
 
 
 class LabelledRows:
@@ -105,3 +108,118 @@ class EvaluationRows:
     def padding(self) -> tuple[NDArray[Any], ...]:
         """A row whose label counts for nothing."""
         return self.rows.padding(self._length)
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    """Texts with labels as rows of tokens.
+
+    Attributes:
+        rows: the tokens.
+        texts: those that the rows are of, in order.
+        max_length: most tokens of a row.
+        num_cut: texts that lost their end.
+        num_words: words with a label but without a token: cut off, or of characters that the tokenizer leaves out.
+        num_left_out: texts of which no word has a label that counts.
+    """
+
+    rows: LabelledRows
+    texts: tuple[LabelledText, ...]
+    max_length: int
+    num_cut: int
+    num_words: int
+    num_left_out: int
+
+    def notes(self, flag: str, what: str = "") -> tuple[str, ...]:
+        """What was cut and left out, a line each.
+
+        Args:
+            flag: says how long a row is.
+            what: the texts are for, such as ``" to train on"``.
+        """
+        lines = (
+            (self.num_cut, "text", f"{what} cut to {counted(self.max_length, 'token')} ({flag})"),
+            (self.num_words, "word", f"{what} without a token there, whose labels count for nothing"),
+            (self.num_left_out, "text", f"{what} left out: none of the words has a label that counts"),
+        )
+        return tuple(f"{counted(count, noun)}{rest}" for count, noun, rest in lines if count)
+
+
+def encode_labelled(
+    texts: Sequence[LabelledText],
+    *,
+    tokenizer: Tokenizer,
+    labels: Labels | None,
+    max_length: int,
+    pad_id: int,
+    kinds: int,
+    parse_special: bool,
+) -> EncodedTexts:
+    """Rows of texts.
+
+    A word's label is that of its first token, as is usual with ``transformers``. Texts of which no word has a label
+    that counts are left out.
+
+    Args:
+        texts: at least one; all with labels of words, or none.
+        tokenizer: of the model.
+        labels: what labels are; if None nobody asks for them, words have their numbers in their place, and no text is
+            left out.
+        max_length: most tokens.
+        pad_id: fills up rows.
+        kinds: token types of the model; 0 of one that has none, and whose padding needs no mask.
+        parse_special: the names of special tokens in texts are these tokens.
+
+    Raises:
+        DataError: a label that is none of ``labels``, or a text of no tokens, or a pair for a model of one token type;
+            or no text is left.
+    """
+    of_tokens = any(text.words is not None for text in texts)
+    ids, types, values, kept, num_cut, num_words = [], [], [], [], 0, 0
+    for text in texts:
+        places: list[int | None] = []
+        if text.words is not None:
+            own, own_types, places, is_cut = tokenizer.encode_words(
+                text.words, max_length=max_length, parse_special=parse_special
+            )
+        else:
+            own, own_types, is_cut = tokenizer.encode_framed(
+                text.text, text.pair, max_length=max_length, parse_special=parse_special
+            )
+        if not own and (text.words is None or labels is None):
+            raise DataError(f"{text.where}: the text has no tokens; remove the record")
+        if kinds and max(own_types, default=0) >= kinds:
+            raise DataError(f"{text.where}: a second text has token type {max(own_types)}, and the model has {kinds}")
+        num_cut += is_cut
+        if text.words is None:
+            value = np.full(1, IGNORE_INDEX) if labels is None else labels.encode(text)
+        else:
+            of_words = np.arange(len(text.words)) if labels is None else labels.encode_words(text)
+            value = _of_first_tokens(of_words, places)
+            num_labels = int((value != IGNORE_INDEX).sum())
+            if labels is not None:
+                num_words += int((of_words != IGNORE_INDEX).sum()) - num_labels
+                if not num_labels:
+                    continue
+        kept.append(text)
+        ids.append(np.array(own, dtype=np.int64))
+        types.append(np.array(own_types, dtype=np.int64))
+        values.append(value)
+    if texts and not kept:
+        raise DataError(
+            f"none of {counted(len(texts), 'text')} has a word whose label counts: all labels are {IGNORE_INDEX}, or "
+            "of words without a token; label at least one"
+        )
+    rows = LabelledRows(ids, types if kinds else None, values, pad_id, of_tokens=of_tokens)
+    return EncodedTexts(rows, tuple(kept), max_length, num_cut, num_words, len(texts) - len(kept))
+
+
+def _of_first_tokens(values: NDArray[np.int64], words: Sequence[int | None]) -> NDArray[np.int64]:
+    """For each token the value of its word, if it is the word's first; else -100."""
+    return np.array(
+        [
+            IGNORE_INDEX if word is None or word == before else values[word]
+            for before, word in zip((None, *words), words, strict=False)
+        ],
+        dtype=np.int64,
+    )

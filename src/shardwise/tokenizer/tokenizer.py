@@ -374,6 +374,14 @@ class Tokenizer:
         encoding = self._framed(list(words), None, max_length, parse_special)
         return encoding.ids, encoding.type_ids, encoding.word_ids, bool(encoding.overflowing)
 
+    @cached_property
+    def joins_words(self) -> bool:
+        """Whether ``encode_words`` reads words as if they were one, as byte-level tokenizers usually do."""
+        return (
+            self.decode(self._framing_backend.encode(["x", "x"], is_pretokenized=True, add_special_tokens=False).ids)
+            == "xx"
+        )
+
     def _framed(
         self, text: str | list[str], pair: str | None, max_length: int, parse_special: bool
     ) -> tokenizers.Encoding:

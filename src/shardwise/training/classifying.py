@@ -10,24 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from shardwise.data import (
+    EncodedTexts,
     EvaluationRows,
     LabelledRows,
     LabelledText,
     Labels,
     SampleLoader,
+    encode_labelled,
     labelled_text_of,
     labelled_words_of,
     labels_of,
     read_records,
 )
-from shardwise.data.dataset import IGNORE_INDEX
-from shardwise.data.labelled import ProblemType
-from shardwise.errors import ConfigError, DataError
+from shardwise.data.labelled import ProblemType, counted, usual_problem
+from shardwise.errors import ConfigError
 from shardwise.files import write_atomically
 from shardwise.huggingface import config_to_json, describe_model, load_pretrained
 from shardwise.huggingface.architectures.classifier import label_fields, label_names, usual_names
@@ -47,6 +46,11 @@ from shardwise.training.finetune_settings import FinetuneSettings, LabelSettings
 from shardwise.training.labelling import Labelling
 from shardwise.training.samples import held_out_indices
 from shardwise.training.settings import RunSettings
+
+_JOINED = (
+    "the tokenizer puts no blank between words, and the model reads them joined; with add_prefix_space in its "
+    "tokenizer.json it reads them as in a text"
+)
 
 
 @dataclass(frozen=True)
@@ -137,16 +141,16 @@ class Classifying(Finetuning):
             picked = held_out_indices([_digest(text) for text in texts], settings.corpus.held_out_fraction)
             parts = [[text for index, text in enumerate(texts) if (index in picked) == held] for held in (False, True)]
         labels = self.labels_of(texts)
-        (train, cut), (held_out, cut_held_out) = (self.encoded(part, labels) for part in parts)
-        notes = tuple(
-            f"{count} texts {what} cut to {settings.sequence_length} tokens (--model.sequence-length)"
-            for count, what in ((cut, "to train on"), (cut_held_out, "held out"))
-            if count
+        train, held_out = (self.encoded(part, labels) for part in parts)
+        notes = (
+            *((_JOINED,) if self.task == "token-classification" and self.tokenizer.joins_words else ()),
+            *train.notes("--model.sequence-length", " to train on"),
+            *held_out.notes("--model.sequence-length", " held out"),
         )
         sha256 = hashlib.sha256("".join(_digest(text) for text in texts).encode()).hexdigest()
         kinds = f"{len(labels)} labels" if labels.problem != "regression" else "numbers"
         name = f"{name}, {len(texts):,} texts with {kinds}"
-        return LabelledTexts(name, sha256, self.tokenizer, labels, train, held_out, notes)
+        return LabelledTexts(name, sha256, self.tokenizer, labels, train.rows, held_out.rows, notes)
 
     def labelled_texts(self, paths: Sequence[str]) -> tuple[str, list[LabelledText]]:
         """What people call the data, and its texts. Raises as ``read_records`` and what reads a record."""
@@ -158,9 +162,9 @@ class Classifying(Finetuning):
         """What labels there are. Raises as ``choose_labels``."""
         return choose_labels(self.folder, texts, self.settings.labels)
 
-    def encoded(self, texts: Sequence[LabelledText], labels: Labels) -> tuple[LabelledRows, int]:
-        """Rows of texts, and how many of these were cut. Raises as ``encode_texts``."""
-        return encode_texts(
+    def encoded(self, texts: Sequence[LabelledText], labels: Labels) -> EncodedTexts:
+        """Rows of texts. Raises as ``encode_labelled``."""
+        return encode_labelled(
             texts,
             tokenizer=self.tokenizer,
             labels=labels,
@@ -241,17 +245,17 @@ def pad_id_of(
         model: what is in it.
         tokenizer: of the model.
         name: of the token; None if nobody said.
-        task: of the head. One of words does not look at what fills up, and any token does.
+        task: of the head. One of words does not look at what fills up, and any token does; ``name`` is None.
 
     Raises:
         ConfigError: there is none, or it is no token of the model's, or the model's head goes by another one.
     """
     given = Fields(values, str(path / CONFIG_NAME)).optional(int, "pad_token_id")
+    if task == "token-classification":
+        return given if given is not None and 0 <= given < model.vocab_size else 0
     if given is None and name is None:
         name = DeclaredTokens(path).names.get("pad_token")
     if name is None and given is None:
-        if task == "token-classification":
-            return 0
         raise ConfigError(
             f"{path} does not say which token fills up short texts (pad_token_id in config.json); name one with "
             f"--pad-token, such as --pad-token '{tokenizer.eos_token}'"
@@ -271,8 +275,8 @@ def pad_id_of(
 
 
 def problem_of(head: Classification, texts: Sequence[LabelledText]) -> ProblemType:
-    """What the labels of texts mean to a head; see ``labels_of``."""
-    return head.problem_type or labels_of(texts, num_labels=head.num_labels).problem
+    """What the labels of texts mean to a head; see ``usual_problem``."""
+    return head.problem_type or usual_problem(texts, head.num_labels)
 
 
 def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], settings: LabelSettings) -> Labels:
@@ -286,7 +290,9 @@ def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], setti
     of_tokens = settings.task == "token-classification"
     if head is None or head.task != settings.task:
         given = "single_label_classification" if of_tokens else settings.problem_type
-        return labels_of(texts, num_labels=settings.num_labels, problem=given)
+        if not settings.label_names:
+            return labels_of(texts, num_labels=settings.num_labels, problem=given)
+        return _named(settings.label_names, given or usual_problem(texts))
     if settings.num_labels not in (None, head.num_labels):
         raise ConfigError(
             f"--num-labels is {settings.num_labels}, and the head of {folder.path} has {head.num_labels} labels; leave "
@@ -299,10 +305,26 @@ def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], setti
         )
     names = tuple(label_names(Fields(folder.config.values)))
     problem = "single_label_classification" if of_tokens else settings.problem_type or problem_of(head, texts)
+    is_unnamed = list(names) == usual_names(len(names))
+    if settings.label_names and (
+        len(settings.label_names) != len(names) if is_unnamed else settings.label_names != names
+    ):
+        raise ConfigError(
+            f"--label-names has {counted(len(settings.label_names), 'name')}, and the head of {folder.path} has "
+            f"{counted(len(names), 'label')}{'' if is_unnamed else ': ' + ', '.join(names[:5])}; leave the flag out"
+        )
+    if settings.label_names:
+        return _named(settings.label_names, problem)
     # A head that nobody named takes the names of the data, if they are as many.
-    if list(names) == usual_names(len(names)) and problem != "regression":
+    if is_unnamed and problem != "regression":
         named = any(isinstance(each, str) for text in texts for each in _as_list(text.label))
         return labels_of(texts, num_labels=len(names), problem=problem) if named else Labels(names, problem)
+    return Labels(names, problem)
+
+
+def _named(names: tuple[str, ...], problem: ProblemType) -> Labels:
+    if problem == "regression":
+        raise ConfigError("--label-names is given, and the labels are numbers of a regression; leave it out")
     return Labels(names, problem)
 
 
@@ -322,69 +344,6 @@ def head_of(folder: PretrainedFolder, task: Task, labels: Labels, pad_id: int) -
         own = dataclasses.replace(own, pad_token_id=pad_id) if kind.pads else own
         return own.with_problem(own.problem_type or labels.problem)
     return kind.head(len(labels), problem_type=labels.problem, pad_token_id=pad_id, dropout=dropout)
-
-
-def encode_texts(
-    texts: Sequence[LabelledText],
-    *,
-    tokenizer: Tokenizer,
-    labels: Labels | None,
-    max_length: int,
-    pad_id: int,
-    kinds: int,
-    parse_special: bool,
-) -> tuple[LabelledRows, int]:
-    """Rows of texts, and how many of these were cut.
-
-    A word's label is that of its first token, as is usual with ``transformers``.
-
-    Args:
-        texts: at least one; all with labels of words, or none.
-        tokenizer: of the model.
-        labels: what labels are; if None nobody asks for them, and words have their numbers in their place.
-        max_length: most tokens.
-        pad_id: fills up rows.
-        kinds: token types of the model; 0 of one that has none, and whose padding needs no mask.
-        parse_special: the names of special tokens in texts are these tokens.
-
-    Raises:
-        DataError: a label that is none of ``labels``, or a text of no tokens, or a pair for a model of one token type.
-    """
-    ids, types, values, num_cut = [], [], [], 0
-    for text in texts:
-        if text.words is not None:
-            own, own_types, places, is_cut = tokenizer.encode_words(
-                text.words, max_length=max_length, parse_special=parse_special
-            )
-            value = _of_first_tokens(
-                np.arange(len(text.words)) if labels is None else labels.encode_words(text), places
-            )
-        else:
-            own, own_types, is_cut = tokenizer.encode_framed(
-                text.text, text.pair, max_length=max_length, parse_special=parse_special
-            )
-            value = np.full(1, IGNORE_INDEX) if labels is None else labels.encode(text)
-        if not own:
-            raise DataError(f"{text.where}: the text has no tokens; remove the record")
-        if kinds and max(own_types) >= kinds:
-            raise DataError(f"{text.where}: a second text has token type {max(own_types)}, and the model has {kinds}")
-        num_cut += is_cut
-        ids.append(np.array(own, dtype=np.int64))
-        types.append(np.array(own_types, dtype=np.int64))
-        values.append(value)
-    of_tokens = any(text.words is not None for text in texts)
-    return LabelledRows(ids, types if kinds else None, values, pad_id, of_tokens=of_tokens), num_cut
-
-
-def _of_first_tokens(values: NDArray[np.int64], words: Sequence[int | None]) -> NDArray[np.int64]:
-    """For each token the value of its word, if it is the word's first; else -100."""
-    return np.array(
-        [
-            IGNORE_INDEX if word is None or word == before else values[word]
-            for before, word in zip((None, *words[:-1]), words, strict=True)
-        ],
-        dtype=np.int64,
-    )
 
 
 def _digest(text: LabelledText) -> str:

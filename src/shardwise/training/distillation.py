@@ -98,8 +98,10 @@ class Distillation(Finetuning):
         path = Path(settings.distillation.teacher)
         self.teacher = PretrainedFolder(path)
         described = self.teacher.description
-        if described.kind != "gpt":
-            raise ConfigError(f"the teacher {path} is a {self.teacher.architecture.model_type} model, no causal one")
+        if described.kind != "gpt" or described.classification is not None:
+            kind = self.teacher.architecture.model_type
+            what = kind if described.classification is None else f"{kind} {described.classification.task}"
+            raise ConfigError(f"the teacher {path} is a {what} model, no causal one")
         # Models of one family have one tokenizer, and often not as many rows beyond its ids.
         self.num_shared = min(described.vocab_size, self.folder.description.vocab_size)
         _check_same_tokens(self.tokenizer, PaddedTokenizer.load(path), settings.base, path)

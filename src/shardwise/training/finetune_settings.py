@@ -62,25 +62,40 @@ class LabelSettings(Checked, prefix="--"):
             records of a text (corpus.text-key), its label and, of two texts, text_pair; "token-classification" one to
             label words, on records of tokens (a list of words) and their labels (or tags, or ner_tags).
         num_labels: how many labels there are; if not given as many as the model has, or the data of a new head.
+        label_names: names of the labels that the data has as integers from 0, in order, for a new head, or one whose
+            labels have no names.
         problem_type: what labels mean, as in transformers; if not given what config.json says of the model's head, or
             what the data looks like: a list of labels, a fraction, or one label of several.
-        pad_token: the name of the token that fills up short texts, where the model's config.json has no pad_token_id.
+        pad_token: the name of the token that fills up short texts, where the model's config.json has no pad_token_id;
+            for sequence-classification.
     """
 
     task: Literal["text-generation", "sequence-classification", "token-classification"] = "text-generation"
     num_labels: Annotated[int | None, Range(1, 1 << 20)] = None
+    label_names: tuple[str, ...] = ()
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
     pad_token: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_labels", "problem_type", "pad_token"):
-            if getattr(self, name) is not None and not self.is_on:
-                raise ConfigError(f"--{name.replace('_', '-')} is for --task sequence-classification; add it")
-        if self.problem_type is not None and self.task == "token-classification":
-            raise ConfigError(
-                "--problem-type is for --task sequence-classification: each word has one label of several"
-            )
+        for name in ("num_labels", "label_names", "problem_type", "pad_token"):
+            if getattr(self, name) not in (None, ()) and not self.is_on:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for --task sequence-classification or token-classification; add it"
+                )
+        for name, why in (
+            ("problem_type", "each word has one label of several"),
+            ("pad_token", "labels of words do not depend on what fills up short texts"),
+        ):
+            if getattr(self, name) is not None and self.task == "token-classification":
+                raise ConfigError(f"--{name.replace('_', '-')} is for --task sequence-classification: {why}")
+        names, count = self.label_names, len(self.label_names)
+        if names and (count < 2 or len(set(names)) < count or "" in names):
+            raise ConfigError(f"--label-names {' '.join(map(repr, names))}: give at least two names, all different")
+        if names and self.problem_type == "regression":
+            raise ConfigError("--label-names: the number of a regression has no name; leave it out")
+        if names and self.num_labels not in (None, count):
+            raise ConfigError(f"--num-labels is {self.num_labels}, and --label-names has {count}; leave one out")
 
     @property
     def is_on(self) -> bool:

@@ -98,6 +98,11 @@ class HeldOutLabels(Labelling):
         return ("texts", "right", *(("found", "wrong", "missed") if self._marks_entities else counts))
 
     @property
+    def titles(self) -> dict[str, str]:
+        """What people call the numbers whose name says less."""
+        return {"held_out_f1": "entity F1" if self._marks_entities else "macro F1"}
+
+    @property
     def _marks_entities(self) -> bool:
         return self.head.is_of_tokens and mark_entities(self.label_names)
 
@@ -150,9 +155,8 @@ class HeldOutLabels(Labelling):
         if self.is_regression:
             return f"held-out texts: {loss} (mean squared error)"
         what = "words" if self.head.is_of_tokens else "texts"
-        return (
-            f"held-out {what}: accuracy {held_out['held_out_accuracy']:.4f}, F1 {held_out['held_out_f1']:.4f}, {loss}"
-        )
+        f1 = f"{self.titles['held_out_f1']} {held_out['held_out_f1']:.4f}"
+        return f"held-out {what}: accuracy {held_out['held_out_accuracy']:.4f}, {f1}, {loss}"
 
 
 def chosen(head: Classification, logits: Tensor) -> Tensor:
