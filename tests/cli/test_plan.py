@@ -59,6 +59,22 @@ def test_a_hugging_face_folder_and_a_file_of_settings(capsys, tmp_path):
     assert (code, "model.sequence-length 256 is more than 128" in error) == (2, True)
 
 
+def test_the_dtype_that_is_meant_on_a_gpu(capsys):
+    plans = {}
+    for name, options in {
+        "gpu": ["--device", "cuda"],
+        "bfloat16": ["--training.dtype", "bfloat16"],
+        "cpu": ["--device", "cpu"],
+        "float32": ["--training.dtype", "float32"],
+    }.items():
+        code, out, _ = call(capsys, *options, "--json")
+        assert code == 0
+        plans[name] = json.loads(out)
+    assert plans["gpu"] == plans["bfloat16"]
+    assert plans["cpu"] == plans["float32"]
+    assert plans["gpu"] != plans["cpu"]
+
+
 def test_what_fits_is_listed_best_first(capsys):
     question = ["--ranks", "4", "8", "--training.global-batch-size", "16", "--fit"]
     code, out, _ = call(capsys, *question, "200MiB", "--json")

@@ -1,1 +1,1 @@
-"""The command line: one small module per command, each with ``main(argv) -> exit code``."""
+"""The command line: one small module per command, whose dataclass is its arguments; ``main`` finds it."""

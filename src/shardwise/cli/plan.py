@@ -21,7 +21,7 @@ class PlanArguments(SettingsArguments):
     a rank sends in a step. Settings are those of shardwise train; the model may
     also be that of a Hugging Face folder, of which config.json alone is read:
       shardwise plan --config run.toml --ranks 64 --tp 8
-      shardwise plan MODEL_DIR --training.dtype bfloat16 --ranks 8 --fit 80GiB
+      shardwise plan MODEL_DIR --device cuda --ranks 8 --fit 80GiB
 
     Attributes:
         model_dir: Hugging Face folder with the config.json of the model to plan; that of the settings if not given.
