@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from harness.forked import run_forked
 
-from shardwise.checkpoint.comparing import whole_tensor
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.comparing import StoredCheckpoint
 from shardwise.training import ranks as ranks_module
 from shardwise.training import run as run_module
 from shardwise.training import session as session_module
-from shardwise.training.comparison import RESULTS
+from shardwise.training.comparison import results
 from shardwise.training.metrics import read_metrics
 from shardwise.training.network import process_group_of
 from shardwise.training.settings import RunSettings
@@ -49,14 +48,13 @@ def run_in_processes(settings: RunSettings, world_size: int, folder: Path, *, ki
 def hashes(out: Path) -> dict[str, str]:
     """Of a run's folder: what each step and evaluation came to, and each tensor of the newest checkpoint."""
     found = {
-        f"{name} of step {row['step']}": float(row[name]).hex()
+        f"{name} of step {row['step']}": float(value).hex()
         for row in read_metrics(out / "metrics.jsonl")
-        for name in RESULTS
-        if name in row
+        for name, value in results(row).items()
     }
-    newest = max((out / "checkpoints").iterdir())
-    for name, record in Manifest.read(newest).tensors.items():
-        tensor = whole_tensor(newest, record)
+    newest = StoredCheckpoint(max((out / "checkpoints").iterdir()))
+    for name, record in newest.manifest.tensors.items():
+        tensor = newest.read(name, [0] * len(record.shape), record.shape)
         content = hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         found[name] = f"{record.dtype} {list(record.shape)} {content.hexdigest()}"
     return found

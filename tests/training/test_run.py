@@ -19,6 +19,7 @@ from shardwise.training.metrics import MetricsWriter, read_metrics
 from shardwise.training.parity import check_parity
 from shardwise.training.ranks import Ranks
 from shardwise.training.run import train
+from shardwise.training.saving import begin_save, start_or_resume
 from shardwise.training.session import Session, open_session
 
 
@@ -153,6 +154,42 @@ def test_the_rule_of_random_numbers_is_part_of_a_run_with_dropout(group, tmp_pat
         assert train(resumed).first_loss is None
 
 
+@pytest.mark.slow
+@pytest.mark.ranks(1)
+def test_an_exact_run_goes_on_as_what_it_is(group, tmp_path, monkeypatch):
+    plain = dataclasses.replace(tiny_settings(tmp_path, dtype="float32"), resume="auto")
+    # Only what is saved and read is exact here: the model need not be.
+    session = open_tiny(plain, monkeypatch, tmp_path)
+
+    def with_parts(parts, **training):
+        parallel = dataclasses.replace(plain.parallel, exact=True, exact_parts=parts)
+        return dataclasses.replace(with_training(**training), parallel=parallel)
+
+    def with_training(**training):
+        return dataclasses.replace(plain, training=dataclasses.replace(plain.training, **training))
+
+    def save(step, settings):
+        begin_save(dataclasses.replace(session, settings=settings), step).complete()
+
+    def go_on(settings):
+        return start_or_resume(dataclasses.replace(session, settings=settings))[0]
+
+    save(1, with_parts(2))
+    assert go_on(with_parts(2)) == go_on(with_parts(2, micro_batch_size=2)) == 1
+    for other, message in (
+        (plain, "--exact was True and is False"),
+        (with_parts(1), "--exact-parts was 2 and is 1; --training.micro-batch-size was 2 and is 4"),
+        (with_parts(2, micro_batch_size=1), "--training.micro-batch-size was 2 and is 1"),
+        (with_parts(2, dtype="float64"), "--training.dtype was 'float32' and is 'float64'"),
+    ):
+        with pytest.raises(CheckpointError, match=f"is of another run: {message}; use the same settings and data, or"):
+            go_on(other)
+    save(2, plain)
+    with pytest.raises(CheckpointError, match="is of another run: --exact was False and is True; use"):
+        go_on(with_parts(2))
+    assert go_on(with_training(micro_batch_size=1, dtype="float64")) == 2, "plain runs may change it"
+
+
 @pytest.mark.ranks(2)
 def test_divergence_names_the_step(group, tmp_path, monkeypatch):
     settings = tiny_settings(
@@ -206,6 +243,14 @@ def test_metrics_drop_steps_that_are_done_again(tmp_path):
         assert len(before.readlines()) == 5
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == [(0, 1.0), (1, 0.5), (2, 9.0)]
+
+
+def test_metrics_that_cannot_be_read_are_dropped_aloud(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n\0\0\n{"step": 1}\n[]\n{"step": 2, "lo')
+    MetricsWriter(tmp_path, 2).__exit__()
+    assert [row["step"] for row in read_metrics(path)] == [0, 1]
+    assert capsys.readouterr().out == f"note   {path} has lines that cannot be read, which are dropped: 2, 4\n"
 
 
 def test_compressors_are_measured_in_bits_per_byte():

@@ -117,15 +117,9 @@ class SafetensorsReader(FolderStorage, StorageReader):
 
     def _read(self, header: Mapping[str, StoredTensor], box: Slice) -> Tensor:
         chunk, dtype = self._place[box.chunk], self._manifest.tensors[box.chunk.fqn].dtype
-        stored = header.get(chunk.key)
-        if stored is not None and stored.shape == chunk.sizes:
-            part = read_box(stored, box.offsets, box.sizes)
-            if part.dtype == dtype:
-                self.bytes_read += part.nbytes
-                return part
-        raise damaged(
-            self.folder, f"{chunk.file} has no {chunk.key!r} of {dtype} and shape {list(chunk.sizes)}; {REMEDY}"
-        )
+        part = read_slice(self.folder, header, chunk, dtype, box.offsets, box.sizes)
+        self.bytes_read += part.nbytes
+        return part
 
     def check_sums(self, sums_of_ranks: Iterable[Mapping[MetadataIndex, int]]) -> None:
         """Raise CheckpointError unless what all ranks read is what was saved."""
@@ -136,6 +130,35 @@ class SafetensorsReader(FolderStorage, StorageReader):
             chunk = self._place[index]
             if found % MODULUS != chunk.checksum:
                 raise damaged(self.folder, f"{chunk.file} has other values of {chunk.key!r} than were saved; {REMEDY}")
+
+
+def read_slice(
+    folder: Path,
+    header: Mapping[str, StoredTensor],
+    chunk: ChunkRecord,
+    dtype: torch.dtype,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+) -> Tensor:
+    """A box of a stored chunk.
+
+    Args:
+        folder: of the checkpoint.
+        header: of the chunk's file.
+        chunk: what the manifest says of it.
+        dtype: of its tensor.
+        offsets: first index of the box in the chunk, in each dimension.
+        sizes: number of indices, in each dimension.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has something else there than was saved.
+    """
+    stored = header.get(chunk.key)
+    if stored is not None and stored.shape == chunk.sizes:
+        part = read_box(stored, offsets, sizes)
+        if part.dtype == dtype:
+            return part
+    raise damaged(folder, f"{chunk.file} has no {chunk.key!r} of {dtype} and shape {list(chunk.sizes)}; {REMEDY}")
 
 
 def share_out_slices(wanted: list[list[Slice]], chunks: Mapping[MetadataIndex, ChunkRecord]) -> list[set[Slice]]:

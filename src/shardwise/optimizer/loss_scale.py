@@ -58,19 +58,24 @@ class DynamicLossScale:
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint records."""
-        return {"scale": self.scale, "num_good": self.num_good}
+        return {
+            "scale": self.scale,
+            "num_good": self.num_good,
+            "num_skipped_in_a_row": self.num_skipped_in_a_row,
+        }
 
     def restore_(self, value: object) -> None:
-        """Go on from what ``to_json`` gave.
+        """Go on from what ``to_json`` gave; earlier versions did not record ``num_skipped_in_a_row``.
 
         Raises:
             ConfigError: it is something else.
         """
         if (
             not isinstance(value, dict)
-            or value.keys() != self.to_json().keys()
+            or {"num_skipped_in_a_row", *value} != self.to_json().keys()
             or not all(type(number) in (int, float) and 0 <= number <= 2.0**64 for number in value.values())
         ):
             raise ConfigError(f"the loss scale of the checkpoint is {value!r}; it must be an object of numbers")
         self.scale = max(float(value["scale"]), 2.0**-64)
         self.num_good = int(value["num_good"])
+        self.num_skipped_in_a_row = int(value.get("num_skipped_in_a_row", 0))

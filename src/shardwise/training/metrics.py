@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from shardwise.errors import ConfigError
 from shardwise.files import read_regular, write_atomically
@@ -16,17 +16,41 @@ Metrics = dict[str, float]
 _MAX_BYTES = 2_000_000_000
 
 
-def read_metrics(path: Path, *, below_step: int | None = None) -> list[dict[str, Any]]:
-    """The lines of a metrics file, those of steps before ``below_step``; an incomplete last line is left out."""
-    rows = []
-    for line in read_regular(path, limit=_MAX_BYTES).splitlines() if path.exists() else []:
+class MetricsFile(NamedTuple):
+    """What a metrics file holds.
+
+    Attributes:
+        rows: the lines that can be read.
+        unreadable: numbers, from 1, of the lines that cannot.
+        is_cut: the last line has no end, as a kill leaves it, and cannot be read; it is not among ``unreadable``.
+    """
+
+    rows: list[dict[str, Any]]
+    unreadable: list[int]
+    is_cut: bool
+
+
+def scan_metrics(path: Path) -> MetricsFile:
+    """A metrics file, and what in it is no line of metrics; one that does not exist is empty."""
+    rows, unreadable = [], []
+    content = read_regular(path, limit=_MAX_BYTES) if path.exists() else b""
+    lines = content.splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             row = parse_json(line)
         except ValueError:
-            continue
-        if type(row.get("step")) is int and (below_step is None or row["step"] < below_step):
+            row = {}
+        if type(row.get("step")) is int:
             rows.append(row)
-    return rows
+        else:
+            unreadable.append(number)
+    is_cut = not content.endswith(b"\n") and unreadable[-1:] == [len(lines)]
+    return MetricsFile(rows, unreadable[:-1] if is_cut else unreadable, is_cut)
+
+
+def read_metrics(path: Path, *, below_step: int | None = None) -> list[dict[str, Any]]:
+    """The lines of a metrics file, those of steps before ``below_step``; one that cannot be read is left out."""
+    return [row for row in scan_metrics(path).rows if below_step is None or row["step"] < below_step]
 
 
 class MetricsWriter:
@@ -45,7 +69,11 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, first_step: int, *, tensorboard: bool = False) -> None:
         path = folder / "metrics.jsonl"
-        kept = "".join(json.dumps(row) + "\n" for row in read_metrics(path, below_step=first_step))
+        before = scan_metrics(path)
+        if before.unreadable:
+            lines = ", ".join(map(str, before.unreadable[:5])) + (", ..." if len(before.unreadable) > 5 else "")
+            print(f"note   {path} has lines that cannot be read, which are dropped: {lines}", flush=True)
+        kept = "".join(json.dumps(row) + "\n" for row in before.rows if row["step"] < first_step)
         # Whoever reads the file meanwhile, or finds it after this process was killed, has what was kept.
         write_atomically(path, lambda file: file.write(kept.encode()))
         self._file: TextIO = path.open("a", encoding="utf-8")

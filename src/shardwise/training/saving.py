@@ -24,6 +24,7 @@ from shardwise.json_files import shown
 from shardwise.lora import lora_layers
 from shardwise.optimizer.optimizer import optimizer_state, stored_weights
 from shardwise.sharded_state import sharded_state_dict
+from shardwise.training.exact_settings import exact_micro_batch_size
 from shardwise.training.lora_settings import LoraSettings
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.session import Session
@@ -33,7 +34,7 @@ from shardwise.training.trainer import Trainer
 # What must not change between the parts of one run: the model, and which samples come when.
 _FIXED_TRAINING = ("global_batch_size", "seed")
 _FIXED_SECTIONS = ("model", "lora", "preference", "distillation")
-_SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer")
+_SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer", "parallel")
 
 
 def run_state(session: Session) -> dict[str, ParamShard]:
@@ -244,6 +245,9 @@ def _check_belongs(session: Session, folder: Path) -> int:
     pairs |= {name: (meta.get(name), value) for name, value in _identity(session).items()}
     # Each keeps something else of a weight. Runs of versions without the setting had AdamW.
     pairs["optimizer.name"] = (saved.get("optimizer", {}).get("name", "adamw"), ours["optimizer"]["name"])
+    exact = [_exact_settings(each, ours["training"]["global_batch_size"]) for each in (saved, ours)]
+    if any(each["--exact"] for each in exact):
+        pairs |= {name: (was, exact[1][name]) for name, was in exact[0].items() if name in exact[1]}
     # Runs of versions without the setting took such names as letters.
     pairs["special-tokens"] = (saved.get("special_tokens", False), ours["special_tokens"])
     differences = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items() if was != now]
@@ -256,3 +260,16 @@ def _check_belongs(session: Session, folder: Path) -> int:
             f"{folder} has done {step} steps already, more than training.steps {session.settings.training.steps}"
         )
     return step
+
+
+def _exact_settings(settings: Mapping[str, Any], batch: int) -> dict[str, Any]:
+    """What the bits of an exact run of ``batch`` samples a step depend on beside its fixed settings, by flag."""
+    parallel, training = settings.get("parallel", {}), settings.get("training", {})
+    # Runs of versions without the setting were plain.
+    found = {"--exact": parallel.get("exact", False), "--training.dtype": training.get("dtype")}
+    if found["--exact"]:
+        parts, size = parallel.get("exact_parts"), training.get("micro_batch_size")
+        if size is None and type(parts) is int and parts > 0:
+            size = exact_micro_batch_size(batch, parts)
+        found |= {"--exact-parts": parts, "--training.micro-batch-size": size}
+    return found
