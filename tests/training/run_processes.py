@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,19 @@ from shardwise.training import session as session_module
 from shardwise.training.comparison import results
 from shardwise.training.metrics import read_metrics
 from shardwise.training.network import process_group_of
+from shardwise.training.recipe import Recipe
 from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
 
 
-def run_in_processes(settings: RunSettings, world_size: int, folder: Path, *, killed_at: int | None = None) -> str:
+def run_in_processes(
+    settings: RunSettings,
+    world_size: int,
+    folder: Path,
+    *,
+    killed_at: int | None = None,
+    recipe: Callable[[Any], Recipe] = Recipe,
+) -> str:
     """Run in so many processes, which end with the run.
 
     Args:
@@ -31,12 +40,13 @@ def run_in_processes(settings: RunSettings, world_size: int, folder: Path, *, ki
         world_size: number of processes.
         folder: new, for what they print and where they meet.
         killed_at: the step in which the last of them ends by SIGKILL.
+        recipe: makes the recipe from the settings.
 
     Returns:
         What the first of them printed.
     """
     folder.mkdir()
-    calls = [(settings, rank, world_size, folder / "store", killed_at) for rank in range(world_size)]
+    calls = [(settings, rank, world_size, folder / "store", killed_at, recipe) for rank in range(world_size)]
     done = run_forked(_run_rank, calls, folder)
     if killed_at is None:
         assert [code for code, _ in done] == [0] * world_size, done
@@ -60,7 +70,14 @@ def hashes(out: Path) -> dict[str, str]:
     return found
 
 
-def _run_rank(settings: RunSettings, rank: int, world_size: int, store: Path, killed_at: int | None) -> None:
+def _run_rank(
+    settings: RunSettings,
+    rank: int,
+    world_size: int,
+    store: Path,
+    killed_at: int | None,
+    recipe: Callable[[Any], Recipe],
+) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "unused"}
     os.environ["SHARDWISE_CACHE"] = str(store.parent.parent / "cache")
@@ -82,4 +99,4 @@ def _run_rank(settings: RunSettings, rank: int, world_size: int, store: Path, ki
         return step(self, number, *arguments, **options)
 
     Trainer.step = step_or_die  # type: ignore[method-assign]
-    run_module.run(settings)
+    run_module.run(settings, recipe)

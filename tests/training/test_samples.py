@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from shardwise.data import Example, ExampleEncoder
-from shardwise.errors import DataError
+from shardwise.data import Example, ExampleEncoder, SampleDataset, TokenSamples
+from shardwise.errors import ConfigError, DataError
 from shardwise.tokenizer import ChatTemplate, Tokenizer
 from shardwise.training.finetune_settings import SampleSettings
 from shardwise.training.samples import check_template, prepare_samples
@@ -62,6 +62,23 @@ def test_what_is_left_out_is_named_and_counted(tokenizer, monkeypatch, tmp_path)
         DataError, match=r"any of the 2 samples of a\.jsonl \(to train on\): 2 since no turn of the assis"
     ):
         prepared(examples[-2:], encoder, monkeypatch, tmp_path, held_out=[chat(1)])
+
+
+def test_rows_of_a_multiple_of_places(tokenizer):
+    encoder = encoder_of(tokenizer, "eos_token")
+    encoded = [encoder.encode(chat(number, "I am" + " I" * number + ".")) for number in range(9)]
+    samples = TokenSamples.of("a.jsonl", encoded, tokenizer.eos_id)
+    rows, padded = (SampleDataset(samples, 40, packing=False, multiple_of=number) for number in (1, 8))
+    assert {rows.width(slice(number, number + 1)) % 8 for number in range(9)} != {0}
+    for number in range(9):
+        width = padded.width(slice(number, number + 1))
+        assert 0 <= width - rows.width(slice(number, number + 1)) < 8
+        assert width % 8 == 0
+        tokens, labels = padded.row(number, width)
+        assert (labels != -100).sum() == padded.labels[number]
+        assert len(tokens) == width
+    with pytest.raises(ConfigError, match="sequence_length 40 must be a multiple of 16"):
+        SampleDataset(samples, 40, multiple_of=16)
 
 
 def test_a_share_is_held_out_whole_and_equal_ones_together(tokenizer, monkeypatch, tmp_path):

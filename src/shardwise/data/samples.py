@@ -72,6 +72,7 @@ class SampleDataset:
         packing: put several samples into a row, each with positions of its own from 0 and a number of its own, by which
             a model keeps them apart.
         too_long: what becomes of longer samples.
+        multiple_of: rows of a batch have a multiple of so many places, which divides ``sequence_length``.
 
     Attributes:
         samples, sequence_length, packing: likewise.
@@ -87,11 +88,18 @@ class SampleDataset:
     """
 
     def __init__(
-        self, samples: TokenSamples, sequence_length: int, *, packing: bool = True, too_long: TooLong = "cut"
+        self,
+        samples: TokenSamples,
+        sequence_length: int,
+        *,
+        packing: bool = True,
+        too_long: TooLong = "cut",
+        multiple_of: int = 1,
     ) -> None:
-        if sequence_length < 1:
-            raise ConfigError(f"sequence_length {sequence_length} must be at least 1")
+        if sequence_length < 1 or sequence_length % multiple_of:
+            raise ConfigError(f"sequence_length {sequence_length} must be a multiple of {multiple_of}, at least 1")
         self.samples, self.sequence_length, self.packing = samples, sequence_length, packing
+        self._multiple_of = multiple_of
         self.num_too_long = self.num_masked = 0
         pieces = list(self._pieces(too_long))
         if not pieces:
@@ -156,7 +164,9 @@ class SampleDataset:
 
     def width(self, rows: NDArray[np.int64] | slice) -> int:
         """Places that all of ``rows`` have in a batch."""
-        return self.sequence_length if self.packing else int(self.lengths[rows].max())
+        if self.packing:
+            return self.sequence_length
+        return -(-int(self.lengths[rows].max()) // self._multiple_of) * self._multiple_of
 
     def padding(self, length: int) -> Row:
         """A row in which no label counts."""
@@ -236,7 +246,8 @@ class SampleLoader:
     ) -> Iterator[Batch]:
         """The micro-batches of one rank in one step; see ``DataLoader.batch``.
 
-        Packed rows have ``sequence_length`` places. Others have as many as the step's longest sample takes.
+        Packed rows have ``sequence_length`` places. Others have as many as the step's longest sample takes, or so many
+        more as the dataset adds.
         """
         if micro_batch_size is None:
             micro_batch_size = max(1, self.schedule.global_batch_size // max(1, dp_size))

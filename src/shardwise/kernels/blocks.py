@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 # PyTorch gives a thread 2^15 elements at least, and its widest loop takes 64 at once.
 _BLOCK = 1 << 14
 _VECTORS = 64
+_RUN = 1 << 12
 
 
 def in_blocks(function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
@@ -35,6 +36,17 @@ def in_blocks(function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
         return function(input_)
     output: Tensor = _InBlocks.apply(input_, function)
     return output
+
+
+def sum_at_any_threads(input_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of all elements. Where all are one sum, PyTorch's threads share it, in an order that depends on how many.
+
+    Args:
+        input_: any shape.
+        dtype: to sum in; the input's if None.
+    """
+    flat = input_.reshape(-1)
+    return F.pad(flat, (0, -flat.numel() % _RUN)).view(-1, _RUN).sum(dim=1, dtype=dtype).sum()
 
 
 class _InBlocks(Function):

@@ -53,6 +53,20 @@ def compile_c(source: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL | str:
     return refusal
 
 
+@cache
+def compiler_version() -> str | None:
+    """The first line of what the compiler says of itself; None if there is none."""
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    try:
+        command = [compiler, "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{compiler}: {error}"
+    return next(iter(done.stdout.splitlines()), compiler)
+
+
 def why_not(source: str, defines: tuple[str, ...] = ()) -> str | None:
     """Why there is no library of a file of this folder; None if there is."""
     library = compile_c(source, defines)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from shardwise.kernels.blocks import sum_at_any_threads
+
 # Elements of one block on a CPU: 1 MiB of fp32, about a core's second-level cache.
 BLOCK_ELEMENTS = 1 << 18
 # Elsewhere 64 MiB of it: enough that each operation keeps a GPU busy for longer than it takes to launch.
@@ -76,9 +78,9 @@ def row_statistics(
         out[:, 0] = maximum
         shifted, out[:, 2] = below_maximum(y, maximum, target_local[rows])
         if want_sum:
-            out[:, 3] = shifted.sum(dim=1)
+            out[:, 3] = _sums(shifted)
         exponentials = shifted.exp_()
-        out[:, 1] = exponentials.sum(dim=1)
+        out[:, 1] = _sums(exponentials)
         if exponentiate_:
             index = columns[rows]
             kept = torch.where(elsewhere[rows].unsqueeze(1), exponentials.gather(1, index), 0.0)
@@ -132,6 +134,11 @@ def gradient_(
         if slope is not None:
             result.mul_(slope)
         out[rows] = result.masked_fill_(nothing[rows], 0.0)
+
+
+def _sums(matrix: Tensor) -> Tensor:
+    """Of each row, in an order that does not depend on the number of threads, which share the sum of a single row."""
+    return sum_at_any_threads(matrix).view(1) if matrix.size(0) == 1 else matrix.sum(dim=1)
 
 
 def finite(maximum: Tensor) -> Tensor:

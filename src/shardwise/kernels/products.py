@@ -204,12 +204,14 @@ def onednn_linear(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _vendor() -> str | None:
-    """What an x86 processor says of its maker, as far as Linux tells."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return None
+    return processor_says("vendor_id") if platform.machine() in ("x86_64", "AMD64") else None
+
+
+def processor_says(field: str) -> str | None:
+    """A field of what Linux tells of the first processor, such as ``"model name"``; None if it does not."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            line = next((line for line in file if line.startswith("vendor_id")), "")
+            line = next((line for line in file if line.startswith(field)), "")
     except OSError:
         return None
     return line.partition(":")[2].strip() or None

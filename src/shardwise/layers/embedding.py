@@ -100,8 +100,9 @@ class VocabEmbedding(ShardedModule):
         return output.transpose(0, 1) if sequence_first else output
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        if self.deterministic:
-            # The gradient of indexing sorts by id before it sums; that of an embedding adds as threads come.
+        if self.deterministic or (ids.is_cuda and exact_parts(self.group) is not None):
+            # The gradient of indexing sorts by id and adds one after the other. That of an embedding adds as threads
+            # come, or in runs that the zeros shift which stand for ids of other ranks.
             return self.weight[ids]
         return F.embedding(ids, self.weight)
 

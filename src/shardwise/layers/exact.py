@@ -23,6 +23,9 @@ from shardwise.errors import ShardingError
 from shardwise.kernels import dispatch, elementwise_cpu
 from shardwise.layers.norm import HeadsRMSNorm, NormFunction
 
+# MKL multiplies fewer than 12 rows in other ways at other numbers of threads.
+_FEW = 16
+
 
 def apply_norm(norm: nn.Module, input_: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
     """``norm(input_)``; in a group that sums over parts, part by part of the sequence.
@@ -78,8 +81,17 @@ def linear_by_rows(input_: Tensor, weight: Tensor, *, group: ProcessGroup, seque
     assert number is not None
     weights = moves.copies(weight, number, group=group if sequence_parallel and group.size() > 1 else None)
     return torch.cat(
-        [F.linear(part, each.to(part.dtype)) for part, each in zip(input_.chunk(number), weights, strict=True)]
+        [_linear(part, each.to(part.dtype)) for part, each in zip(input_.chunk(number), weights, strict=True)]
     )
+
+
+def _linear(input_: Tensor, weight: Tensor) -> Tensor:
+    """The product for any number of rows. Those of few rows have other bits at other numbers of threads."""
+    rows = input_.flatten(0, -2)
+    few = rows.size(0) if rows.size(0) < _FEW else None
+    if few is not None:
+        rows = F.pad(rows, (0, 0, 0, _FEW - few))
+    return F.linear(rows, weight)[:few].view(*input_.shape[:-1], weight.size(0))
 
 
 def norm_heads(norm: nn.Module, heads: Tensor, *, group: ProcessGroup) -> Tensor:

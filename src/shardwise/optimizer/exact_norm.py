@@ -128,7 +128,11 @@ def _sums_of_squares(part: Tensor) -> list[float]:
     flat = part.contiguous().view(-1)
     sums = elementwise_cpu.sums_of_squares(flat, _ROW)
     if sums is None:
-        flat = flat.double()
-        sums = F.pad(flat, (0, -flat.numel() % _ROW)).view(-1, _ROW).square_().sum(dim=1)
+        # By halves, since in which order a sum over a dimension is taken depends on the number of rows on a GPU.
+        rows = F.pad(flat.double(), (0, -flat.numel() % _ROW)).view(-1, _ROW).square_()
+        while rows.size(1) > 1:
+            left, right = rows.chunk(2, dim=1)
+            rows = left + right
+        sums = rows[:, 0]
     numbers: list[float] = sums.tolist()
     return numbers

@@ -8,6 +8,7 @@ bounds of the shards must be among the cuts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from shardwise.errors import ConfigError
 from shardwise.sharding.balanced import Interval, balanced_sizes, intervals_of_sizes
@@ -33,14 +34,13 @@ def local_parts(layout: ParamLayout, rank: int, exact_parts: int, *, what: str) 
         ConfigError: the bounds of the shards are not among the cuts, or there are fewer indices than parts; the message
             names the largest number of parts that works.
     """
-    parts = _parts(layout, rank, exact_parts)
-    if parts is not None:
+    if _fits(layout, exact_parts):
+        parts = _parts(layout, rank, exact_parts)
+        assert parts is not None
         return parts
     assert layout.dim is not None
     fitting = exact_parts // 2
-    while fitting >= layout.world_size and any(
-        _parts(layout, each, fitting) is None for each in range(layout.world_size)
-    ):
+    while fitting >= layout.world_size and not _fits(layout, fitting):
         fitting //= 2
     shards = [list(runs) for runs in layout.intervals]
     raise ConfigError(
@@ -52,6 +52,12 @@ def local_parts(layout: ParamLayout, rank: int, exact_parts: int, *, what: str) 
             else "no number works: use fewer ranks"
         )
     )
+
+
+@lru_cache(maxsize=4096)
+def _fits(layout: ParamLayout, exact_parts: int) -> bool:
+    """Whether every rank has whole parts: all of them are to refuse what one cannot have."""
+    return all(_parts(layout, rank, exact_parts) is not None for rank in range(layout.world_size))
 
 
 def _parts(layout: ParamLayout, rank: int, exact_parts: int) -> LocalParts | None:

@@ -196,6 +196,8 @@ class Finetuning(Recipe):
             settings.samples,
             sequence_length=settings.sequence_length,
             held_out_fraction=settings.corpus.held_out_fraction,
+            # Exact sums over a sequence are of equal parts.
+            multiple_of=settings.parallel.exact_parts if settings.parallel.exact else 1,
         )
 
     def _texts(self, corpus: Corpus, held_out: Corpus | None) -> Texts:

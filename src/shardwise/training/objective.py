@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data import Batch, TextWindows, Windows
+from shardwise.kernels.blocks import sum_at_any_threads
 
 
 class Objective:
@@ -78,8 +79,7 @@ class CrossEntropy(Objective):
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """The sum of the losses that the model gives; see ``Objective``."""
-        # All at once, the threads share one sum, and its order depends on their number.
-        return output.sum(-1, dtype=dtype).sum() if self.is_exact else output.sum(dtype=dtype), None
+        return sum_at_any_threads(output, dtype) if self.is_exact else output.sum(dtype=dtype), None
 
     def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
         """The loss, in nats per token and in bits per byte."""

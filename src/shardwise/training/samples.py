@@ -91,6 +91,7 @@ def prepare_samples(
     *,
     sequence_length: int,
     held_out_fraction: float,
+    multiple_of: int = 1,
 ) -> Samples:
     """Split and encode, or take from the cache what an earlier run left.
 
@@ -102,6 +103,7 @@ def prepare_samples(
         settings: how samples become rows.
         sequence_length: most tokens in a row.
         held_out_fraction: share of the examples to measure on, if there are no others.
+        multiple_of: rows of a batch have a multiple of so many places.
 
     Raises:
         DataError: the examples cannot be split, or nothing can be learned from any; a chat template or tokenizer of
@@ -110,7 +112,13 @@ def prepare_samples(
     parts = encode_parts(name, examples, held_out, encoder, held_out_fraction)
     notes, datasets = [*parts.notes], []
     for samples, what in zip(parts.samples, _PARTS, strict=True):
-        dataset = SampleDataset(samples, sequence_length, packing=settings.packing, too_long=settings.too_long)
+        dataset = SampleDataset(
+            samples,
+            sequence_length,
+            packing=settings.packing,
+            too_long=settings.too_long,
+            multiple_of=multiple_of,
+        )
         datasets.append(dataset)
         notes += _notes_on_lengths(dataset, settings, what)
     train, measured = datasets

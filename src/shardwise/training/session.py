@@ -18,6 +18,7 @@ from shardwise.data import DataLoader, SampleLoader, Windows
 from shardwise.huggingface.description import ModelDescription
 from shardwise.layers import named_param_layouts
 from shardwise.topology import Groups, Topology
+from shardwise.training.arithmetic import check_arithmetic
 from shardwise.training.exact_check import check_device
 from shardwise.training.exact_update_check import check_updates
 from shardwise.training.precision import PRECISIONS
@@ -108,6 +109,7 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
     if settings.parallel.exact:
         micro = settings.micro_batch_size(topology.size("dp"))
         sizes = {"micro_batch_size": micro, "sequence_length": settings.sequence_length}
+        check_arithmetic(ranks.device, group=ranks.control)
         agree(lambda: check_device(model, model.config, **sizes), group=ranks.control)
         agree(lambda: check_updates(model, settings), group=ranks.control)
     return Session(
