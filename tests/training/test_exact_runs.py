@@ -209,6 +209,7 @@ def test_the_same_micro_batches_at_every_layout():
         ({"parallel": {"exact_parts": 32}}, 1, "it has 16 tokens; the largest exact-parts that works is 16"),
         ({"parallel": {"fsdp": True}}, 2, "no exact form of parallel.fsdp"),
         ({"rng": "per_rank"}, 1, "no exact form of training.rng per_rank"),
+        ({"dtype": "float64"}, 1, "no exact form of training.dtype float64"),
     ],
 )
 def test_what_is_refused(change, world, message):

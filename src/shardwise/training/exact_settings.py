@@ -36,6 +36,7 @@ def check_exact(settings: RunSettings, dp: int) -> None:
     )
     for excluded, what in (
         (parallel.fsdp, "parallel.fsdp, whose sums are PyTorch's"),
+        (settings.training.dtype == "float64", "training.dtype float64, whose products differ with the layout"),
         (settings.training.rng != "global", f"training.rng {settings.training.rng}, by which each rank draws its own"),
     ):
         require(not excluded, f"parallel.exact has no exact form of {what}; leave one of them out")
