@@ -154,7 +154,6 @@ def test_the_rule_of_random_numbers_is_part_of_a_run_with_dropout(group, tmp_pat
         assert train(resumed).first_loss is None
 
 
-@pytest.mark.slow
 @pytest.mark.ranks(1)
 def test_an_exact_run_goes_on_as_what_it_is(group, tmp_path, monkeypatch):
     plain = dataclasses.replace(tiny_settings(tmp_path, dtype="float32"), resume="auto")

@@ -16,8 +16,8 @@ from shardwise.training.bounds import Folder
 class CompareArguments(Arguments):
     """Show where two runs part: the first step, tensor and element in which their metrics or checkpoints differ.
 
-    Runs may have had different layouts. The exit code is 0 if metrics are of the same steps, and their results and all
-    checkpoints that both have the same bit for bit, else 1.
+    Runs may have had different layouts. The exit code is 0 if both have metrics of the same steps with the same
+    results, and the checkpoints that both have are the same, bit for bit; else 1.
 
     Attributes:
         run_a: --out of a training run, or one of its checkpoints.
