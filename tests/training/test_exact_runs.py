@@ -9,13 +9,9 @@ from harness.parity import assert_bit_equal
 
 from shardwise.communication.collectives import all_gather
 from shardwise.errors import ConfigError
-from shardwise.kernels import exact_products
-from shardwise.kernels.exact_products import ExactProducts
 from shardwise.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.topology import Groups, Topology
-from shardwise.training import exact_check
 from shardwise.training.build import build_model
-from shardwise.training.exact_check import check_device
 from shardwise.training.optimizer_settings import OptimizerSettings
 from shardwise.training.settings import (
     ModelSettings,
@@ -142,52 +138,6 @@ def test_without_exact_bits_differ(group):
         assert numbers != expected
     alone.destroy()
     split.destroy()
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
-def test_the_device_is_tried_first(group, kind, monkeypatch):
-    groups = alone_of(Topology.create(tp=1))
-    model = build_model(settings_of(kind), VOCAB, groups=groups, device=torch.device("cpu"))
-    sizes = {"micro_batch_size": 1, "sequence_length": LENGTH}
-    check_device(model, model.config, **sizes)
-    name = "swiglu" if kind == "llama" else "in_blocks"
-    right = getattr(exact_check, name)
-    # As a library does that takes another way for narrow tensors.
-    monkeypatch.setattr(exact_check, name, lambda *given, **options: right(*given, **options) * (1 + given[-1].size(1)))
-    with pytest.raises(
-        ConfigError, match=r"exact: on this device .cpu. the activation of a piece of .* has other bits"
-    ):
-        check_device(model, model.config, **sizes)
-    monkeypatch.undo()
-    product = ExactProducts.linear
-    monkeypatch.setattr(ExactProducts, "linear", lambda self, *given: product(self, *given) * len(self.parts))
-    with pytest.raises(ConfigError, match=r"the product for the output of a linear layer, .* by parts has other bits"):
-        check_device(model, model.config, **sizes)
-    monkeypatch.undo()
-    gradient = ExactProducts.weight_gradient
-    monkeypatch.setattr(
-        ExactProducts, "weight_gradient", lambda self, *given: gradient(self, *given) * torch.get_num_threads()
-    )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with pytest.raises(ConfigError, match=r"the weight gradient of a linear layer, .* on one thread has other bits"):
-        check_device(model, model.config, **sizes)
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.ranks(1)
-def test_a_product_that_depends_on_where_its_factors_begin(group, monkeypatch):
-    groups = alone_of(Topology.create(tp=1))
-    model = build_model(settings_of("gpt", dtype="bfloat16"), VOCAB, groups=groups, device=torch.device("cpu"))
-
-    def product(left, right, onednn):
-        return (left @ right) * (1 + left.storage_offset() % 7)
-
-    monkeypatch.setattr(exact_products, "_product", product)
-    with pytest.raises(ConfigError, match=r"the product for the .* of a linear layer, .* by parts has other bits"):
-        check_device(model, model.config, micro_batch_size=1, sequence_length=LENGTH)
 
 
 def test_the_same_micro_batches_at_every_layout():

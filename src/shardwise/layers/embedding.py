@@ -1,5 +1,6 @@
 """The embedding whose vocabulary is split over the ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,29 +86,42 @@ class VocabEmbedding(ShardedModule):
             if sequence_first:
                 return output if self.sequence_parallel else output.transpose(0, 1)
             return output.transpose(0, 1).contiguous() if self.sequence_parallel else output
-        local, num_local = input_ - self.vocab_start_index, self.vocab_end_index - self.vocab_start_index
-        elsewhere = (local < 0) | (local >= num_local)
-        if num_local > 0:
-            output = self._look_up(local.masked_fill_(elsewhere, 0))
-        else:
-            output = self.weight.new_zeros(*input_.shape, self.embedding_dim) + self.weight.sum()
-        # Nothing saved the lookup's output, so it may be masked in place.
-        # Not 0.0, to which -0.0 cannot be added without becoming 0.0.
-        output = output.masked_fill_(elsewhere.unsqueeze(-1), -0.0)
+        output = look_up_own(input_, self.vocab_start_index, self.vocab_end_index, self._look_up_or_none)
         if self.sequence_parallel:
             return moves.reduce_scatter(output, dim=0, group=self.group)
         output = moves.reduce(output, group=self.group)
         return output.transpose(0, 1) if sequence_first else output
 
+    def _look_up_or_none(self, ids: Tensor) -> Tensor:
+        if self.weight.size(0):
+            return self._look_up(ids)
+        return self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
+
     def _look_up(self, ids: Tensor) -> Tensor:
-        if self.deterministic or (ids.is_cuda and exact_parts(self.group) is not None):
-            # The gradient of indexing sorts by id and adds one after the other. That of an embedding adds as threads
-            # come, or in runs that the zeros shift which stand for ids of other ranks.
-            return self.weight[ids]
-        return F.embedding(ids, self.weight)
+        # In an embedding's gradient on CUDA the zeros that stand for other ranks' ids shift the runs that are added.
+        exact = ids.is_cuda and exact_parts(self.group) is not None
+        return look_up(ids, self.weight, deterministic=self.deterministic or exact)
 
     def extra_repr(self) -> str:
         return (
             f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}, "
             f"ids=[{self.vocab_start_index}, {self.vocab_end_index}), tp={self.group.rank()}/{self.group.size()}"
         )
+
+
+def look_up(ids: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:
+    """The rows of ``weight``; with ``deterministic`` its gradient is summed in a fixed order."""
+    if deterministic:
+        # The gradient of indexing sorts by id before it sums; that of an embedding adds as threads come.
+        return weight[ids]
+    return F.embedding(ids, weight)
+
+
+def look_up_own(ids: Tensor, start: int, stop: int, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``look_up`` gives for the ids of a rank that has those from ``start`` to ``stop``, -0.0 for others'."""
+    local = ids - start
+    elsewhere = (local < 0) | (local >= stop - start)
+    output = look_up(local.masked_fill_(elsewhere, 0))
+    # Nothing saved the lookup's output, so it may be masked in place.
+    # Not 0.0, to which -0.0 cannot be added without becoming 0.0.
+    return output.masked_fill_(elsewhere.unsqueeze(-1), -0.0)

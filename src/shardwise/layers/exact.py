@@ -43,8 +43,12 @@ def apply_norm(norm: nn.Module, input_: Tensor, *, group: ProcessGroup, sequence
     if number is None:
         output: Tensor = norm(input_)
         return output
+    return norm_by_parts(norm, input_, number, group if sequence_parallel and group.size() > 1 else None)
+
+
+def norm_by_parts(norm: nn.Module, input_: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
+    """``apply_norm`` where this rank has ``number`` parts of the sequence, and ``others`` have the rest."""
     function = NormFunction.of(norm)
-    others = group if sequence_parallel and group.size() > 1 else None
     if _is_compiled(function, input_):
         # What a row gets does not depend on the others; only the weight's gradient goes by parts.
         normed: Tensor = _RMSNormByParts.apply(input_, function.whole_weight, function.eps, number, others)
@@ -61,7 +65,12 @@ def add_bias(output: Tensor, bias: Tensor, *, group: ProcessGroup, sequence_para
     """``output + bias``, in a group that sums over parts; ``output`` as ``apply_norm``'s input."""
     number = _num_parts(output, group, sequence_parallel)
     assert number is not None
-    result: Tensor = _AddBias.apply(output, bias, number, group if sequence_parallel and group.size() > 1 else None)
+    return add_bias_by_parts(output, bias, number, group if sequence_parallel and group.size() > 1 else None)
+
+
+def add_bias_by_parts(output: Tensor, bias: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
+    """``add_bias`` where this rank has ``number`` parts of the sequence, and ``others`` have the rest."""
+    result: Tensor = _AddBias.apply(output, bias, number, others)
     return result
 
 
@@ -79,7 +88,12 @@ def linear_by_rows(input_: Tensor, weight: Tensor, *, group: ProcessGroup, seque
     """
     number = _num_parts(input_, group, sequence_parallel)
     assert number is not None
-    weights = moves.copies(weight, number, group=group if sequence_parallel and group.size() > 1 else None)
+    return linear_by_parts(input_, weight, number, group if sequence_parallel and group.size() > 1 else None)
+
+
+def linear_by_parts(input_: Tensor, weight: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
+    """``linear_by_rows`` where this rank has ``number`` parts of the sequence, and ``others`` have the rest."""
+    weights = moves.copies(weight, number, group=others)
     return torch.cat(
         [_linear(part, each.to(part.dtype)) for part, each in zip(input_.chunk(number), weights, strict=True)]
     )

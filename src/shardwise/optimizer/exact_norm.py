@@ -52,7 +52,7 @@ def exact_norm(
         for start, stop in _parts(layout, rank, number):
             part = gradient if layout.dim is None else gradient.narrow(layout.dim, start, stop - start)
             if division is None:
-                sums += _sums_of_squares(part)
+                sums += sums_of_squares(part)
                 continue
             sharing = division.group
             held = [
@@ -60,7 +60,7 @@ def exact_norm(
                 for low, high in division.intervals
             ]
             whole, cut = _rows_of_a_share(part, layout.dim or 0, held, sharing.rank())
-            sums += _sums_of_squares(whole)
+            sums += sums_of_squares(whole)
             for row, values in cut.items():
                 cut_rows.append(values)
                 lengths.append(min(_ROW, part.numel() - row * _ROW))
@@ -71,7 +71,7 @@ def exact_norm(
             rows = all_reduce(torch.stack(cut_rows), group=sharing, may_overwrite=True)
             # A part's last row may be shorter, whose sum with zeros behind it may have other bits.
             counted = zip(rows, lengths, strict=True) if sharing.rank() == 0 else ()
-            sums += [total for row, length in counted for total in _sums_of_squares(row[:length])]
+            sums += [total for row, length in counted for total in sums_of_squares(row[:length])]
     total = exact_total(sums, groups=groups, what="the squares of the gradients")
     return float(torch.tensor(total, dtype=torch.float64).sqrt())
 
@@ -124,7 +124,8 @@ def _rows_of_a_share(part: Tensor, dim: int, held: Sequence[Interval], rank: int
     return flat[whole_from - low : whole_to - low] if whole_from < whole_to else flat[:0], rows
 
 
-def _sums_of_squares(part: Tensor) -> list[float]:
+def sums_of_squares(part: Tensor) -> list[float]:
+    """The sum of squares of each row of a part, in fp64; the last row may be shorter."""
     flat = part.contiguous().view(-1)
     sums = elementwise_cpu.sums_of_squares(flat, _ROW)
     if sums is None:

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from shardwise.kernels.dispatch import why_not_fused_optimizer
 from shardwise.optimizer.adamw import STATE_NAMES, VECTOR
 from shardwise.optimizer.muon import matrix_shapes, orthogonalized, product_dtype, update_, with_momentum
-from shardwise.training.exact_check import on_one_thread, require_same_bits
+from shardwise.training.exact_trials import on_one_thread, require_same_bits
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
 

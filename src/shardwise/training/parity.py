@@ -19,6 +19,7 @@ from shardwise.communication.collectives import all_reduce
 from shardwise.errors import ParityError
 from shardwise.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.topology import Groups, Topology
+from shardwise.training.determinism import deterministic_algorithms
 from shardwise.training.exact_check import check_device
 from shardwise.training.session import Session
 from shardwise.training.settings import RunSettings
@@ -95,6 +96,7 @@ def check_parity(session: Session, *, steps: int = 3, exact: bool = False) -> Pa
     topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
     with contextlib.ExitStack() as stack:
         stack.callback(topology.destroy)
+        stack.enter_context(deterministic_algorithms(session.ranks.device))
         return _compared(session, settings, topology, steps)
 
 
@@ -109,8 +111,14 @@ def _compared(session: Session, settings: RunSettings, topology: Topology, steps
     split = fresh(Groups.of(topology))
     if exact:
         micro = settings.micro_batch_size(topology.size("dp"))
-        sizes = {"micro_batch_size": micro, "sequence_length": settings.sequence_length}
-        agree(lambda: check_device(split.model, split.model.config, **sizes), group=session.ranks.control)
+
+        def tried() -> None:
+            with session.shortage.explained():
+                check_device(
+                    split.model, split.model.config, micro_batch_size=micro, sequence_length=settings.sequence_length
+                )
+
+        agree(tried, group=session.ranks.control)
     alone = Topology.create(tp=1)
     # On one rank alone there is nobody to share samples with.
     whole = fresh(Groups(tp=alone.group("tp"), dp=alone.group("tp")))

@@ -15,10 +15,14 @@ from shardwise.communication.overlap import Pass, Way, ways_of_layers
 from shardwise.communication.transports import transport_name
 from shardwise.config import ModelConfig
 from shardwise.data import DataLoader, SampleLoader, Windows
+from shardwise.data.samples import SampleDataset
 from shardwise.huggingface.description import ModelDescription
 from shardwise.layers import named_param_layouts
+from shardwise.models.chunks import ModelChunks
+from shardwise.models.transformer_model import TransformerModel
 from shardwise.topology import Groups, Topology
 from shardwise.training.arithmetic import check_arithmetic
+from shardwise.training.determinism import use_deterministic_algorithms
 from shardwise.training.exact_check import check_device
 from shardwise.training.exact_update_check import check_updates
 from shardwise.training.precision import PRECISIONS
@@ -95,6 +99,8 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
         uses_tf32 = PRECISIONS[settings.training.dtype].uses_tf32
         torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
     settings.check_world(ranks.world_size)
+    if settings.parallel.exact:
+        use_deterministic_algorithms(ranks.device)
     loader, windows = texts.loader(settings), texts.windows(settings)
     topology = Topology.create(tp=settings.parallel.tp, pp=settings.parallel.pp, validate=settings.validate)
     groups = Groups.of(topology)
@@ -107,11 +113,8 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
         model = recipe.build_model(settings, vocab_size, groups=groups, device=ranks.device)
         trainer = Trainer(settings, model, groups, recipe.objective(groups, ranks.device))
     if settings.parallel.exact:
-        micro = settings.micro_batch_size(topology.size("dp"))
-        sizes = {"micro_batch_size": micro, "sequence_length": settings.sequence_length}
         check_arithmetic(ranks.device, group=ranks.control)
-        agree(lambda: check_device(model, model.config, **sizes), group=ranks.control)
-        agree(lambda: check_updates(model, settings), group=ranks.control)
+        agree(lambda: _try_device(settings, model, topology.size("dp"), loader, shortage), group=ranks.control)
     return Session(
         recipe,
         settings,
@@ -127,6 +130,25 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
         utilisation=_utilisation(recipe, ranks, described),
         shortage=shortage,
     )
+
+
+def _try_device(
+    settings: RunSettings,
+    model: TransformerModel | ModelChunks,
+    dp: int,
+    loader: DataLoader | SampleLoader,
+    shortage: Shortage,
+) -> None:
+    dataset = loader.dataset if isinstance(loader, SampleLoader) else None
+    with shortage.explained():
+        check_device(
+            model,
+            model.config,
+            micro_batch_size=settings.micro_batch_size(dp),
+            sequence_length=settings.sequence_length,
+            is_packed=isinstance(dataset, SampleDataset) and dataset.packing,
+        )
+        check_updates(model, settings)
 
 
 def _ways(config: ModelConfig, settings: RunSettings, groups: Groups, ranks: Ranks) -> list[tuple[Pass, Way]]:

@@ -1,9 +1,10 @@
 """Self-attention whose heads are split over the tensor-parallel group."""
 
+import copy
 import math
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -89,9 +90,6 @@ class SelfAttention(GroupModule):
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.head_dim = head_dim
-        self.queries_of_groups = split.queries_of_groups(group.rank())
-        self.num_local_groups = len(self.queries_of_groups)
-        self._is_even = len(set(self.queries_of_groups)) == 1
         self.dropout = config.attention_dropout
         self.softmax_scale = config.softmax_scale
         self.logit_softcap = config.attention_logit_softcap
@@ -100,10 +98,9 @@ class SelfAttention(GroupModule):
         self._exact = config.exact_parts is not None
         self.rotary_interleaved = config.rotary_interleaved
         self.recomputes_core = config.recomputes("core_attn")
-        self.group = group
+        self._hold(split, group)
         self._backend = config.attention_backend
         self._kernels = attention_kernels(config)
-        self._head_sizes = split.query_sizes()
         layout = split.qkv_layout((config.hidden_size,), head_dim)
         arguments = layer_arguments(config, group=group)
         self.linear_qkv = ColumnLinear(
@@ -130,6 +127,21 @@ class SelfAttention(GroupModule):
             sizes=[n * head_dim for n in self._head_sizes],
             **arguments,
         )
+
+    def _hold(self, split: HeadSplit, group: ProcessGroup) -> None:
+        self.group = group
+        self.queries_of_groups = split.queries_of_groups(group.rank())
+        self.num_local_groups = len(self.queries_of_groups)
+        self._is_even = len(set(self.queries_of_groups)) == 1
+        self._head_sizes = split.query_sizes()
+
+    def with_heads_of(self, split: HeadSplit, group: ProcessGroup) -> Self:
+        """A copy whose ``attended`` takes the heads of a rank of another group, and norms neither queries nor keys."""
+        other = copy.copy(self)
+        other._hold(split, group)
+        # A dictionary of its own, as the copy shares that of the original.
+        other._modules = {**self._modules, "q_layernorm": None, "k_layernorm": None}
+        return other
 
     def _make_norms(self, config: ModelConfig, split: HeadSplit) -> tuple[nn.Module, nn.Module]:
         rank, head_dim = self.group.rank(), self.head_dim
@@ -175,19 +187,29 @@ class SelfAttention(GroupModule):
             ShardingError: a mask that does not fit.
         """
         mixed: Tensor = self.linear_qkv(hidden, sequence_length=sequence_length)
-        s, b, _ = mixed.shape
         if self.window_size is not None and window_rotary is not None:
             rotary = window_rotary
+        mask = attention_mask if isinstance(attention_mask, AttentionMask) else AttentionMask(attention_mask)
+        output: Tensor = self.linear_proj(self.attended(mixed, mask, rotary, cache))
+        return output
+
+    def attended(
+        self,
+        mixed: Tensor,
+        mask: AttentionMask,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """``forward`` between its two linear layers: ``[s, b, rows/t]`` to ``[s, b, heads/t * d]``."""
+        s, b, _ = mixed.shape
         query, key, value = self._split_heads(mixed, rotary if self.rotates else None)
         # [s, b, heads, d] -> [b, heads, s, d], as views.
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if cache is not None:
             key, value = cache.append(self.layer_number, key, value)
-        mask = attention_mask if isinstance(attention_mask, AttentionMask) else AttentionMask(attention_mask)
         attend = partial(recomputed, self._attend) if self.recomputes_core and cache is None else self._attend
         context = attend(query, key, value, mask)
-        output: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
-        return output
+        return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
     def _norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """``[s, b, heads/t, d]`` and ``[s, b, groups/t, d]`` to the same."""
