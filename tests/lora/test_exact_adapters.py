@@ -10,6 +10,7 @@ from shardwise.kernels.exact_products import ExactProducts
 from shardwise.lora import LoraConfig, add_lora_
 from shardwise.lora.layers import LoraLinear
 from shardwise.topology import Topology
+from shardwise.training import exact_rows_check
 from shardwise.training.build import build_model
 from shardwise.training.exact_check import check_device
 
@@ -68,6 +69,13 @@ def test_products_of_adapters_are_tried_first(group, monkeypatch):
         # As a library does that takes another way for narrow matrices.
         return product(self, *given) * (len(self.parts) if self.is_narrow else 1)
 
+    by_rows = exact_rows_check.linear_by_parts
+    with monkeypatch.context() as patch:
+        # As a library does whose threads share a sum.
+        patch.setattr(exact_rows_check, "linear_by_parts", lambda *given: by_rows(*given) * torch.get_num_threads())
+        message = r"the product with an adapter's factor \[64, 4\], \[16, 1, 4\], on one thread, has other bits"
+        with pytest.raises(ConfigError, match=message):
+            check_device(model, model.config, micro_batch_size=1, sequence_length=LENGTH)
     monkeypatch.setattr(ExactProducts, "linear", otherwise)
     with pytest.raises(ConfigError, match=r"the product for the output of a linear layer, \[16, 64\] by \[4, 64\]"):
         check_device(model, model.config, micro_batch_size=1, sequence_length=LENGTH)
