@@ -4,13 +4,15 @@ import dataclasses
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.test_exact_runs import LENGTH, VOCAB, alone_of, settings_of
 
-from shardwise.errors import ConfigError
+from shardwise.data import Encoded, SampleDataset, SampleLoader, TokenSamples
+from shardwise.errors import ConfigError, OutOfMemoryError
 from shardwise.huggingface import build_model as build_described
 from shardwise.huggingface import model_config
 from shardwise.kernels import exact_products
@@ -23,10 +25,12 @@ from shardwise.training import (
     exact_products_check,
     exact_rows_check,
     exact_vocabulary_check,
+    session,
 )
 from shardwise.training.build import build_model, config_fields, describe
 from shardwise.training.determinism import deterministic_algorithms
 from shardwise.training.exact_check import check_device
+from shardwise.training.shortage import Shortage
 from shardwise.transformer.attention import SelfAttention
 
 SIZES = {"micro_batch_size": 1, "sequence_length": LENGTH}
@@ -65,6 +69,7 @@ def by_threads(function):
     return otherwise
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_what_differs_is_named(group, kind, monkeypatch):
@@ -276,3 +281,22 @@ def test_deterministic_algorithms_of_cuda_only(monkeypatch):
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.ranks(1)
+def test_a_session_tells_of_packing_and_explains_what_runs_out_of_memory(group, monkeypatch):
+    settings = settings_of("gpt")
+    shortage = Shortage(settings, describe(settings.model, VOCAB), is_planned=False, ranks=None, available=0)
+    encoded = Encoded(np.arange(1, 6), np.full(5, True), np.full(5, 3))
+    samples = TokenSamples.of("some", [encoded] * 4, eos_id=0)
+    for packing in (True, False):
+        loader, told = SampleLoader(SampleDataset(samples, LENGTH, packing=packing), 2, seed=0), []
+
+        def check_device(*_, told=told, **options):
+            told.append(options["is_packed"])
+            raise MemoryError
+
+        monkeypatch.setattr(session, "check_device", check_device)
+        with pytest.raises(OutOfMemoryError, match="out of memory on a rank"):
+            session._try_device(settings, SimpleNamespace(config=None), 1, loader, shortage)
+        assert told == [packing]
