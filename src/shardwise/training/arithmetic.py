@@ -18,7 +18,6 @@ _SWITCHES = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
     "MKL_CBWR",
-    "MKL_DEBUG_CPU_TYPE",
     "MKL_ENABLE_INSTRUCTIONS",
     "NVIDIA_TF32_OVERRIDE",
     "ONEDNN_DEFAULT_FPMATH_MODE",
@@ -40,7 +39,7 @@ def arithmetic(device: torch.device) -> dict[str, str | None]:
         "the C compiler": compiler_version(),
     }
     if device.type == "cuda":
-        found |= {"the GPU": torch.cuda.get_device_name(device), "CUDA": torch.version.cuda}
+        found |= {"the GPU": torch.cuda.get_device_name(device), "the CUDA version": torch.version.cuda}
     return found | {name: os.environ.get(name) for name in _SWITCHES}
 
 
