@@ -26,6 +26,10 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
     assert "tp=2 equals tp=1 over 3 steps" in done.stdout
     same = "tp=2 has the bits of tp=1 over 10 steps: loss 0 apart, gradient norm 0, updated weights 0"
     assert f"\nexact    {same}\n" in done.stdout
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown, printed = (text.split("\n\nGo on:")[0] for text in (readme, done.stdout))
+    shown, printed = shown.split("```text\n")[-1], printed.split("\n\n")[-1]
+    assert [line.split()[0] for line in shown.splitlines()] == [line.split()[0] for line in printed.splitlines()]
     measured = re.search(r"held out ([\d.]+) bits per byte on ([\d,]+) bytes", done.stdout)
     assert measured is not None
     # Enough held-out text to mean something, and a model that has learned nothing yet.
