@@ -9,8 +9,8 @@ numbers per rank and slot are the whole state::
     call[rank, slot]    a hash of operation, dtype and shape: ranks that disagree are found out at no cost
 
 Nothing is locked: each number has one writer. It is right where stores become visible in the order in which they were
-made, as x86-64 promises. A rank that waits spins, then yields, then naps; it looks now and then whether those it waits
-for still live, and gives up at the group's time limit: it never hangs.
+made, as x86-64 promises. A rank that waits spins, then yields if there is a core for each rank of the group, then naps;
+it looks now and then whether those it waits for still live, and gives up at the group's time limit: it never hangs.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ _LONGEST_NAP_SECONDS = 2e-3
 _SECONDS_BETWEEN_LOOKS = 0.1
 # All ranks find the disagreement at the same place, as soon as the machine lets them run.
 _SECONDS_FOR_NOTES = 20.0
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def channel_bytes(t: int) -> int:
@@ -88,6 +92,8 @@ class Channel:
         self._processes = processes
         self._timeout = timeout
         self._others = [other for other in range(self.t) if other != rank]
+        # Where ranks share cores, one that waits keeps from its core the one that it waits for.
+        self._yield_seconds = _YIELD_SECONDS if self.t <= _num_cores() else 0.0
         words = _notes_offset(self.t)
         # A memoryview reads a number in a tenth of the time that a tensor or an array takes.
         self._words = memoryview(cast(Any, memory[:words].view(torch.int64).numpy()))
@@ -184,7 +190,7 @@ class Channel:
         now = start
         while words[place] < number:
             waited = now - start
-            if waited < _YIELD_SECONDS:
+            if waited < self._yield_seconds:
                 os.sched_yield()
             else:
                 # A rank that comes later than that is late by itself; a hundredth more does not matter.
