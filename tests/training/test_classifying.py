@@ -43,6 +43,23 @@ def bert_tokenizer(folder, words):
     return len(vocabulary)
 
 
+def bert_config(vocab_size, **changes):
+    """Of a tiny BERT without dropout."""
+    import transformers
+
+    return transformers.BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=30,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **changes,
+    )
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Classifiers by transformers with their tokenizers, and texts with labels; for BERT some of two texts."""
@@ -66,18 +83,7 @@ def root(tmp_path_factory):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         words = [*(word for group in WORDS.values() for word in group), *map(str, range(30))]
-        vocab_size = bert_tokenizer(root / "bert", words)
-        config = transformers.BertConfig(
-            vocab_size=vocab_size,
-            hidden_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=30,
-            max_position_embeddings=32,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            **sizes,
-        )
+        config = bert_config(bert_tokenizer(root / "bert", words), **sizes)
         transformers.BertForSequenceClassification(config).double().save_pretrained(root / "bert")
         config.architectures = None
         transformers.BertForMaskedLM(config).double().save_pretrained(root / "bert-lm")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lora.reference_steps import STEPS, reference_losses
 from lora.tiny_models import config_of
-from training.test_classifying import bert_tokenizer, open_run, settings_of
+from training.test_classifying import bert_config, bert_tokenizer, open_run, settings_of
 
 from shardwise.cli.main import main
 from shardwise.data import LabelledText, Labels, encode_labelled, labelled_words_of, labels_of
@@ -50,18 +50,7 @@ def root(tmp_path_factory):
     words = [*(word for group in WORDS.values() for word in group), *map(str, range(30))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        vocab_size = bert_tokenizer(root / "bert", words)
-        config = transformers.BertConfig(
-            vocab_size=vocab_size,
-            hidden_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=30,
-            max_position_embeddings=32,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            **sizes,
-        )
+        config = bert_config(bert_tokenizer(root / "bert", words), **sizes)
         transformers.BertForTokenClassification(config).double().save_pretrained(root / "bert")
         llama = config_of("llama", vocab_size=301, classifier_dropout=0.0, pad_token_id=1, **sizes)
         transformers.LlamaForTokenClassification(llama).double().save_pretrained(root / "llama")
