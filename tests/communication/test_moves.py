@@ -1,7 +1,5 @@
 """Each move against its dense formula and its own adjoint, along every dimension."""
 
-from functools import partial
-
 import pytest
 import torch
 from harness.layouts import assert_moves, drawn_moves
@@ -11,13 +9,25 @@ from hypothesis import given, settings
 from shardwise.communication import moves
 from shardwise.errors import ShardingError
 
-ALONG = {
-    "scatter": (moves.scatter, "I", "V"),
-    "gather": (moves.gather, "V", "I"),
-    "gather partial": (partial(moves.gather, partial_gradient=True), "V", "R"),
-    "reduce-scatter": (moves.reduce_scatter, "P", "V"),
-}
-WHOLE = {"copy": (moves.copy, "I", "R"), "reduce": (moves.reduce, "P", "I")}
+ALONG = {move.__name__: move for move in (moves.scatter, moves.gather, moves.gather_for_parts, moves.reduce_scatter)}
+WHOLE = {move.__name__: move for move in (moves.copy, moves.reduce)}
+
+
+def test_the_table_of_moves():
+    """What the two tests below compare with the values that really flow."""
+    table = {name: (move.source.kind, move.target.kind) for name, move in (ALONG | WHOLE).items()}
+    assert table == {
+        "copy": ("I", "R"),
+        "reduce": ("P", "I"),
+        "scatter": ("I", "V"),
+        "gather": ("V", "I"),
+        "gather_for_parts": ("V", "R"),
+        "reduce_scatter": ("P", "V"),
+    }
+    # A gradient goes back through the adjoint move.
+    for move in (ALONG | WHOLE).values():
+        kinds = (move.target.gradient.kind, move.source.gradient.kind)
+        assert kinds in {*table.values(), ("I", "I")}
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -26,10 +36,9 @@ WHOLE = {"copy": (moves.copy, "I", "R"), "reduce": (moves.reduce, "P", "I")}
 @settings(max_examples=10)
 @given(drawn=drawn_moves())
 def test_a_move_along_a_dimension(group, name, dim, drawn):
-    move, source, target = ALONG[name]
-    assert_moves(
-        lambda x, sizes: move(x, dim=dim, group=group, sizes=sizes), source, target, drawn, dim=dim, group=group
-    )
+    move = ALONG[name]
+    layouts = move.source.kind, move.target.kind
+    assert_moves(lambda x, sizes: move(x, dim=dim, group=group, sizes=sizes), *layouts, drawn, dim=dim, group=group)
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -37,8 +46,9 @@ def test_a_move_along_a_dimension(group, name, dim, drawn):
 @settings(max_examples=10)
 @given(drawn=drawn_moves())
 def test_a_move_of_whole_tensors(group, name, drawn):
-    move, source, target = WHOLE[name]
-    assert_moves(lambda x, _: move(x, group=group), source, target, drawn, dim=None, group=group)
+    move = WHOLE[name]
+    layouts = move.source.kind, move.target.kind
+    assert_moves(lambda x, _: move(x, group=group), *layouts, drawn, dim=None, group=group)
 
 
 @pytest.mark.ranks(2, 3)
@@ -59,7 +69,7 @@ def test_no_activation_is_kept_and_no_second_derivative_given(group, name):
     kept = []
     x = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        y = moves.copy(x, group=group) if name == "copy" else ALONG[name][0](x, dim=0, group=group)
+        y = moves.copy(x, group=group) if name == "copy" else ALONG[name](x, dim=0, group=group)
     assert kept == []
     (gradient,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -16,7 +16,7 @@ exchanged. Moves have first derivatives only: PyTorch's collectives would give a
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from torch import Tensor
 from torch.autograd import Function
@@ -25,10 +25,39 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication import collectives, trees
 from shardwise.communication.collectives import all_gather, all_reduce, split_for_rank
+from shardwise.layout import I, Layout, P, R, V
 from shardwise.sharding import checked_dim, uneven_sizes
 
 Sizes = Sequence[int] | None
 """Every rank's size along the dimension of a move; None where the move knows them."""
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result", covariant=True)
+
+
+class Move(Protocol[_Arguments, _Result]):
+    """A function between two layouts.
+
+    Attributes:
+        source: layout of the tensor that it takes.
+        target: layout of the tensor that it returns.
+    """
+
+    source: Layout
+    target: Layout
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result: ...
+
+
+def _between(source: Layout, target: Layout) -> Callable[[Callable[_Arguments, _Result]], Move[_Arguments, _Result]]:
+    """State the layouts of a move as its attributes."""
+
+    def state(function: Callable[_Arguments, _Result]) -> Move[_Arguments, _Result]:
+        move = cast(Move[_Arguments, _Result], function)
+        move.source, move.target = source, target
+        return move
+
+    return state
 
 
 class _Copy(Function):
@@ -91,6 +120,7 @@ def split_sizes(tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes = No
     return sizes or uneven_sizes(tensor.size(checked_dim(dim, tensor.shape)), group.size())
 
 
+@_between(I, R)
 def copy(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
     """Enter a region in which every rank computes its part from a tensor that all hold.
 
@@ -109,6 +139,7 @@ def copy(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
     return result
 
 
+@_between(I, R)
 def copies(tensor: Tensor, number: int, *, group: ProcessGroup | None) -> tuple[Tensor, ...]:
     """A tensor for each part that this rank computes from it; the gradient is summed by the tree over all parts.
 
@@ -128,6 +159,7 @@ def copies(tensor: Tensor, number: int, *, group: ProcessGroup | None) -> tuple[
     return result
 
 
+@_between(P, I)
 def reduce(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
     """Sum a partial result over the ranks of a group.
 
@@ -146,6 +178,7 @@ def reduce(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
     return result
 
 
+@_between(I, V())
 def scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
     """Keep this rank's shard of a tensor that all hold.
 
@@ -168,20 +201,37 @@ def scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = Non
     return result
 
 
-def gather(
-    tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None, partial_gradient: bool = False
-) -> Tensor:
+@_between(V(), I)
+def gather(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
     """Concatenate the shards of all ranks.
 
-    Layout V -> I: forward all-gather, backward split. With ``partial_gradient`` V -> R, for what each rank computes its
-    own part from: forward all-gather, backward reduce-scatter.
+    Layout V -> I: forward all-gather, backward split.
 
     Args:
         tensor: this rank's shard.
         dim: dimension of the concatenation.
         group: the ranks that hold the other shards.
         sizes: every rank's size along ``dim``; all as this rank's if None.
-        partial_gradient: the ranks go on differently, so that the gradient on each is a partial sum.
+
+    Returns:
+        The whole, the same on every rank.
+
+    Raises:
+        ShardingError: ``sizes`` do not have this rank's size, or there is no such dimension.
+    """
+    along: dict[str, Any] = {"dim": dim, "group": group, "sizes": sizes}
+    result: Tensor = _Move.apply(tensor, partial(all_gather, **along), partial(split_for_rank, **along))
+    return result
+
+
+@_between(V(), R)
+def gather_for_parts(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
+    """Concatenate the shards of all ranks, for a region in which every rank computes its part from the whole.
+
+    Layout V -> R: forward all-gather, backward reduce-scatter.
+
+    Args:
+        tensor, dim, group, sizes: as for ``gather``.
 
     Returns:
         The whole, the same on every rank.
@@ -189,14 +239,15 @@ def gather(
     Raises:
         ShardingError: ``sizes`` do not have this rank's size, or there is no such dimension.
 
-    Source: with ``partial_gradient`` Korthikanti et al. 2022 (arXiv:2205.05198), operator g.
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g.
     """
     along: dict[str, Any] = {"dim": dim, "group": group, "sizes": sizes}
-    adjoint = collectives.reduce_scatter if partial_gradient else split_for_rank
-    result: Tensor = _Move.apply(tensor, partial(all_gather, **along), partial(adjoint, **along))
+    adjoint = partial(collectives.reduce_scatter, **along)
+    result: Tensor = _Move.apply(tensor, partial(all_gather, **along), adjoint)
     return result
 
 
+@_between(P, V())
 def reduce_scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
     """Sum a partial result over the ranks and keep this rank's shard.
 
@@ -221,6 +272,7 @@ def reduce_scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Size
     return result
 
 
+@_between(V(), V())
 def all_to_all(tensor: Tensor, *, group: ProcessGroup, output_sizes: Sizes = None, input_sizes: Sizes = None) -> Tensor:
     """Send a run of rows to every rank and receive one from each, in rank order.
 

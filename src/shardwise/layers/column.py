@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError, ShardingError, WeightError
 from shardwise.initialization import InitMethod
 from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.parallel_linear import ParallelLinear, as_linear
+from shardwise.layout import I, Layout, R, V
 from shardwise.sharding import Interval, ParamLayout
 
 
@@ -103,6 +104,16 @@ class ColumnLinear(ParallelLinear):
         self._weight_layout, self._init = layout, init
         self._sum_in_parts(layout, "output")
         self._make_parameters(layout if own_weight else None, layout_of((out_features,)) if bias else None, init)
+
+    @property
+    def input_layout(self) -> Layout:
+        """I, V(dim=0) with sequence parallelism, R if the layer leaves its input's gradient a partial sum."""
+        return self.parallelism.outside or (I if self.group.size() == 1 else R)
+
+    @property
+    def output_layout(self) -> Layout:
+        """V(dim=-1), this rank's features."""
+        return V(dim=-1, sizes=tuple(self._output_sizes))
 
     def own_weight_(self, weight: Tensor) -> None:
         """Give a layer that was made without a weight this one, ``[o/t, i]``, in place."""

@@ -13,6 +13,7 @@ from shardwise.communication.agreement import check_ids_alike
 from shardwise.communication.trees import exact_parts
 from shardwise.initialization import InitMethod
 from shardwise.layers.module import ShardedModule
+from shardwise.layout import I, Layout, hidden_layout
 from shardwise.sharding import ParamLayout
 from shardwise.validation import safe_to_look_up
 
@@ -61,6 +62,16 @@ class VocabEmbedding(ShardedModule):
         layout = ParamLayout.split((num_embeddings, embedding_dim), 0, group.size())
         self.vocab_start_index, self.vocab_end_index = layout.intervals[group.rank()][0]
         self._make_parameter("weight", layout, init or torch.nn.init.normal_)
+
+    @property
+    def input_layout(self) -> Layout:
+        """I: ids have no gradient."""
+        return I
+
+    @property
+    def output_layout(self) -> Layout:
+        """I; V(dim=0) with sequence parallelism."""
+        return hidden_layout(sequence_parallel=self.sequence_parallel)
 
     def forward(self, input_: Tensor) -> Tensor:
         """Look ids up.

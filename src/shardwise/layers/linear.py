@@ -32,6 +32,7 @@ from shardwise.kernels.main_grad import add_product_, main_grad_of
 from shardwise.kernels.products import AlignedProducts
 from shardwise.layers.overlapped import multiply_gathered, multiply_scattered
 from shardwise.layers.weight_gradient import WeightGradient
+from shardwise.layout import Layout, hidden_layout
 from shardwise.quantization import QuantizedTensor, quantized_linear
 from shardwise.recompute import is_kept_briefly
 from shardwise.sharding import uneven_sizes
@@ -58,6 +59,16 @@ class LinearParallelism(Enum):
     COLUMN_SEQUENCE = "column_sequence"
     ROW = "row"
     ROW_SEQUENCE = "row_sequence"
+
+    @property
+    def outside(self) -> Layout | None:
+        """Layout of hidden states ``[s, b, h]`` in front of COLUMN and COLUMN_SEQUENCE and behind ROW and ROW_SEQUENCE.
+
+        None for LOCAL, which makes no move.
+        """
+        if self is LinearParallelism.LOCAL:
+            return None
+        return hidden_layout(sequence_parallel=self in _OVERLAPPED)
 
 
 _OVERLAPPED = (LinearParallelism.COLUMN_SEQUENCE, LinearParallelism.ROW_SEQUENCE)
@@ -267,7 +278,7 @@ def _quantized(
 ) -> Tensor:
     """With a frozen weight in 8 or 4 bits: the moves beside a product that keeps neither weight nor input."""
     if group is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
-        input_ = moves.gather(input_, dim=0, group=group, sizes=sizes, partial_gradient=True)
+        input_ = moves.gather_for_parts(input_, dim=0, group=group, sizes=sizes)
     elif group is not None and parallelism is LinearParallelism.COLUMN:
         input_ = moves.copy(input_, group=group)
     return reduce_product(quantized_linear(input_, weight, bias), parallelism, group)

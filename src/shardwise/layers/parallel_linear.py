@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from shardwise.kernels.products import AlignedProducts, needs_alignment
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.layers.module import ShardedModule
 from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue
+from shardwise.layout import Layout
 from shardwise.quantization import QuantizedTensor
 from shardwise.sharding import ParamLayout, local_parts
 
@@ -85,6 +87,16 @@ class ParallelLinear(ShardedModule):
         self._delayed = WeightGradientQueue(inputs=[]) if delay_weight_gradient else None
         self._weight_gradient_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
         self._queues = tuple(queue for queue in (weight_gradient_queue, self._delayed) if queue is not None)
+
+    @property
+    @abstractmethod
+    def input_layout(self) -> Layout:
+        """Layout of the input over the layer's group."""
+
+    @property
+    @abstractmethod
+    def output_layout(self) -> Layout:
+        """Layout of the output over the layer's group."""
 
     def _make_parameters(
         self,
@@ -193,5 +205,6 @@ class ParallelLinear(ShardedModule):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"local={self.local_features}, tp={self.group.rank()}/{self.group.size()}"
+            f"local={self.local_features}, tp={self.group.rank()}/{self.group.size()}, "
+            f"{self.input_layout} -> {self.output_layout}"
         )

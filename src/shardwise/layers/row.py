@@ -14,6 +14,7 @@ from shardwise.initialization import InitMethod
 from shardwise.layers.exact import add_bias
 from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.parallel_linear import ParallelLinear
+from shardwise.layout import I, Layout, P, V
 from shardwise.sharding import ParamLayout
 
 
@@ -86,6 +87,16 @@ class RowLinear(ParallelLinear):
             # By parts the sum is whole as soon as it is made.
             partial_bias_gradient=self.sequence_parallel and self._exact is None,
         )
+
+    @property
+    def input_layout(self) -> Layout:
+        """V(dim=-1), this rank's features."""
+        return V(dim=-1, sizes=tuple(self._input_sizes))
+
+    @property
+    def output_layout(self) -> Layout:
+        """I, V(dim=0) with sequence parallelism, P if the layer leaves its output a partial sum."""
+        return self.parallelism.outside or (I if self.group.size() == 1 else P)
 
     def forward(self, input_: Tensor) -> Tensor:
         """Apply the layer.

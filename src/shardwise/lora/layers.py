@@ -306,7 +306,7 @@ class LoraColumn(LoraLinear):
         low_rank = self._low_rank(input_, dim=0 if self.sequence_parallel else None, sizes=sizes)
         if self.sequence_parallel:
             uneven = None if sequence_length is None else uneven_sizes(sequence_length, t)
-            low_rank = moves.gather(low_rank, dim=0, group=self.group, sizes=uneven, partial_gradient=True)
+            low_rank = moves.gather_for_parts(low_rank, dim=0, group=self.group, sizes=uneven)
         elif t > 1:
             low_rank = moves.copy(low_rank, group=self.group)
         if self._exact is not None:

@@ -20,6 +20,7 @@ from shardwise.layers import (
     make_norm,
     parameter_device,
 )
+from shardwise.layout import I, Layout, hidden_layout
 from shardwise.transformer.layer import ResidualDropout
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
@@ -94,6 +95,16 @@ class TokenEmbedding(GroupModule):
             with parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization):
                 self.layernorm = make_norm(config)
         self.dropout = ResidualDropout(config.hidden_dropout, self.scatters, self.tp_group)
+
+    @property
+    def input_layout(self) -> Layout:
+        """I: ids have no gradient."""
+        return I
+
+    @property
+    def output_layout(self) -> Layout:
+        """The layout of hidden states, I or V(dim=0)."""
+        return hidden_layout(sequence_parallel=self.scatters)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, tokentype_ids: Tensor | None = None

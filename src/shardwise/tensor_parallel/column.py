@@ -12,6 +12,7 @@ from shardwise.initialization import InitMethod
 from shardwise.layers.column import ColumnLinear
 from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.weight_gradient import WeightGradientQueue
+from shardwise.layout import I, Layout
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.sharding import Interval
 from shardwise.tensor_parallel.linear_functions import warn_of_connections
@@ -119,6 +120,11 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         self.tp_comm_buffer_name = tp_comm_buffer_name
         self.disable_grad_reduce = disable_grad_reduce
         self.allreduce_dgrad = self.tp_size > 1 and not self.sequence_parallel and not disable_grad_reduce
+
+    @property
+    def output_layout(self) -> Layout:
+        """V(dim=-1), or I with ``gather_output``."""
+        return I if self.gather_output else super().output_layout
 
     def forward(  # type: ignore[override]  # Megatron's layers return pairs.
         self,

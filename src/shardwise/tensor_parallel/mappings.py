@@ -240,7 +240,7 @@ def all_gather_last_dim_from_tensor_parallel_region(
         TopologyError: no group given and none initialised.
         ShardingError: ``sizes`` do not have this rank's size.
     """
-    return moves.gather(input_, dim=-1, group=_resolve(group), sizes=sizes, partial_gradient=True)
+    return moves.gather_for_parts(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(

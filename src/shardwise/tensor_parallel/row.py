@@ -11,6 +11,7 @@ from shardwise.errors import AssertedConfigError, ContradictionError
 from shardwise.initialization import InitMethod
 from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.row import RowLinear
+from shardwise.layout import I, Layout
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
 
@@ -90,6 +91,11 @@ class RowParallelLinear(StatelessExtra, MegatronLinear, RowLinear):
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
         self.tp_comm_buffer_name = tp_comm_buffer_name
+
+    @property
+    def input_layout(self) -> Layout:
+        """V(dim=-1), or I without ``input_is_parallel``."""
+        return super().input_layout if self.input_is_parallel else I
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]  # A pair.
         """Apply the layer.

@@ -29,6 +29,7 @@ from shardwise.layers import (
     norm_heads,
     parameter_device,
 )
+from shardwise.layout import Layout
 from shardwise.random import streams
 from shardwise.recompute import recomputed
 from shardwise.transformer.activations import softcap
@@ -127,6 +128,16 @@ class SelfAttention(GroupModule):
             sizes=[n * head_dim for n in self._head_sizes],
             **arguments,
         )
+
+    @property
+    def input_layout(self) -> Layout:
+        """The layout of hidden states, I or V(dim=0)."""
+        return self.linear_qkv.input_layout
+
+    @property
+    def output_layout(self) -> Layout:
+        """As ``input_layout``."""
+        return self.linear_proj.output_layout
 
     def _hold(self, split: HeadSplit, group: ProcessGroup) -> None:
         self.group = group

@@ -10,6 +10,7 @@ from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError, TopologyError
 from shardwise.initialization import part_seeded
 from shardwise.layers import GroupModule, apply_norm, parameter_device
+from shardwise.layout import Layout, hidden_layout
 from shardwise.recompute import recomputed
 from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamShard, ShardedOffset
@@ -88,6 +89,16 @@ class TransformerBlock(GroupModule):
         if post_process and config.final_layernorm:
             with parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization):
                 self.final_layernorm = spec.norm(config)
+
+    @property
+    def input_layout(self) -> Layout:
+        """The layout of hidden states, I or V(dim=0)."""
+        return hidden_layout(sequence_parallel=self._sequence_parallel)
+
+    @property
+    def output_layout(self) -> Layout:
+        """As ``input_layout``."""
+        return self.input_layout
 
     def seeded_parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
         """Each layer, and what is mixed into the seed from which it starts."""

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
 from shardwise.layers import GroupModule, add_and_norm, apply_norm, make_norm, parameter_device
+from shardwise.layout import Layout, hidden_layout
 from shardwise.recompute import OutputRecomputation, recomputed
 from shardwise.sharding import balanced_sizes
 from shardwise.transformer.attention import SelfAttention
@@ -117,6 +118,16 @@ class TransformerLayer(GroupModule):
             self.mlp = spec.mlp(config, tp_group)
             self.post_mlp_layernorm = spec.norm(config) if is_after else None
         self.dropout = ResidualDropout(config.hidden_dropout, config.sequence_parallel, tp_group, layer_number)
+
+    @property
+    def input_layout(self) -> Layout:
+        """The layout of hidden states, I or V(dim=0)."""
+        return hidden_layout(sequence_parallel=self._sequence_parallel)
+
+    @property
+    def output_layout(self) -> Layout:
+        """As ``input_layout``."""
+        return self.input_layout
 
     def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.

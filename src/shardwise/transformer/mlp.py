@@ -10,6 +10,7 @@ from shardwise.config import ModelConfig
 from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.swiglu import swiglu
 from shardwise.layers import ColumnLinear, GroupModule, RowLinear, layer_arguments
+from shardwise.layout import Layout
 from shardwise.recompute import OutputRecomputation
 
 
@@ -47,6 +48,16 @@ class MLP(GroupModule):
             init=config.output_layer_init_method,
             **arguments,
         )
+
+    @property
+    def input_layout(self) -> Layout:
+        """The layout of hidden states, I or V(dim=0)."""
+        return self.linear_fc1.input_layout
+
+    @property
+    def output_layout(self) -> Layout:
+        """As ``input_layout``."""
+        return self.linear_fc2.output_layout
 
     def forward(self, hidden: Tensor, *, sequence_length: int | None = None) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
