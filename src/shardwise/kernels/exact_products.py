@@ -7,7 +7,9 @@ goes another way through the library, so where parts are narrow each is its own 
 
 Which library multiplies, and whether parts go by themselves, follows from the whole layer, and never from this rank's
 shard of it. Large products are oneDNN's, those of gradients too: it was seen to keep all of this on AMD's processors,
-and is up to twice as fast as MKL there. Parts that are too small for it are multiplied in one call (``torch.bmm``).
+and is up to twice as fast as MKL there. Parts that are too small for it are multiplied in one call (``torch.bmm``). On
+Intel's processors the order in which an element is summed depends on all sizes of a product: each part is a product of
+its own there.
 """
 
 from __future__ import annotations
@@ -47,11 +49,15 @@ class ExactProducts:
     num_parts: int
     is_narrow: bool = False
 
-    @cached_property
-    def _runs(self) -> list[slice] | None:
-        """What is a product of its own along the split dimension where it is not summed; None if that is all of it."""
+    def _runs(self, factor: Tensor) -> list[slice] | None:
+        """The parts of a split dimension that is not summed, where each is a product of its own; None for one product.
+
+        Args:
+            factor: either factor of the product, for its dtype and device.
+        """
         # Sizes of parts differ by one at most, and no rank sees all of them.
-        if not self.is_narrow and self.size // (len(self.parts[0]) * self.num_parts) >= _NARROW:
+        is_wide = not self.is_narrow and self.size // (len(self.parts[0]) * self.num_parts) >= _NARROW
+        if is_wide and not products.sums_by_shape(factor):
             return None
         return [slice(*interval) for interval in self._intervals]
 
@@ -64,25 +70,28 @@ class ExactProducts:
         if self.split == "input":
             output = self._sum(input_, weight.t())
             return output if bias is None else output.add_(bias)
-        if self._runs is None:
+        runs = self._runs(weight)
+        if runs is None:
             return self._multiply(input_, weight, bias)
-        return torch.cat([F.linear(input_, weight[run], None if bias is None else bias[run]) for run in self._runs], -1)
+        return torch.cat([F.linear(input_, weight[run], None if bias is None else bias[run]) for run in runs], -1)
 
     def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
         """``grad_output @ weight``: ``[..., o]`` and ``[o, i]`` to ``[..., i]``."""
         if self.split == "output":
             return self._sum(grad_output, weight)
-        if self._runs is None:
+        runs = self._runs(weight)
+        if runs is None:
             return self._multiply(grad_output, weight.t())
-        return torch.cat([grad_output @ weight[:, run] for run in self._runs], -1)
+        return torch.cat([grad_output @ weight[:, run] for run in runs], -1)
 
     def weight_gradient(self, grad_output: Tensor, input_: Tensor) -> Tensor:
         """``grad_output.T @ input_``: ``[n, o]`` and ``[n, i]`` to ``[o, i]``."""
-        if self._runs is None:
+        runs = self._runs(input_)
+        if runs is None:
             return self._weight_gradient(grad_output.contiguous(), input_.contiguous())
         if self.split == "output":
-            return torch.cat([grad_output[:, run].t() @ input_ for run in self._runs], 0)
-        return torch.cat([grad_output.t() @ input_[:, run] for run in self._runs], 1)
+            return torch.cat([grad_output[:, run].t() @ input_ for run in runs], 0)
+        return torch.cat([grad_output.t() @ input_[:, run] for run in runs], 1)
 
     def bias_gradient(self, grad_output: Tensor) -> Tensor:
         """The sums of the columns of ``[n, o]``, where the output is split; each part's by itself."""
