@@ -53,12 +53,11 @@ def generate_batch(
     check_same(asked, "what to generate", group=model.tp_group)
     for prompt in prompts:
         check_arguments(prompt, max_new_tokens, seed, eos_ids, vocab_size)
-    depends = model.rotary is not None and model.rotary.depends_on_length
     texts = {number: list(prompt or eos_ids[:1]) for number, prompt in enumerate(prompts)}
     together = [
         number
         for number, text in texts.items()
-        if not depends and len(text) + max_new_tokens <= model.max_sequence_length
+        if not model.depends_on_length and len(text) + max_new_tokens <= model.max_sequence_length
     ]
     found = _generate(
         model, [texts[number] for number in together], max_new_tokens, sampling, seed, eos_ids, vocab_size
