@@ -30,7 +30,7 @@ def generate_batch(
 
     Shorter prompts are padded on the left, behind a mask. Those whose text would outgrow the model's
     ``max_sequence_length`` are generated one by one, and so are all of a model whose rotary frequencies depend on the
-    length of its text.
+    length of its text: each text is rotated by its own length, whatever that of the others.
 
     Args:
         model, max_new_tokens, sampling, eos_id: see ``generate``.
