@@ -16,6 +16,7 @@ from shardwise.evaluation.lm_harness import ShardwiseLM
 from shardwise.huggingface import load_pretrained
 from shardwise.tokenizer import ChatTemplate, Tokenizer
 from shardwise.topology import Groups
+from shardwise.transformer.rotary import RotaryEmbedding, RotaryScaling
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -123,6 +124,18 @@ def test_answers_are_those_of_the_hf_model(group, folder, theirs):
     assert lm.loglikelihood(requests([("What is", written)]))[0][1]
     assert lm.apply_chat_template(CHAT, add_generation_prompt=False) == theirs["open"]
     assert lm.apply_chat_template(CHAT) == theirs["asked"]
+
+
+@pytest.mark.ranks(1)
+def test_likelihoods_do_not_depend_on_the_batch(group, folder):
+    """Of a model that rotates tokens otherwise in a text of over 12."""
+    lm = load(folder, group, batch_size=8)
+    scaling = RotaryScaling("longrope", 2.0, 12, short_factor=(1.0, 1.0, 1.0), long_factor=(2.0, 3.0, 4.0))
+    lm.model.rotary = RotaryEmbedding(6, rope_scaling=scaling)
+    assert {len(lm.tok_encode("".join(pair))) > 13 for pair in PAIRS} == {False, True}
+    together = lm.loglikelihood(requests(PAIRS))
+    alone = [lm.loglikelihood(requests([pair]))[0] for pair in PAIRS]
+    assert [log_prob for log_prob, _ in together] == pytest.approx([log_prob for log_prob, _ in alone], rel=1e-5)
 
 
 @pytest.mark.ranks(2)

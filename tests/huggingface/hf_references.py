@@ -119,7 +119,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _DECODER
         | {"vocab_size": 127, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1}
         | {"head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 4, "rope_parameters": GEMMA3_ROPE}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "final_logit_softcapping": 3.0},
     ),
     "gpt_neox": (
         "GPTNeoXForCausalLM",

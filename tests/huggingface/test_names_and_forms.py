@@ -249,6 +249,10 @@ def test_windows(fields: dict[str, Any], window: tuple[int, int] | None) -> None
         ),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "for each of 26 layers"),
         ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "object for each kind of layer"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 2.0},
+            "attn_logit_softcapping is 2.0; it must be null",
+        ),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers is"),
         ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
         ({"model_type": "opt", "word_embed_proj_dim": 12}, "word_embed_proj_dim is 12"),
@@ -279,3 +283,13 @@ def test_what_no_architecture_can_say_is_named(one_rank: Any) -> None:
     odd = describe_model(build_model(description, config, groups=one_rank))
     with pytest.raises(ConfigError, match="llama: it has no way to say rotary_interleaved True"):
         config_to_json(odd)
+
+
+def test_gemma_3_has_no_cap_of_scores(make: Callable[[str], Reference], one_rank: Any) -> None:
+    """Transformers reads the field, and applies only that of the logits."""
+    model = load_pretrained(make("gemma3").folder, groups=one_rank, attention_logit_softcap=2.0)
+    assert model.config.final_logit_softcap == 3.0
+    with pytest.raises(
+        ConfigError, match=r"gemma3_text: config\.json: attn_logit_softcapping is 2\.0; it must be null"
+    ):
+        config_to_json(describe_model(model))

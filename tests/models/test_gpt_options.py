@@ -139,6 +139,55 @@ def test_texts_packed_into_a_row_do_not_see_each_other(group, name):
     assert not torch.allclose(model(packed, positions)[5:], model(second))
 
 
+def of_length(kind):
+    """A model whose rotary frequencies change beyond 5 tokens."""
+    lists = {"short_factor": (1.0, 1.5, 2.0, 2.5), "long_factor": (2.0, 3.0, 5.0, 7.0)} if kind == "longrope" else {}
+    return Options(LLAMA, {"position_embedding_type": "rope", "rope_scaling": RotaryScaling(kind, 4.0, 5, **lists)})
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_texts_are_rotated_as_if_they_were_alone(group, kind):
+    """In rows of their own, filled up, and packed into one: logits, losses and gradients."""
+    model = of_length(kind).make(group)
+    texts = [torch.randint(V, (length,)) for length in (5, 7, 4)]
+    labels = [torch.randint(V, text.shape) for text in texts]
+
+    def gradients_of(losses):
+        losses.sum().backward()
+        found = {name: param.grad for name, param in model.named_parameters()}
+        model.zero_grad()
+        return found
+
+    alone = torch.cat([model(text[None], labels=label[None])[0] for text, label in zip(texts, labels, strict=True)])
+    expected = alone.detach(), gradients_of(alone)
+    logits = torch.cat([model(text[None])[:, 0] for text in texts])
+
+    lengths = torch.tensor([len(text) for text in texts])
+    filled, filled_labels = (
+        torch.nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=3) for each in (texts, labels)
+    )
+    is_token = torch.arange(7) < lengths[:, None]
+    packed, packed_labels = torch.cat(texts)[None], torch.cat(labels)[None]
+    document_ids = torch.repeat_interleave(torch.tensor([4, 1, -1]), lengths)[None]
+    positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
+    packing = {"position_ids": positions, "document_ids": document_ids}
+
+    assert_close_to(model(filled, lengths=lengths).transpose(0, 1)[is_token], logits, rtol_of_norm=1e-12)
+    assert_close_to(model(packed, **packing)[:, 0], logits, rtol_of_norm=1e-12)
+    for losses in (
+        model(filled, labels=filled_labels, lengths=lengths)[is_token],
+        model(packed, labels=packed_labels, **packing)[0],
+    ):
+        assert_close_to(losses.detach(), expected[0], rtol_of_norm=1e-12)
+        for name, grad in gradients_of(losses).items():
+            assert_close_to(grad, expected[1][name], rtol_of_norm=1e-11, name=name)
+    # A batch of which nothing is said is all of one length, as in transformers.
+    assert not torch.allclose(model(filled)[:5, 0], logits[:5])
+    with pytest.raises(ShardingError, match=r"lengths have shape \[2\]; they must be \[3\], one for each row"):
+        model(filled, lengths=lengths[:2])
+
+
 @pytest.mark.ranks(1)
 def test_models_that_cannot_be_are_refused(group):
     rope = OPTIONS["llama3-scaled"]

@@ -153,6 +153,8 @@ def on_the_gpu(kind):
         model(tokens, position_ids=positions)
         with StepRecorder() as recorder, torch.no_grad():
             model(tokens, position_ids=positions)
+            model(tokens, position_ids=positions, document_ids=positions // 5)
+            model(tokens, lengths=positions[:, 9])
             model(tokens[:, :1], position_ids=positions[:, :1])
     return recorder.waits, recorder.copies
 

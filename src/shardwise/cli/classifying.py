@@ -200,7 +200,8 @@ def _outputs(
     windows = EvaluationRows(encoded.rows)
     left = len(windows)
     with torch.no_grad(), ranks.phase("labelling", limited=True):
-        for batch in evaluation_batches(windows, min(arguments.batch_size, left)):
+        batches = evaluation_batches(windows, min(arguments.batch_size, left), with_lengths=model.depends_on_length)
+        for batch in batches:
             moved = tuple(tensor.to(ranks.device) for tensor in batch)
             logits: Tensor = model(**objective.inputs(moved))
             yield logits[:left], tuple(tensor[:left] for tensor in moved)

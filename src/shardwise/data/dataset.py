@@ -129,6 +129,10 @@ class EvaluationWindows:
             tokens[0] = self.stream.tokens[start - 1]
         return tokens, labels
 
+    def text_lengths(self, index: int) -> tuple[()]:
+        """Nothing: every window is as long as all others."""
+        return ()
+
     def padding(self) -> Sample:
         """A window of end-of-text tokens in which no label counts."""
         shape = (self.sequence_length,)

@@ -58,6 +58,10 @@ class LabelledRows:
         """Places that all of ``rows`` have in a batch."""
         return int(self.lengths[rows].max())
 
+    def text_lengths(self, index: int) -> tuple[NDArray[Any], ...]:
+        """``(lengths [1],)``: tokens of a row; nothing of one with a mask, which says it."""
+        return () if self._kinds is not None else (self.lengths[index : index + 1],)
+
     def row(self, index: int, length: int | None = None) -> tuple[NDArray[Any], ...]:
         """``(tokens [s], label [1, n or s])``, with token types also ``kinds [s]`` and ``mask [s]``; new arrays."""
         return self._filled(
@@ -104,6 +108,10 @@ class EvaluationRows:
     def __getitem__(self, index: int) -> tuple[NDArray[Any], ...]:
         """One row."""
         return self.rows.row(index, self._length)
+
+    def text_lengths(self, index: int) -> tuple[NDArray[Any], ...]:
+        """See ``LabelledRows.text_lengths``."""
+        return self.rows.text_lengths(index)
 
     def padding(self) -> tuple[NDArray[Any], ...]:
         """A row whose label counts for nothing."""

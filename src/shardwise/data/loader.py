@@ -18,8 +18,8 @@ from shardwise.data.dataset import TokenDataset
 from shardwise.errors import ConfigError
 
 Batch = tuple[Tensor, ...]
-"""``(tokens [b, s], labels [b, s])``, of packed samples also ``position_ids`` and ``document_ids`` ``[b, s]``; int64,
-on the CPU."""
+"""``(tokens [b, s], labels [b, s])``, of packed samples also ``position_ids`` and ``document_ids`` ``[b, s]``, and of
+others at wish ``lengths`` ``[b, 1]``, places that each takes; int64, on the CPU."""
 
 
 class Windows(Protocol):
@@ -30,6 +30,9 @@ class Windows(Protocol):
 
     def __getitem__(self, index: int) -> Sequence[NDArray[Any]]:
         """A row: tokens, labels, and what else a ``Batch`` has."""
+
+    def text_lengths(self, index: int) -> Sequence[NDArray[Any]]:
+        """How many places the text of a row takes, as ``Rows.text_lengths``; nothing if the row says it otherwise."""
 
     def padding(self) -> Sequence[NDArray[Any]]:
         """A row in which no label counts."""
@@ -207,7 +210,9 @@ class DataLoader:
         )
 
 
-def evaluation_batches(windows: Windows, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
+def evaluation_batches(
+    windows: Windows, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1, *, with_lengths: bool = False
+) -> Iterator[Batch]:
     """The evaluation windows of one rank, in batches of one size.
 
     Every rank gets the same number of batches, filled up with windows in which no label counts. Over all ranks, every
@@ -218,6 +223,7 @@ def evaluation_batches(windows: Windows, micro_batch_size: int, dp_rank: int = 0
         micro_batch_size: ``b``, windows in one forward pass.
         dp_rank: data-parallel rank.
         dp_size: number of data-parallel ranks.
+        with_lengths: a batch of windows that have lengths of their own ends with these, ``[b, 1]``.
 
     Returns:
         Pairs ``(tokens [b, s], labels [b, s])``, int64, made as they are asked for.
@@ -228,13 +234,13 @@ def evaluation_batches(windows: Windows, micro_batch_size: int, dp_rank: int = 0
     _check_rank(dp_rank, dp_size, micro_batch_size)
     together = dp_size * micro_batch_size
     firsts = range(dp_rank * micro_batch_size, -(-len(windows) // together) * together, together)
-    return (
-        stack(
-            windows[index] if index < len(windows) else windows.padding()
-            for index in range(first, first + micro_batch_size)
-        )
-        for first in firsts
-    )
+
+    def row(index: int) -> Sequence[NDArray[Any]]:
+        values = windows[index] if index < len(windows) else windows.padding()
+        # What only fills a batch has a length, too, that of the last window.
+        return (*values, *windows.text_lengths(min(index, len(windows) - 1))) if with_lengths else values
+
+    return (stack(map(row, range(first, first + micro_batch_size))) for first in firsts)
 
 
 def stack(rows: Iterable[Sequence[NDArray[Any]]]) -> Batch:

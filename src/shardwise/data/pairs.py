@@ -137,6 +137,10 @@ class PairDataset:
         row[2][:, 0] = self.reference[index]
         return row
 
+    def text_lengths(self, index: int) -> tuple[NDArray[Any], ...]:
+        """``(lengths [2, 1],)``: places that each sample of a pair takes."""
+        return (self._sizes[index][:, None],)
+
     def width(self, rows: NDArray[np.int64] | slice) -> int:
         """Places that all of ``rows`` have in a batch."""
         return int(self._sizes[rows].max())
@@ -175,6 +179,10 @@ class EvaluationPairs:
     def __getitem__(self, index: int) -> tuple[NDArray[Any], ...]:
         """One pair, all of them of one length."""
         return self.dataset.row(int(self._indices[index]), self._length)
+
+    def text_lengths(self, index: int) -> tuple[NDArray[Any], ...]:
+        """See ``PairDataset.text_lengths``."""
+        return self.dataset.text_lengths(int(self._indices[index]))
 
     def padding(self) -> tuple[NDArray[Any], ...]:
         """A pair in which no label counts."""

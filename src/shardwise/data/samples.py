@@ -162,6 +162,10 @@ class SampleDataset:
             place = here.stop
         return row
 
+    def text_lengths(self, index: int) -> tuple[NDArray[np.int64], ...]:
+        """``(lengths [1],)``: places that a row's sample takes; nothing of a packed row, whose numbers say it."""
+        return () if self.packing else (self.lengths[index : index + 1],)
+
     def width(self, rows: NDArray[np.int64] | slice) -> int:
         """Places that all of ``rows`` have in a batch."""
         if self.packing:
@@ -213,6 +217,9 @@ class Rows(Protocol):
     def row(self, index: int, length: int | None = None) -> Sequence[NDArray[Any]]:
         """One row, filled up to ``length`` places."""
 
+    def text_lengths(self, index: int) -> tuple[NDArray[Any], ...]:
+        """``(lengths [1],)`` of the text in a row, or ``[k, 1]`` of ``k`` rows; nothing if a row says it otherwise."""
+
     def width(self, rows: NDArray[np.int64] | slice) -> int:
         """Places that all of ``rows`` have in a batch."""
 
@@ -242,19 +249,29 @@ class SampleLoader:
         return int(self.dataset.lengths[self.schedule.global_batch(step)].sum())
 
     def batch(
-        self, step: int, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int | None = None
+        self,
+        step: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        micro_batch_size: int | None = None,
+        *,
+        with_lengths: bool = False,
     ) -> Iterator[Batch]:
         """The micro-batches of one rank in one step; see ``DataLoader.batch``.
 
         Packed rows have ``sequence_length`` places. Others have as many as the step's longest sample takes, or so many
-        more as the dataset adds.
+        more as the dataset adds; ``with_lengths`` a batch of them ends with ``[b, 1]``, how many each sample takes.
         """
         if micro_batch_size is None:
             micro_batch_size = max(1, self.schedule.global_batch_size // max(1, dp_size))
         slices = self.schedule.micro_batches(dp_rank, dp_size, micro_batch_size)
         rows = self.schedule.global_batch(step)
         length = self.dataset.width(rows)
-        return (stack(self.dataset.row(index, length) for index in rows[part].tolist()) for part in slices)
+
+        def row(index: int) -> Sequence[NDArray[Any]]:
+            return (*self.dataset.row(index, length), *(self.dataset.text_lengths(index) if with_lengths else ()))
+
+        return (stack(map(row, rows[part].tolist())) for part in slices)
 
 
 class EvaluationSamples:
@@ -288,6 +305,10 @@ class EvaluationSamples:
     def __getitem__(self, index: int) -> Row:
         """One row, all of them of one length."""
         return self.dataset.row(index, self._length)
+
+    def text_lengths(self, index: int) -> tuple[NDArray[np.int64], ...]:
+        """See ``SampleDataset.text_lengths``."""
+        return self.dataset.text_lengths(index)
 
     def padding(self) -> Row:
         """A row in which no label counts."""

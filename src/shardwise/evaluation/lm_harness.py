@@ -230,7 +230,8 @@ class ShardwiseLM:
         longest = len(batch[0])
         # On the right, where a causal model's other tokens do not see them.
         ids = torch.tensor([[*read, *[0] * (longest - len(read))] for read in batch], device=self.device)
-        logits: Tensor = self.model(ids)
+        lengths = torch.tensor([len(read) for read in batch], device=self.device)
+        logits: Tensor = self.model(ids, lengths=lengths)
         wanted = [
             (row, len(read) - len(requests[number][2]) + place, token)
             for row, (read, several) in enumerate(zip(batch, numbers, strict=True))

@@ -30,7 +30,7 @@ def generate_batch(
 
     Shorter prompts are padded on the left, behind a mask. Those whose text would outgrow the model's
     ``max_sequence_length`` are generated one by one, and so are all of a model whose rotary frequencies depend on the
-    length of its text.
+    length of its text: each text is rotated by its own length, whatever that of the others.
 
     Args:
         model, max_new_tokens, sampling, eos_id: see ``generate``.
@@ -53,12 +53,11 @@ def generate_batch(
     check_same(asked, "what to generate", group=model.tp_group)
     for prompt in prompts:
         check_arguments(prompt, max_new_tokens, seed, eos_ids, vocab_size)
-    depends = model.rotary is not None and model.rotary.depends_on_length
     texts = {number: list(prompt or eos_ids[:1]) for number, prompt in enumerate(prompts)}
     together = [
         number
         for number, text in texts.items()
-        if not depends and len(text) + max_new_tokens <= model.max_sequence_length
+        if not model.depends_on_length and len(text) + max_new_tokens <= model.max_sequence_length
     ]
     found = _generate(
         model, [texts[number] for number in together], max_new_tokens, sampling, seed, eos_ids, vocab_size

@@ -65,7 +65,7 @@ class DecodeStep:
             return why_not
         if model.config.heads[2] > dispatch.WIDEST_HEAD:
             return f"there is no kernel for heads wider than {dispatch.WIDEST_HEAD}"
-        if model.rotary is not None and model.rotary.depends_on_length:
+        if model.depends_on_length:
             return "the rotary frequencies depend on the number of tokens"
         attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
         if len(attentions) != model.config.num_layers or not all(each.attends_at_position for each in attentions):

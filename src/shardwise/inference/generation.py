@@ -37,7 +37,9 @@ def generate(
 
     The model reads at most its ``max_sequence_length`` tokens. Of a longer prompt it reads the last ones. When the
     context is full, its older half is dropped and the rest is read anew from position 0, so that text of any length
-    can be generated; a token then follows from at least the ``max_sequence_length // 2`` tokens before it.
+    can be generated; a token then follows from at least the ``max_sequence_length // 2`` tokens before it. With
+    LongRoPE the context is read anew, too, when it outgrows ``original_max_position_embeddings``: from there on each
+    of its tokens has other rotary frequencies.
 
     The model is in evaluation mode meanwhile. PyTorch's default random generators are not used.
 
@@ -109,9 +111,11 @@ def generate(
                     on_token(token)
                 context.append(token)
                 unread = chosen.unsqueeze(0)
-                if len(context) > window:
-                    cache.truncate(0)
+                is_full = len(context) > window
+                if is_full:
                     context = context[-max(1, window // 2) :]
+                if is_full or (model.rotary is not None and model.rotary.is_outgrown_at(len(context))):
+                    cache.truncate(0)
                     unread = torch.tensor([context], device=device)
     finally:
         if prefix is not None:

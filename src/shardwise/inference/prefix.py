@@ -31,7 +31,7 @@ class PrefixCache:
 
     def shared(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens need not be read, since the text before began with them; never all of them."""
-        if self.model.rotary is not None and self.model.rotary.depends_on_length:
+        if self.model.depends_on_length:
             # The keys were rotated for a text of another length.
             return 0
         pairs = zip(self._token_ids, token_ids[:-1], strict=False)

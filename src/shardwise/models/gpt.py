@@ -8,7 +8,7 @@ from shardwise.models.padding import TokensFirst, forbidden_keys, is_token, posi
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.block import TransformerBlock
-from shardwise.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.transformer.masks import AttentionMask, AttnMaskType, document_lengths
 
 
 class GPT(TransformerModel):
@@ -58,6 +58,7 @@ class GPT(TransformerModel):
         labels: Tensor | None = None,
         *,
         document_ids: Tensor | None = None,
+        lengths: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Loss of each token with ``labels``, else logits; hidden states on a stage that is not the last.
@@ -73,6 +74,9 @@ class GPT(TransformerModel):
             labels: ``[b, s]`` ids to predict; -100 costs nothing. With ``classification`` see ``Classification.loss``.
             document_ids: ``[b, s]`` integers, for several texts packed into one row: tokens see those with their own
                 number only. Positions go on from text to text unless ``position_ids`` say otherwise.
+            lengths: ``[b]`` integers, tokens of each row without the padding behind them; read only by rotary
+                positions whose frequencies depend on the length of the text. If None each document's are taken, and
+                without documents, as in ``transformers``, those of the longest row for all, padding counted.
             cache: keys and values of earlier tokens, for generation; give ``position_ids`` with it.
 
         Returns:
@@ -82,7 +86,8 @@ class GPT(TransformerModel):
             that is not the last. What is returned for padding means nothing, and is finite.
 
         Raises:
-            ShardingError: the sequence is too long, a mask of another shape, or a later stage has no input.
+            ShardingError: the sequence is too long, a mask or ``lengths`` of another shape, or a later stage has no
+                input.
             VocabularyError: an id outside the vocabulary, or a label that is none.
             ConfigError: several sequences to classify without a ``pad_token_id``.
         """
@@ -114,7 +119,7 @@ class GPT(TransformerModel):
             ),
             cache=cache,
             sequence_length=s,
-            **self._rotary(position_ids, s, hidden),
+            **self._rotary(position_ids, s, hidden, self._own_lengths(lengths, document_ids, hidden.size(1))),
         )
         if not self.post_process:
             return hidden
@@ -125,6 +130,16 @@ class GPT(TransformerModel):
             return logits if first is None else first.move_sequence_back(logits)
         loss = self._loss(hidden, labels, s)
         return loss if first is None else first.move_back(loss)
+
+    def _own_lengths(self, lengths: Tensor | None, document_ids: Tensor | None, b: int) -> Tensor | None:
+        """``[b, 1]`` or ``[b, s]``: of the text of each token; None where nobody asks, or the batch's is meant."""
+        if not self.depends_on_length:
+            return None
+        if lengths is None:
+            return None if document_ids is None else document_lengths(document_ids)
+        if lengths.shape != (b,):
+            raise ShardingError(f"lengths have shape {list(lengths.shape)}; they must be [{b}], one for each row")
+        return lengths.unsqueeze(1)
 
     def _classify(
         self,

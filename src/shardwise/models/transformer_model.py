@@ -365,21 +365,22 @@ class TransformerModel(FixedTensors, LanguageModel):
             input_tensor = input_tensor[0]
         self._input_tensor = input_tensor
 
-    def _rotary(self, position_ids: Tensor | None, s: int, hidden: Tensor) -> dict[str, tuple[Tensor, Tensor] | None]:
-        """Cosine and sine of the positions, 0 to ``s - 1`` if None, as attention takes them; by None there are none."""
-        if self.rotary is None:
-            return {"rotary": None}
-        found: dict[str, tuple[Tensor, Tensor] | None] = {}
-        for name, rotary in (("rotary", self.rotary), ("window_rotary", self.window_rotary)):
-            if rotary is None:
-                continue
-            if position_ids is None:
-                found[name] = rotary.first(s, hidden.dtype, hidden.device)
-            else:
-                # The host does not wait for it.
-                length: int | Tensor = position_ids.max() + 1 if rotary.depends_on_length else s
-                found[name] = rotary(position_ids, hidden.dtype, length=length)
-        return found
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether tokens are rotated otherwise in a longer text."""
+        return self.rotary is not None and self.rotary.depends_on_length
+
+    def _rotary(
+        self, position_ids: Tensor | None, s: int, hidden: Tensor, lengths: Tensor | None = None
+    ) -> dict[str, tuple[Tensor, Tensor] | None]:
+        """Cosine and sine as attention takes them, by ``RotaryEmbedding.tables``; by None there are none."""
+        rotaries = {"rotary": self.rotary} | (
+            {} if self.window_rotary is None else {"window_rotary": self.window_rotary}
+        )
+        return {
+            name: None if rotary is None else rotary.tables(position_ids, s, hidden, lengths)
+            for name, rotary in rotaries.items()
+        }
 
     def _input_of_a_later_stage(self) -> Tensor:
         if self._input_tensor is None:

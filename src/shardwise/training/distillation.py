@@ -45,6 +45,11 @@ class DistillationObjective(Objective):
 
     names = ("cross_entropy", "divergence")
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the teacher does."""
+        return self.teacher.depends_on_length
+
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
         """What gives logits."""
         return super().inputs(batch) | {"labels": None}

@@ -42,9 +42,9 @@ class Labelling(Objective):
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
         """Ids and, of a model that sees all of a row, token types and mask; logits come back."""
         ids, _, *others = batch
-        if not others:
+        if len(others) < 2:
             # Padding is on the right, which nobody before it sees.
-            return {"input_ids": ids}
+            return {"input_ids": ids, **({"lengths": others[0].squeeze(1)} if others else {})}
         kinds, mask = others
         return {"input_ids": ids, "tokentype_ids": kinds, "attention_mask": mask}
 

@@ -26,6 +26,11 @@ class Objective:
     curves: tuple[str, str] = ("bits_per_byte", "held_out_bits_per_byte")
     unit = "bits per byte"
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether it has a model of its own that rotates tokens otherwise in a longer text."""
+        return False
+
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
         """The arguments of a model; a stage that is not the last gives on its hidden states in either case."""
         return model_inputs(batch)
@@ -96,6 +101,8 @@ class CrossEntropy(Objective):
 
 def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
     """The arguments with which a model gives the loss of each token; a stage that is not the last what it gives on."""
-    tokens, labels, *places = batch
-    positions, documents = places or (None, None)
+    tokens, labels, *others = batch
+    if len(others) == 1:
+        return {"input_ids": tokens, "labels": labels, "lengths": others[0].squeeze(1)}
+    positions, documents = others or (None, None)
     return {"input_ids": tokens, "position_ids": positions, "labels": labels, "document_ids": documents}

@@ -36,11 +36,12 @@ class PreferenceObjective(Objective):
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
         """What gives minus the log-probability of each token of the answers."""
-        return model_inputs(batch[:2])
+        tokens, labels, _, *lengths = batch
+        return model_inputs((tokens, labels, *lengths))
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """Sums over pairs; a pair without labels is filling and counts for nothing. See ``Objective``."""
-        _, labels, reference = batch
+        _, labels, reference, *_ = batch
         # Whole answers are sums of many numbers, of which small differences are taken.
         ratios = -output.sum(-1, dtype=torch.float64) - reference.squeeze(1)
         chosen, rejected = ratios.view(-1, 2).unbind(1)

@@ -117,6 +117,7 @@ class Trainer:
         self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
         self._is_exact = isinstance(self.gradients, GradientTrees)
         self.objective = CrossEntropy(self._is_exact) if objective is None else objective
+        self._needs_lengths = self.objective.depends_on_length or any(each.depends_on_length for each in self._chunks)
         self._seed_micro_batch: Callable[[int], None] | None = None
         self.loss_scale = DynamicLossScale() if precision.scales_loss else None
         self.num_skipped = 0
@@ -327,7 +328,9 @@ class Trainer:
 
     def _prepare(self, step: int, loader: DataLoader | SampleLoader) -> _Prepared:
         rank, num_ranks = self.dp_group.rank(), self.dp_group.size()
-        batches = loader.batch(step, rank, num_ranks, self.settings.micro_batch_size(num_ranks))
+        # Samples of a text stream are all of one length.
+        options = {"with_lengths": True} if self._needs_lengths and isinstance(loader, SampleLoader) else {}
+        batches = loader.batch(step, rank, num_ranks, self.settings.micro_batch_size(num_ranks), **options)
         return step, loader, [self._mover.start(batch) for batch in batches]
 
     def evaluate(self, windows: Windows) -> dict[str, float]:
@@ -352,7 +355,9 @@ class Trainer:
         self.model.eval()
         inputs = self.objective.of_evaluation.inputs
         micro = self.settings.micro_batch_size(self.dp_group.size())
-        batches = evaluation_batches(windows, micro, self.dp_group.rank(), self.dp_group.size())
+        batches = evaluation_batches(
+            windows, micro, self.dp_group.rank(), self.dp_group.size(), with_lengths=self._needs_lengths
+        )
         if self._pipeline is None:
             for batch in self._mover.moved(batches):
                 each(self.model(**inputs(batch)), batch)

@@ -154,6 +154,21 @@ class AttentionMask:
         return (ids[:, :, None] != ids[:, None, :]).unsqueeze(1)
 
 
+def document_lengths(document_ids: Tensor) -> Tensor:
+    """How many tokens of its row each token's document has, ``[b, s]``.
+
+    >>> document_lengths(torch.tensor([[0, 0, 1, 1, 1, -1]]))
+    tensor([[2, 2, 3, 3, 3, 1]])
+
+    Args:
+        document_ids: ``[b, s]`` integers, those of a document alike.
+    """
+    # By sorting, as a count of each number would need the host to know how many there are.
+    ids = document_ids.contiguous()
+    ordered = ids.sort(dim=1).values
+    return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
+
+
 def document_ids_of(cu_seqlens: Tensor, length: int) -> Tensor:
     """The document of each token of one packed row, ``[1, length]``, for ``AttentionMask``.
 

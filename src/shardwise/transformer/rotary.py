@@ -67,8 +67,8 @@ class RotaryEmbedding(FixedTensors):
         Args:
             positions: ``[s]`` or ``[b, s]`` token positions.
             dtype: dtype of what will be rotated.
-            length: number of positions of the whole sequence, or a tensor ``[]`` of it; read where
-                ``depends_on_length``.
+            length: number of positions of the whole sequence, a tensor ``[]`` of it, or ``[b, 1]`` or ``[b, s]`` of
+                the text of each position; read where ``depends_on_length``.
 
         Returns:
             Two tensors ``[s, 1 or b, 1, d/2]``.
@@ -82,11 +82,38 @@ class RotaryEmbedding(FixedTensors):
         if self.depends_on_length:
             assert self._scaling is not None
             frequencies = self._scaling.at_length(frequencies, length)
+            if frequencies.dim() > 1:
+                frequencies = frequencies.transpose(0, 1).unsqueeze(2)
         angles = positions.t()[:, :, None, None].double() * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._factor != 1.0:
             cos, sin = cos * self._factor, sin * self._factor
         return cos.to(dtype), sin.to(dtype)
+
+    def is_outgrown_at(self, length: int) -> bool:
+        """See ``RotaryScaling.is_outgrown_at``."""
+        return self._scaling is not None and self._scaling.is_outgrown_at(length)
+
+    def tables(
+        self, position_ids: Tensor | None, s: int, like: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the tokens of a batch, as ``forward`` returns them.
+
+        Args:
+            position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
+            s: length of the sequence.
+            like: of the dtype and on the device of what will be rotated.
+            lengths: ``[b, 1]`` or ``[b, s]``: how long the text of each token is; read where ``depends_on_length``. If
+                None all are of one, which is as long as the largest position says.
+        """
+        if position_ids is None and (lengths is None or not self.depends_on_length):
+            return self.first(s, like.dtype, like.device)
+        positions = torch.arange(s, device=like.device) if position_ids is None else position_ids
+        if lengths is None and self.depends_on_length:
+            # The host does not wait for it.
+            lengths = positions.max() + 1
+        made: tuple[Tensor, Tensor] = self(positions, like.dtype, length=s if lengths is None else lengths)
+        return made
 
     def first(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """What ``forward`` returns for the positions 0 to ``count - 1``, computed once and kept.

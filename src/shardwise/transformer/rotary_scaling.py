@@ -119,16 +119,27 @@ class RotaryScaling:
         )
         return lowered + (frequencies - lowered) * kept
 
+    def is_outgrown_at(self, length: int) -> bool:
+        """Whether the token that makes a text ``length`` tokens long changes the frequencies of all before it.
+
+        A key-value cache of these is then of no use. True where ``"longrope"`` goes over to its other list. With
+        ``"dynamic"`` each further token has frequencies of its own, and keys in a cache keep theirs, as in
+        ``transformers``.
+        """
+        return self.kind == "longrope" and length - 1 == self.original_max_position_embeddings
+
     def at_length(self, frequencies: Tensor, length: int | Tensor) -> Tensor:
-        """The frequencies ``[d/2]`` of a sequence, where they depend on its length.
+        """The frequencies ``[..., d/2]`` of sequences, where they depend on the length.
 
         Args:
             frequencies: what ``scale`` returned, on any device.
-            length: number of positions of the sequence; a tensor ``[]`` if the host does not know it, which then does
-                not wait for it.
+            length: number of positions of the sequence; a tensor ``[...]`` for several, or if the host does not know
+                it, which then does not wait for it.
         """
         context = self.original_max_position_embeddings
         assert context is not None
+        if isinstance(length, Tensor):
+            length = length.unsqueeze(-1)
         if self.kind == "longrope":
             if isinstance(length, Tensor):
                 return torch.where(length > context, frequencies[1], frequencies[0])

@@ -150,7 +150,8 @@ GEMMA3 = _Gemma3(
         "max_sequence_length": Setting("max_position_embeddings", 131072),
     },
     fixed={**_FIXED, "qk_layernorm": True},
-    required={"use_bidirectional_attention": False},
+    # Gemma 3 in transformers caps the logits of words, and has no cap of scores, whatever this field says.
+    required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
     table=_TABLE
     | {
         _LAYER + "self_attention.q_layernorm.*": whole(_STORED + "self_attn.q_norm.*"),

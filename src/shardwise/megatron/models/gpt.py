@@ -116,6 +116,7 @@ class GPTModel(MegatronTransformer, GPT):
         inference_context: KeyValueCache | None = None,
         loss_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
+        lengths: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """As ``GPT``'s, with Megatron's names; in evaluation mode without gradient if the config says so.
@@ -124,7 +125,7 @@ class GPTModel(MegatronTransformer, GPT):
         ``inference_fuse_tp_communication`` each of their half blocks makes one exchange.
 
         Args:
-            input_ids, position_ids, attention_mask, labels, document_ids, cache: as there.
+            input_ids, position_ids, attention_mask, labels, document_ids, lengths, cache: as there.
             inference_context: a cache, under Megatron's name for what generation goes on from.
             loss_mask: accepted; the loss of each token is returned, and the program weighs it, as with Megatron's.
 
@@ -142,7 +143,7 @@ class GPTModel(MegatronTransformer, GPT):
                     "shardwise.inference.PreallocatedCache, once"
                 )
             cache = inference_context
-        arguments: dict[str, Any] = {"document_ids": document_ids, "cache": cache}
+        arguments: dict[str, Any] = {"document_ids": document_ids, "lengths": lengths, "cache": cache}
         if self.training or not self.config.use_inference_optimized_layers:
             return GPT.forward(self, input_ids, position_ids, attention_mask, labels, **arguments)
         with torch.no_grad():
