@@ -258,6 +258,14 @@ def test_streams_older_than_the_device_s_use(monkeypatch):
     assert_bit_equal(cuda.generator.get_state(), before)
 
 
+def drawn_in(tracker, name, fails=False):
+    with tracker.fork(name):
+        drawn = torch.rand(4)
+        if fails:
+            raise EndOfBlockError
+    return drawn.tolist()
+
+
 def test_numbers_of_the_cpu_inside_a_block_of_a_gpu_program_are_told(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     tracker = three_streams()
@@ -267,14 +275,13 @@ def test_numbers_of_the_cpu_inside_a_block_of_a_gpu_program_are_told(monkeypatch
     with tracker.fork("a"):
         cuda.rand()
     before = torch.get_rng_state()
-    with pytest.warns(UserWarning, match=USED_ON_CPU) as caught, tracker.fork("a"):
-        torch.rand(1)
+    with pytest.warns(UserWarning, match=USED_ON_CPU) as caught:
+        drawn_in(tracker, "a")
     assert [warning.filename for warning in caught] == [__file__]
     assert_bit_equal(torch.get_rng_state(), before)
     # A block that fails says only why.
-    with pytest.raises(EndOfBlockError), tracker.fork("a"):
-        torch.rand(1)
-        raise EndOfBlockError
+    with pytest.raises(EndOfBlockError):
+        drawn_in(tracker, "a", fails=True)
 
 
 def test_states_are_those_of_the_device_that_computes(monkeypatch):
@@ -291,25 +298,28 @@ def test_states_are_those_of_the_device_that_computes(monkeypatch):
     other = RandomStreams()
     other.set_states(states)
     before = torch.get_rng_state(), cuda.generator.get_state()
-    with pytest.warns(UserWarning, match=USED_ON_CPU), other.fork("a"):
+    with other.fork("a"):
         assert cuda.rand() == tail
-        # The CPU's numbers, which one state per stream does not tell, begin where the seed has them begin.
-        assert torch.rand(4).tolist() == seeded(SEEDS["a"])
+    other.set_states(states)
+    # The CPU's numbers, which one state per stream does not tell, begin where the seed has them begin.
+    with pytest.warns(UserWarning, match=USED_ON_CPU):
+        assert drawn_in(other, "a") == seeded(SEEDS["a"])
     assert_bit_equal(torch.get_rng_state(), before[0])
     assert_bit_equal(cuda.generator.get_state(), before[1])
 
 
+@pytest.mark.filterwarnings("ignore:the CPU's generator was used")
 def test_snapshots_hold_every_device(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     cuda.in_use = True
     tracker = three_streams()
 
     def draw():
-        with pytest.warns(UserWarning, match=USED_ON_CPU), tracker.fork("b"):
+        with tracker.fork("b"):
             inside = torch.rand(2).tolist() + cuda.rand()
         return torch.rand(2).tolist() + cuda.rand() + inside
 
-    with pytest.warns(UserWarning, match=USED_ON_CPU), tracker.fork("a"):
+    with tracker.fork("a"):
         state = tracker.snapshot()
         first = draw()
         tracker.add("d", 14)
