@@ -104,8 +104,15 @@ def test_making_streams_leaves_the_default_generator_alone():
     before = torch.get_rng_state()
     three_streams()
     seed_streams(41, 0)
-    model_parallel_cuda_manual_seed(41, tp_rank=3)
     assert_bit_equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.ranks(2)
+def test_on_a_cpu_the_default_generator_starts_alike_on_all_ranks(group):
+    parallel_state.initialize_model_parallel(2)
+    torch.manual_seed(group.rank())
+    model_parallel_cuda_manual_seed(41)
+    assert torch.rand(4).tolist() == seeded(41)
 
 
 def test_states_can_be_taken_and_given_back():
@@ -194,6 +201,7 @@ def test_a_rank_is_needed():
         model_parallel_cuda_manual_seed(1)
 
 
+USED_ON_CPU = r"the CPU's generator was used inside fork\('.'\), and this program computes on a GPU"
 MARK = torch.zeros(1, dtype=torch.uint8)
 
 
@@ -250,6 +258,32 @@ def test_streams_older_than_the_device_s_use(monkeypatch):
     assert_bit_equal(cuda.generator.get_state(), before)
 
 
+def drawn_in(tracker, name, fails=False):
+    with tracker.fork(name):
+        drawn = torch.rand(4)
+        if fails:
+            raise EndOfBlockError
+    return drawn.tolist()
+
+
+def test_numbers_of_the_cpu_inside_a_block_of_a_gpu_program_are_told(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    tracker = three_streams()
+    with tracker.fork("a"):
+        torch.rand(1)
+    cuda.in_use = True
+    with tracker.fork("a"):
+        cuda.rand()
+    before = torch.get_rng_state()
+    with pytest.warns(UserWarning, match=USED_ON_CPU) as caught:
+        drawn_in(tracker, "a")
+    assert [warning.filename for warning in caught] == [__file__]
+    assert_bit_equal(torch.get_rng_state(), before)
+    # A block that fails says only why.
+    with pytest.raises(EndOfBlockError):
+        drawn_in(tracker, "a", fails=True)
+
+
 def test_states_are_those_of_the_device_that_computes(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     cuda.in_use = True
@@ -266,12 +300,15 @@ def test_states_are_those_of_the_device_that_computes(monkeypatch):
     before = torch.get_rng_state(), cuda.generator.get_state()
     with other.fork("a"):
         assert cuda.rand() == tail
-        # The CPU's numbers, which one state per stream does not tell, begin where the seed has them begin.
-        assert torch.rand(4).tolist() == seeded(SEEDS["a"])
+    other.set_states(states)
+    # The CPU's numbers, which one state per stream does not tell, begin where the seed has them begin.
+    with pytest.warns(UserWarning, match=USED_ON_CPU):
+        assert drawn_in(other, "a") == seeded(SEEDS["a"])
     assert_bit_equal(torch.get_rng_state(), before[0])
     assert_bit_equal(cuda.generator.get_state(), before[1])
 
 
+@pytest.mark.filterwarnings("ignore:the CPU's generator was used")
 def test_snapshots_hold_every_device(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     cuda.in_use = True
@@ -301,7 +338,7 @@ def test_snapshots_hold_every_device(monkeypatch):
         assert_bit_equal(value, expected[name])
 
 
-def test_the_device_s_default_generator_is_seeded(monkeypatch):
+def test_the_device_s_default_generator_is_seeded_and_the_cpu_s_is_not(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     cuda.in_use = True
     torch.manual_seed(42)

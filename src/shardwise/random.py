@@ -7,6 +7,7 @@ has to say where it computes.
 """
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -280,6 +281,9 @@ class RandomStreams:
     def fork(self, name: str = TENSOR_PARALLEL_STREAM) -> Iterator[None]:
         """Draw from stream ``name`` inside the block.
 
+        Where CUDA is in use, a UserWarning says that the block drew from the CPU's generator: such numbers are the
+        stream's own too, but a program for GPUs that draws them there computes something on the wrong device.
+
         Raises:
             TopologyError: there is no stream of that name.
             ConfigError: the stream was given to ``set_states`` as something that is no generator's state.
@@ -303,14 +307,22 @@ class RandomStreams:
         self._store_live()
         self._go_on_from(name)
         self._entered.append(name)
+        before = torch.get_rng_state() if _cuda_is_in_use() else None
         try:
             yield
         finally:
+            drew_on_cpu = before is not None and not torch.equal(before, torch.get_rng_state())
             self._store_live()
             self._entered.pop()
             self._go_on_from(self._entered[-1] if self._entered else _DEFAULT)
             if not self._entered:
                 del self._states[_DEFAULT]
+        if drew_on_cpu:
+            warnings.warn(
+                f"the CPU's generator was used inside fork({name!r}), and this program computes on a GPU; make the "
+                "random tensor on the GPU, or draw it outside the block",
+                stacklevel=3,
+            )
 
     def snapshot(self) -> RandomState:
         """The state of the default generators and of all streams, on every device, and which streams are in use."""

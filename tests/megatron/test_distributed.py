@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise import parallel_state
 from shardwise.communication.accounting import CollectiveCounter
-from shardwise.errors import ConfigError, DivergenceError
+from shardwise.errors import ConfigError, DesyncError, DivergenceError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.distributed import (
     DistributedDataParallel,
@@ -111,6 +111,61 @@ def test_parameters_of_the_first_rank_and_tokens_of_all(group):
     finalize_model_grads([wrapped], num_tokens)
     assert num_tokens == 7
     assert_close_to(model.weight.grad, torch.ones(3, 4) / 7, rtol_of_norm=1e-6)
+
+
+def wrapped_gpt(**settings):
+    model = make_gpt(**settings)
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+
+
+@pytest.mark.ranks(2)
+def test_data_parallel_ranks_that_hold_other_parameters_are_an_error_before_the_first_step(group):
+    parallel_state.initialize_model_parallel()
+    wrapped = wrapped_gpt()
+    if group.rank():
+        wrapped.module.decoder.layers[1].mlp.linear_fc1.weight.data[0, 0] += 1
+    ids = ids_of(0)
+    with torch.no_grad():
+        # One rank alone may look at something.
+        wrapped(ids, labels=ids)
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    with pytest.raises(DesyncError, match=f"parameter '{name}': rank 1 holds other values than rank 0, and data-"):
+        wrapped(ids, labels=ids)
+    # Once, so that it costs nothing later.
+    wrapped(ids, labels=ids)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2)
+    wrapped = wrapped_gpt()
+    if group.rank():
+        wrapped.module.decoder.final_layernorm.bias.data[3] = 1e-30
+    message = "parameter 'decoder.final_layernorm.bias': rank 1 holds other values than rank 0, and tensor-parallel"
+    with pytest.raises(DesyncError, match=message):
+        wrapped(ids, labels=ids)
+
+
+@pytest.mark.ranks(4)
+def test_the_same_targets_on_all_data_parallel_ranks_are_told_once(group):
+    parallel_state.initialize_model_parallel(2)
+    rank = parallel_state.get_data_parallel_rank()
+    for of_rank, number in ((lambda _: 0, 1), (lambda rank: rank, 0)):
+        wrapped = wrapped_gpt()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            # What is only measured may be the same.
+            with torch.no_grad():
+                wrapped(ids_of(5), labels=ids_of(5))
+            for _ in range(2):
+                # In all micro-batches of the step.
+                with wrapped.no_sync():
+                    wrapped(ids_of(3), labels=ids_of(3)).sum().backward()
+                ids = ids_of(of_rank(rank))
+                wrapped(ids, labels=ids).sum().backward()
+                finalize_model_grads([wrapped])
+        texts = [str(warning.message) for warning in caught]
+        assert len(texts) == (number if group.rank() == 0 else 0)
+        for text in texts:
+            assert text.startswith("all 2 data-parallel ranks learned the same targets in the first step")
+            assert "torch.utils.data.DistributedSampler" in text
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from functools import partial
 
 import pytest
@@ -13,7 +14,16 @@ from torch import nn
 
 from shardwise import parallel_state
 from shardwise.errors import ConfigError, DataError
+from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
+from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.schedules import get_forward_backward_func
+from shardwise.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 NUM_MICRO_BATCHES = 4
 
@@ -161,6 +171,74 @@ def test_a_shorter_micro_batch_ends_ranks_that_share_the_sequence(group, schedul
     with pytest.raises(DataError, match=r"input_ids have the shape \[2, 10\]; .* \[2, 11\]"):
         run(**arguments(staged, data_iterator=iter(shorter)))
     run(**arguments(staged))
+
+
+class Counting(torch.utils.data.Dataset):
+    """Rows of ids that count up, each from another start."""
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        row = (7 * index + torch.arange(LENGTH + 1)) % 83
+        return {"tokens": row[:-1], "labels": row[1:]}
+
+
+def seeded_by_one_call(tp, pp, **stage):
+    """Three steps of a program for GPUs, which seeds nothing but what it calls CUDA's; the losses on the last stage.
+
+    Dropout is on, as by default, and batches are drawn by the CPU's generator.
+    """
+    parallel_state.initialize_model_parallel(tp, pp)
+    model_parallel_cuda_manual_seed(123, rng="global")
+    config = TransformerConfig(
+        num_layers=2, hidden_size=12, num_attention_heads=4, use_cpu_initialization=True, pipeline_dtype=torch.float32
+    )
+    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=83, max_sequence_length=LENGTH, **stage)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = iter(torch.utils.data.DataLoader(Counting(), batch_size=8, shuffle=True))
+
+    def step(data_iterator, model):
+        batch = next(data_iterator)
+        return model(batch["tokens"], torch.arange(LENGTH), None, labels=batch["labels"]), loss_func
+
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        reduced = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=batches,
+            model=model,
+            num_microbatches=1,
+            seq_length=LENGTH,
+            micro_batch_size=8,
+        )
+        finalize_model_grads([model])
+        optimizer.step()
+        losses += [data["lm loss"].item() for data in reduced]
+    parallel_state.destroy_model_parallel()
+    return losses
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_program_that_makes_one_call_to_seed_has_one_rank_s_losses(group):
+    torch.manual_seed(100 + group.rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        expected = seeded_by_one_call(1, 1)
+    # All ranks had the same batches, of which the first one tells.
+    assert [warning.category for warning in caught] == [UserWarning] * (group.rank() == 0)
+    assert len(expected) == 3
+    assert expected[-1] < expected[0] < 5
+    pp = group.size() // 2
+    if pp == 2:
+        with pytest.raises(ConfigError, match=r"stage 0 of 2 was made with pre_process=True, post_process=True, and"):
+            seeded_by_one_call(2, pp)
+        parallel_state.destroy_model_parallel()
+    first, last = group.rank() < 2, group.rank() >= group.size() - 2
+    losses = seeded_by_one_call(2, pp, pre_process=first, post_process=last)
+    assert losses == (pytest.approx(expected, rel=2e-6) if last else [])
 
 
 @pytest.mark.ranks(2)

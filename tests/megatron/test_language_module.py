@@ -10,7 +10,8 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 
 from shardwise import parallel_state, tensor_parallel
-from shardwise.errors import ConfigError, NotInitializedError, ShardingError, VocabularyError
+from shardwise.communication.accounting import CollectiveCounter
+from shardwise.errors import ConfigError, DesyncError, NotInitializedError, ShardingError, VocabularyError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
@@ -73,6 +74,23 @@ def this_stage(tp: int, pp: int, *, tied: bool = True, **settings: Any) -> Their
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=tied,
     )
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_hold_other_values_of_a_whole_parameter_hear_of_it_before_the_first_forward(group):
+    parallel_state.initialize_model_parallel(2)
+    torch.manual_seed(group.rank())
+    model = Theirs(config_of(tensor_model_parallel_size=2))
+    model.forward = lambda: pytest.fail("the forward is called")
+    message = r"parameter 'decoder.bias' and 1 more: rank 1 holds other values than rank 0, and tensor-parallel ranks"
+    with pytest.raises(DesyncError, match=message):
+        model()
+    torch.manual_seed(0)
+    model = Theirs(config_of(tensor_model_parallel_size=2))
+    model.forward = lambda: "called"
+    with CollectiveCounter() as counter:
+        assert model() == "called"
+    assert counter.launches == []
 
 
 @pytest.mark.ranks(1, 2)

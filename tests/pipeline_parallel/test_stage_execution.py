@@ -228,6 +228,39 @@ def test_uneven_micro_batches_are_refused_on_every_stage(group):
 
 
 @pytest.mark.ranks(2)
+def test_a_stage_that_was_not_told_its_place_is_an_error_on_all(group):
+    told = r"needs pre_process={}, post_process={}; pass pre_process= and post_process= to each stage's model"
+    # Whole models on all stages, as by the defaults of both arguments.
+    whole = staged_gpt(num_layers=2, tied=False)
+    message = r"stage 0 of 2 was made with pre_process=True, post_process=True, and .*" + told.format("True", "False")
+    with pytest.raises(ConfigError, match=message):
+        _on_stages(whole.chunks, group, "1f1b")
+    # On one stage alone, and on one of its chunks.
+    for name, num_chunks, place in (("1f1b", 1, "the model on"), ("interleaved", 2, "the model of chunk 1 on")):
+        staged, _ = staged_for(name, 2)
+        if group.rank() == 1:
+            staged.chunks[-1].post_process = False
+        message = rf"{place} pipeline stage 1 of 2 was made with .*{told.format('False', 'True')}"
+        with pytest.raises(ConfigError, match=message):
+            staged.run(make_schedule(name, 2, 2, num_chunks), random_batch(2))
+    # Where one stage is the whole model it must have both.
+    whole.chunks[0].post_process = False
+    with pytest.raises(ConfigError, match=r"stage 0 of 1 was made with .*" + told.format("True", "True")):
+        _on_stages(whole.chunks, whole.topology.group("pp"), "1f1b")
+
+
+def _on_stages(chunks, group, name):
+    Pipeline(list(chunks), group=group).run(
+        make_schedule(name, group.size(), 2, len(chunks)),
+        lambda *_: pytest.fail("no forward is called"),
+        lambda *_: pytest.fail("no loss is asked for"),
+        shape=(11, 2, 24),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.ranks(2)
 def test_stages_that_disagree_hear_of_it(group):
     staged, _ = staged_for("1f1b", 2)
     name = "gpipe" if group.rank() == 0 else "1f1b"

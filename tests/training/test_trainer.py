@@ -8,6 +8,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to
 from training.tiny import tiny_settings
 
+from shardwise.errors import DesyncError
 from shardwise.sharded_state import gather_parameter
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.topology import Groups, Topology
@@ -50,6 +51,20 @@ def curve(trainer, *, micro_batch_size=4):
         result = trainer.step(step, micro)
         results.append((result.loss, result.grad_norm))
     return torch.tensor(results, dtype=torch.float64)
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_start_with_other_weights_hear_of_it(group, tmp_path):
+    settings = tiny_settings(tmp_path, tp=2)
+    groups = Groups.of(Topology.create(tp=2))
+    torch.manual_seed(11)
+    model = build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
+    Trainer(settings, model, groups)
+    if group.rank() == 3:
+        next(model.decoder.layers[0].mlp.parameters()).data[0] += 1e-6
+    message = r"parameter 'decoder.layers.0.mlp.[\w.]*': rank 3 holds other values than rank 1, and data-parallel ranks"
+    with pytest.raises(DesyncError, match=message):
+        Trainer(settings, model, groups)
 
 
 @pytest.mark.ranks(2, 3, slow=(2,))

@@ -42,9 +42,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise.communication.trees import exact_parts
 from shardwise.kernels.dispatch import loss_kernels
+from shardwise.loss.checks import LossChecks
 from shardwise.loss.combine import combine, gather_statistics
 from shardwise.loss.equal_shards import equal_ranges, with_size, without_sizes
-from shardwise.loss.finite import check_finite_logits
 from shardwise.loss.options import LossOptions
 from shardwise.loss.parts import column_parts, columns_between
 from shardwise.loss.reduction import Reduction
@@ -64,7 +64,7 @@ class SplitCrossEntropy(Function):
         options: LossOptions,
         ignore_index: int,
         inplace: bool,
-        check_finite: bool,
+        checks: LossChecks,
         sizes_are_known: bool,
         group: ProcessGroup,
     ) -> Tensor:
@@ -83,14 +83,14 @@ class SplitCrossEntropy(Function):
             )
             kernels, smooth = loss_kernels(part, softcap=options.softcap, size=size), options.label_smoothing > 0
             own: Tensor = kernels.row_statistics(part, local, want_sum=smooth, **options.of_kernels)
+            checks.mark_ignored_(own, ignored, group)
             return own if sizes_are_known else with_size(own, logits.size(-1))
 
         own = [statistics(*interval) for interval in columns]
         every = gather_statistics(own[0] if len(own) == 1 else torch.stack(own), group)
         if not sizes_are_known:
             every = without_sizes(every, logits.size(-1))
-        if check_finite:
-            check_finite_logits(every, flat.__getitem__, ignored, target.shape, own_ids, group)
+        checks.run(every, flat.__getitem__, target, ignored, own_ids, group)
         combined = combine(every, ranges, ignored, options)
 
         numbers = [combined.maximum, combined.weight, combined.at_target]
@@ -162,8 +162,10 @@ def vocab_parallel_cross_entropy(
         inplace_: the caller gives up ``logits``: their memory becomes the gradient's (not under torch.compile, which
             plans memory itself).
         validate: check that targets are in the vocabulary, on CUDA without waiting for it (``validation.check_ids``);
-            on a CPU, warn where a mean has no token.
-        check_finite: look for NaN and inf in the logits, and for tokens with every logit -inf.
+            on a CPU, that they are the same on all ranks (which costs nothing where they are), and warn where a mean
+            has no token.
+        check_finite: look for NaN and inf in the logits, for tokens with every logit -inf and, on CUDA too, for targets
+            that are not the same on all ranks.
 
     Returns:
         ``[...]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
@@ -172,6 +174,7 @@ def vocab_parallel_cross_entropy(
         ConfigError: an option out of range.
         ShardingError: the shapes of logits and target do not match, or the shard does not fit the vocabulary.
         VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
+        DesyncError: the ranks have different targets; on every rank.
         DivergenceError: logits that are NaN, with ``check_finite``.
     """
     return cross_entropy_of_ranges(
@@ -212,9 +215,8 @@ def cross_entropy_of_ranges(
     if sizes_are_known:
         options.check_vocabulary(vocab_size)
         reduction.check_targets(target, vocab_size, group=group)
-    loss = function(
-        logits, target, ranges, options, reduction.ignore_index, inplace_, check_finite, sizes_are_known, group
-    )
+    checks = LossChecks(logits=check_finite, targets=reduction.validate)
+    loss = function(logits, target, ranges, options, reduction.ignore_index, inplace_, checks, sizes_are_known, group)
     if not sizes_are_known:
         # Not earlier: of ranks whose sizes differ, some would take a target for wrong and never reach the all-gather.
         reduction.check_targets(target, vocab_size, group=group)

@@ -41,6 +41,7 @@ class ChunkedLoss(Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        target: Tensor,
         target_local: Tensor,
         ignored: Tensor,
         head: Head,
@@ -62,7 +63,7 @@ class ChunkedLoss(Function):
             own = later if before is None else merged_statistics(before, later, start, stop - start)
             if stop == head.num_valid:
                 # The gather is in flight during the last slice's product.
-                gather = head.start_gather(own)
+                gather = head.start_gather(own, ignored)
             if needs_hidden:
                 maximum = own[:, 0]
                 ones, zeros = torch.ones_like(maximum), torch.zeros_like(maximum)
@@ -80,7 +81,7 @@ class ChunkedLoss(Function):
             del logits
         assert own is not None
         assert gather is not None
-        combined = head.combined(gather.wait(), ignored, hidden, weight, bias)
+        combined = head.combined(gather.wait(), target, ignored, hidden, weight, bias)
 
         factor = combined.weight * (own[:, 0] - combined.maximum).exp()
         at_target, rest = combined.at_target, combined.rest
@@ -117,7 +118,7 @@ class ChunkedLoss(Function):
         if needs_hidden:
             assert pending is not None
             grad_hidden = pending.wait()
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _weight_gradients(ctx: Any, grad_output: Tensor, saved: list[Any]) -> tuple[Tensor | None, Tensor | None]:

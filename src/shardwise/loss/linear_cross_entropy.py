@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from shardwise.communication.trees import exact_parts
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.kernels import products
+from shardwise.loss.checks import LossChecks
 from shardwise.loss.linear_chunked import ChunkedLoss
 from shardwise.loss.linear_head import Head
 from shardwise.loss.linear_local_logits import LocalLogitsLoss
@@ -89,8 +90,10 @@ def vocab_parallel_linear_cross_entropy(
         memory_budget: bytes that this rank's logits may take. ``"chunked"`` makes its slices of it, but none wider
             than are efficient (8 MiB on a CPU, 64 MiB elsewhere), nor narrower than 256 columns.
         validate: check that targets are in the vocabulary, on CUDA without waiting for it (``validation.check_ids``);
-            on a CPU, warn where a mean has no token.
-        check_finite: look for NaN and inf in the logits, and for tokens with every logit -inf.
+            on a CPU, that they are the same on all ranks (which costs nothing where they are), and warn where a mean
+            has no token.
+        check_finite: look for NaN and inf in the logits, for tokens with every logit -inf and, on CUDA too, for targets
+            that are not the same on all ranks.
 
     Returns:
         ``[s, b]``, or a scalar if reduced; fp32 (fp64 for fp64 hidden states), the same on every rank.
@@ -99,6 +102,7 @@ def vocab_parallel_linear_cross_entropy(
         ConfigError: an option out of range, tensors of different dtypes; in the backward, a missing ``main_grad``.
         ShardingError: shapes that do not match, or a shard that does not fit the vocabulary or the sequence.
         VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
+        DesyncError: the ranks have different targets; on every rank.
         DivergenceError: logits that are NaN, with ``check_finite``.
     """
     if exact_parts(group) is not None:
@@ -121,8 +125,7 @@ def vocab_parallel_linear_cross_entropy(
         sequence_parallel,
         _tokens_of_ranks(target, group) if sequence_parallel else None,
         weight if gradient_accumulation_fusion else None,
-        target.shape,
-        check_finite,
+        LossChecks(logits=check_finite, targets=validate),
         group,
     )
     target_local, ignored = columns_of(target, head.own_ids, ignore_index)
@@ -143,9 +146,9 @@ def vocab_parallel_linear_cross_entropy(
         plan = "local_logits" if needs_weight and logits_bytes <= memory_budget else "chunked"
     loss: Tensor
     if plan == "local_logits" and torch.is_grad_enabled():
-        loss = LocalLogitsLoss.apply(hidden, weight, bias, target_local, ignored, head)
+        loss = LocalLogitsLoss.apply(hidden, weight, bias, target, target_local, ignored, head)
     else:
-        loss = ChunkedLoss.apply(hidden, weight, bias, target_local, ignored, head, memory_budget)
+        loss = ChunkedLoss.apply(hidden, weight, bias, target, target_local, ignored, head, memory_budget)
     return reduces.apply(loss.view(target.shape), target, stacklevel=3)
 
 

@@ -18,8 +18,8 @@ from shardwise.communication.collectives import (
 )
 from shardwise.communication.pending import Pending
 from shardwise.kernels.loss_reference import compute_dtype, row_blocks
+from shardwise.loss.checks import LossChecks
 from shardwise.loss.combine import Combined, combine
-from shardwise.loss.finite import check_finite_logits
 from shardwise.loss.options import LossOptions
 from shardwise.sharding import Interval
 
@@ -34,8 +34,7 @@ class Head:
         sequence_parallel: hidden states are a shard of the tokens.
         sizes: how many tokens each rank holds then; None if all hold as many.
         main_grad_weight: the parameter whose ``main_grad`` the weight gradient is added to; None to return it.
-        target_shape: in which positions are told.
-        check_finite: look for logits that are NaN.
+        checks: of logits and targets.
         group: the ranks that split the vocabulary.
     """
 
@@ -44,8 +43,7 @@ class Head:
     sequence_parallel: bool
     sizes: Sequence[int] | None
     main_grad_weight: Tensor | None
-    target_shape: torch.Size
-    check_finite: bool
+    checks: LossChecks
     group: ProcessGroup
 
     @property
@@ -71,18 +69,27 @@ class Head:
             return reduce_scatter_async(grad_hidden, group=self.group, dim=0, sizes=self.sizes)
         return all_reduce_async(grad_hidden, group=self.group, may_overwrite=True)
 
-    def start_gather(self, own: Tensor) -> Pending:
-        """Start to bring every rank's statistics here: the one collective of the loss."""
+    def start_gather(self, own: Tensor, ignored: Tensor) -> Pending:
+        """Start to bring every rank's statistics here: the one collective of the loss. ``own`` is marked in place."""
+        self.checks.mark_ignored_(own, ignored, self.group)
         return all_gather_async(own.unsqueeze(0), group=self.group, dim=0)
 
-    def combined(self, every: Tensor, ignored: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Combined:
+    def combined(
+        self,
+        every: Tensor,
+        target: Tensor,
+        ignored: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Combined:
         """The loss and what its gradient needs, from every rank's statistics."""
-        if self.check_finite:
-            # The logits are gone.
-            def row_of(token: int) -> Tensor:
-                return F.linear(hidden[token], weight, bias)[: self.num_valid]
 
-            check_finite_logits(every, row_of, ignored, self.target_shape, self.own_ids, self.group)
+        # The logits are gone.
+        def row_of(token: int) -> Tensor:
+            return F.linear(hidden[token], weight, bias)[: self.num_valid]
+
+        self.checks.run(every, row_of, target, ignored, self.own_ids, self.group)
         return combine(every, self.ranges, ignored, self.options)
 
     def target_slope(self, own: Tensor) -> Tensor:

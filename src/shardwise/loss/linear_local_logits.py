@@ -40,6 +40,7 @@ class LocalLogitsLoss(Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        target: Tensor,
         target_local: Tensor,
         ignored: Tensor,
         head: Head,
@@ -58,9 +59,9 @@ class LocalLogitsLoss(Function):
         own = kernels.row_statistics(
             valid, target_local, want_sum=smooth, exponentiate_=overlaps, **head.options.of_kernels
         )
-        gather = head.start_gather(own)
+        gather = head.start_gather(own, ignored)
         product = products.input_gradient(valid, valid_weight) if overlaps and needs_hidden else None
-        combined = head.combined(gather.wait(), ignored, hidden, weight, bias)
+        combined = head.combined(gather.wait(), target, ignored, hidden, weight, bias)
 
         factor = combined.weight * (own[:, 0] - combined.maximum).exp()
         at_target, rest = combined.at_target, combined.rest
@@ -125,4 +126,4 @@ class LocalLogitsLoss(Function):
                 grad_bias[: head.num_valid] -= rest.sum()
         if pending is not None:
             grad_hidden = pending.wait()
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None

@@ -34,7 +34,7 @@ def vocab_parallel_log_probs(
         padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
         ignore_index: an id whose result is 0, without gradient.
         inplace_: the caller gives up ``logits``: their memory becomes the gradient's.
-        validate: check that ids are in the vocabulary.
+        validate: check that ids are in the vocabulary and, on a CPU, that they are the same on all ranks.
 
     Returns:
         ``[...]``, fp32 (fp64 for fp64 logits), the same on every rank.
@@ -43,6 +43,7 @@ def vocab_parallel_log_probs(
         ConfigError: an option out of range.
         ShardingError: the shapes of logits and ids do not match, or the shard does not fit the vocabulary.
         VocabularyError: an id is outside the vocabulary and not ``ignore_index``.
+        DesyncError: the ranks have different ids; on every rank.
     """
     return vocab_parallel_cross_entropy(
         logits,

@@ -24,8 +24,8 @@ class Reduction:
         ignore_index: a target that costs nothing and is not counted.
         data_parallel_group: count the tokens of all its ranks, which costs one all-reduce of 8 bytes for a mean. The
             results of its ranks then add up to the mean over the whole batch, and so do their gradients.
-        validate: check that targets are in the vocabulary (as ``check_ids`` does) and, on a CPU, warn where there is no
-            token to average over; the mean is 0 then.
+        validate: check that targets are in the vocabulary (as ``check_ids`` does) and, on a CPU, that they are the same
+            on all ranks (``LossChecks``), and warn where there is no token to average over; the mean is 0 then.
 
     Raises:
         ConfigError: ``kind`` is none of these.

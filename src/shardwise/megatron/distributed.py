@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,19 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise import parallel_state
-from shardwise.communication.collectives import all_reduce, broadcast_
+from shardwise.communication import accounting
+from shardwise.communication.backend import device_of_host_facts
+from shardwise.communication.collectives import all_gather, all_reduce, broadcast_
 from shardwise.data_parallel import GradientBuffers
+from shardwise.data_parallel.replicas import check_replicas, fingerprints
 from shardwise.errors import ConfigError, DivergenceError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.inert_settings import check_inert, inert_settings_of
+from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.optimizer.gradients import finalize_gradients_
 from shardwise.pipeline_parallel.stage import deferred_buffers, wrapped
+from shardwise.validation import validation_applies
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize_model_grads"]
 
@@ -108,9 +114,23 @@ class DistributedDataParallel(nn.Module):
             overlap=ddp_config.overlap_grad_reduce,
             late=_deferred_weights(module),
         )
+        self._has_checked_replicas = False
+        self._models = [each for each in module.modules() if isinstance(each, LanguageModule)]
+        if self.dp_cp_group.size() > 1:
+            for model in self._models:
+                model.targets_of_first_step = []
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """The model's; before the first one that gradients may come of, ranks compare the parameters they hold alike.
+
+        Raises:
+            DesyncError: they differ; on every rank that shares this chunk of the model.
+        """
+        if not self._has_checked_replicas and torch.is_grad_enabled() and validation_applies():
+            self._has_checked_replicas = True
+            for model in self._models:
+                model.has_checked_replicas = True
+            check_replicas(self.module, tp_group=_group_of(self.pg_collection, "tp"), dp_group=self.dp_cp_group)
         return self.module(*inputs, **kwargs)
 
     @contextlib.contextmanager
@@ -130,8 +150,32 @@ class DistributedDataParallel(nn.Module):
             DivergenceError: with ``check_for_nan_in_grad``, a gradient is not finite; on every rank of the model.
         """
         self.gradients.finish()
+        self._compare_first_targets()
         if self.ddp_config.check_for_nan_in_grad:
             self._check_finite()
+
+    def _compare_first_targets(self) -> None:
+        """Once, after the first step: warn if all data-parallel ranks learned the same targets. Collective then."""
+        models = [model for model in self._models if model.targets_of_first_step is not None]
+        if not models:
+            return
+        hashes = [value for model in models for value in model.targets_of_first_step or ()]
+        for model in models:
+            model.targets_of_first_step = None
+        device = next(self.module.parameters()).device
+        values = torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
+        own = torch.cat([fingerprints([values]), values.new_full((1,), len(hashes))])
+        with accounting.uncounted():
+            own = own.to(device_of_host_facts(self.dp_cp_group, device))
+            every = all_gather(own.unsqueeze(0), group=self.dp_cp_group).tolist()
+        is_first = self.dp_cp_group.rank() == _group_of(self.pg_collection, "tp").rank() == 0
+        if is_first and hashes and all(numbers == every[0] for numbers in every):
+            warnings.warn(
+                f"all {len(every)} data-parallel ranks learned the same targets in the first step, and so train as one "
+                "rank would; give each its own samples, by torch.utils.data.DistributedSampler or by a seed of its own "
+                "for what shuffles them",
+                stacklevel=3,
+            )
 
     def _check_finite(self) -> None:
         wrong = [bool(~torch.isfinite(buffer).all()) for buffer in self.gradients.buffers]

@@ -92,7 +92,8 @@ class Pipeline(Generic[T]):
             ShardwiseError: what went wrong on any stage, on every stage (an error of another kind stays itself on the
                 stage that had it, and the others get a DesyncError that names it). The stages have exchanged all their
                 messages by then and can go on.
-            ConfigError: the schedule is not made for these stages and chunks, or needs ``config.delay_wgrad_compute``.
+            ConfigError: the schedule is not made for these stages and chunks, or needs ``config.delay_wgrad_compute``;
+                a chunk's ``pre_process`` or ``post_process`` is not that of its place in the model.
             DesyncError: stages that were given different schedules or shapes; another stage ended.
         """
         if (schedule.num_stages, schedule.num_chunks) != (self.group.size(), len(self.chunks)):
@@ -101,7 +102,7 @@ class Pipeline(Generic[T]):
                 f"this pipeline has {self.group.size()} stages of {len(self.chunks)}"
             )
         facts = (schedule.name, schedule.num_micro_batches, schedule.num_chunks, tuple(shape), str(dtype))
-        delays = self._check_agreed(facts, device)
+        delays = self._check_agreed(facts, self._misplaced(schedule), device)
         splits = any(action.kind is Kind.WEIGHT_GRADIENT for row in schedule.actions for action in row)
         if splits and not forward_only and not delays:
             raise ConfigError(
@@ -113,8 +114,32 @@ class Pipeline(Generic[T]):
             step.run(_program_of(schedule)[self.group.rank()])
         return step.results
 
-    def _check_agreed(self, facts: tuple[object, ...], device: torch.device) -> bool:
+    def _misplaced(self, schedule: Schedule) -> str | None:
+        """What is wrong with a chunk that begins or ends the model where the schedule does not; None if nothing is.
+
+        A chunk that has no ``pre_process`` or no ``post_process`` is right.
+        """
+        for number, chunk in enumerate(self.chunks):
+            part = schedule.part(self.group.rank(), number)
+            places = {"pre_process": part == 0, "post_process": part == schedule.num_parts - 1}
+            given = {name: getattr(wrapped(chunk, name), name, place) for name, place in places.items()}
+            if any(bool(given[name]) != place for name, place in places.items()):
+                was, must = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (given, places))
+                several = f" of chunk {number}" if len(self.chunks) > 1 else ""
+                return (
+                    f"the model{several} on pipeline stage {self.group.rank()} of {self.group.size()} was made with "
+                    f"{was}, and this part of the model needs {must}; pass pre_process= and post_process= to each "
+                    "stage's model (parallel_state.is_pipeline_first_stage() and is_pipeline_last_stage() tell them)"
+                )
+        return None
+
+    def _check_agreed(self, facts: tuple[object, ...], misplaced: str | None, device: torch.device) -> bool:
         """Stages that were given different facts would wait for each other's messages.
+
+        Args:
+            facts: the same on every stage.
+            misplaced: an error of this stage, which becomes that of all.
+            device: where the stages compute.
 
         Returns:
             Whether any layer of any stage leaves its weight gradient out of its backward pass; on every stage alike. A
@@ -122,15 +147,19 @@ class Pipeline(Generic[T]):
         """
         delays = any(True for chunk in self.chunks for _ in _delayed(chunk))
         if self.group.size() == 1:
+            if misplaced is not None:
+                raise ConfigError(misplaced)
             return delays
         # The stages agree if the largest number is also the smallest: one small collective instead of gathering the
         # facts.
         number, host = float(zlib.crc32(repr(facts).encode())), device_of_host_facts(self.group, device)
         largest = all_reduce(
-            torch.tensor([number, -number, float(delays)], dtype=torch.float64, device=host),
+            torch.tensor([number, -number, delays, misplaced is not None], dtype=torch.float64, device=host),
             group=self.group,
             op=dist.ReduceOp.MAX,
         ).tolist()
+        if largest[3]:
+            agree(functools.partial(_refuse, misplaced), group=self.group)
         if largest[0] != -largest[1]:
             check_same(facts, "the pipeline's schedule, micro-batches, chunks, shape and dtype", group=self.group)
         return bool(largest[2])
@@ -298,6 +327,11 @@ class _Step(Generic[T]):
                 torch.autograd.backward((root,), None if received is None else (received,))
         self._set_input(chunk, None)
         return None if input_ is None or input_.grad is None else input_.grad.contiguous()
+
+
+def _refuse(what: str | None) -> None:
+    if what is not None:
+        raise ConfigError(what)
 
 
 def _delayed(chunk: nn.Module) -> Iterator[Any]:

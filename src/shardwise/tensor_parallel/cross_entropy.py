@@ -165,9 +165,10 @@ def vocab_parallel_cross_entropy(
         data_parallel_group: average over the tokens of all its ranks: what its ranks return adds up to the mean over
             the whole batch, and their gradients, summed, are the mean's. One all-reduce of 8 bytes.
         inplace_: the caller gives up the logits: their memory becomes the gradient's.
-        validate: check that targets are in the vocabulary, and warn where a mean has no token (never under
-            torch.compile or CUDA graphs).
-        check_finite: look for NaN and inf in the logits (likewise).
+        validate: check that targets are in the vocabulary and, on a CPU, that they are the same on all ranks; warn
+            where a mean has no token (never under torch.compile or CUDA graphs).
+        check_finite: look for NaN and inf in the logits and, on CUDA too, for targets that are not the same on all
+            ranks (likewise).
 
     Returns:
         ``[s, b]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
@@ -179,6 +180,7 @@ def vocab_parallel_cross_entropy(
             the ranks have different numbers of logits per token, on every rank; an assertion on the device in its
             place on CUDA, where nothing waits for it, and a RuntimeError under torch.compile.
         VocabularyError: a target outside the vocabulary that is not ``ignore_index``.
+        DesyncError: the ranks have different targets; on every rank.
         DivergenceError: logits that are NaN, with ``check_finite``.
     """
     group = resolve_tensor_model_parallel_group(tp_group)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise import parallel_state
+from shardwise.communication.backend import default_device
 from shardwise.errors import AssertedConfigError, ConfigError
 from shardwise.random import (
     DATA_PARALLEL_STREAM,
@@ -228,12 +229,13 @@ def model_parallel_cuda_manual_seed(
     *,
     rng: Rule | None = None,
 ) -> None:
-    """Make the random streams anew from ``seed``; the default CPU generator is left alone.
+    """Make the random streams anew from ``seed``, and seed the default generator of the computing device.
 
     The data-parallel stream is seeded with ``seed``, the tensor-parallel one with ``seed + 2718 + tp_rank``, the expert
     one with ``seed + 1024 + 100 * ep_rank + etp_rank`` (where that sum is another rank's tensor-parallel seed, the
     expert stream draws other numbers than it). The GPU's default generator is seeded with ``seed``, now or when the
-    program first uses CUDA.
+    program first uses CUDA. Where the program computes on the CPU, so is the CPU's: ranks then start with the same
+    parameters and shuffle alike, as they do on GPUs. Where it computes on a GPU, the CPU's generator is left alone.
 
     Args:
         seed: the same on every rank.
@@ -260,3 +262,14 @@ def model_parallel_cuda_manual_seed(
     initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
     seed_streams(seed, tp_rank, ep_rank=ep_rank or 0, etp_rank=etp_rank, rng=_default_rng if rng is None else rng)
     torch.cuda.manual_seed(seed)
+    if _computes_on_the_cpu():
+        # Not torch.manual_seed, which would start devices that the program may not use.
+        torch.default_generator.manual_seed(seed)
+
+
+def _computes_on_the_cpu() -> bool:
+    """Whether the machine has no accelerator, or the ambient groups are of the CPU."""
+    if not (torch.cuda.is_available() or torch.accelerator.is_available()):
+        return True
+    group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    return group is not None and default_device(group).type == "cpu"

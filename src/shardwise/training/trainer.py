@@ -23,6 +23,7 @@ from shardwise.communication.exact_totals import exact_total
 from shardwise.communication.host_numbers import host_numbers
 from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_batches
 from shardwise.data_parallel import GradientTrees
+from shardwise.data_parallel.replicas import check_replicas
 from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
@@ -77,6 +78,9 @@ class Trainer:
         groups: the model's process groups.
         objective: what is minimised; the cross entropy of each token if None.
 
+    Raises:
+        DesyncError: ranks hold different values of a parameter that they hold alike; on every rank.
+
     Attributes:
         gradients: the buffers in which gradients are summed over the data-parallel ranks, and over micro-batches in
             fp32; None if there is one rank, and parameters in the dtype in which the optimizer updates them.
@@ -99,6 +103,7 @@ class Trainer:
     ) -> None:
         self.wishes: Callable[[], Sequence[float]] | None = None
         self.before_update: Callable[[int, Sequence[float]], None] | None = None
+        check_replicas(model, tp_group=groups.tp, dp_group=groups.dp, pp_group=groups.pp)
         self.settings = settings
         self.model = model
         self.tp_group, self.embd_group = groups.tp, groups.embd

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from shardwise.data_parallel.replicas import check_replicas, fingerprints
 from shardwise.errors import AssertedConfigError, ConfigError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
@@ -14,6 +16,7 @@ from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.sharding import ParamShard
 from shardwise.tensor_parallel import vocab_parallel_cross_entropy
 from shardwise.topology import Groups
+from shardwise.validation import validation_applies
 
 __all__ = ["LanguageModule"]
 
@@ -43,6 +46,9 @@ class LanguageModule(LanguageModel):
     """
 
     config: TransformerConfig
+    # Hashes of the labels of the first step, for a wrapper that asks for them by an empty list.
+    targets_of_first_step: list[Tensor] | None = None
+    has_checked_replicas = False
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         LanguageModel.__init__(self, config, self._enter(pg_collection))
@@ -52,6 +58,24 @@ class LanguageModule(LanguageModel):
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         optional = {name: getattr(self.pg_collection, name, None) for name in ("pp", "dp", "embd")}
         return Groups(tp=resolve_tensor_model_parallel_group(getattr(self.pg_collection, "tp", None)), **optional)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward; before the first one the tensor-parallel ranks compare the parameters that each holds whole.
+
+        Raises:
+            DesyncError: they differ; on every rank of the group.
+        """
+        if not self.has_checked_replicas and validation_applies():
+            self.has_checked_replicas = True
+            check_replicas(self, tp_group=self.tp_group)
+        return super().__call__(*args, **kwargs)
+
+    def note_targets(self, labels: Tensor) -> None:
+        """Keep the hash of labels that are learned, while a wrapper wants them."""
+        are_wanted = self.targets_of_first_step is not None and self.training and torch.is_grad_enabled()
+        if are_wanted and validation_applies():
+            assert self.targets_of_first_step is not None
+            self.targets_of_first_step.append(fingerprints([labels])[0])
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """``state_dict``, which a program's own model may override for its checkpoints."""
@@ -90,6 +114,7 @@ class LanguageModule(LanguageModel):
         self, labels: Tensor, logits: Tensor, *, inplace_: bool = False, is_scaled: bool = True
     ) -> Tensor:
         """As the engine's; a program's model may not know the size of its vocabulary."""
+        self.note_targets(labels)
         if self.vocab_size is not None:
             return super().loss_of_logits(labels, logits, inplace_=inplace_, is_scaled=is_scaled)
         options = {} if is_scaled else self._loss_options
@@ -146,6 +171,7 @@ class LanguageModule(LanguageModel):
             return self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
         if weight is None:
             raise AssertedConfigError("output layer and loss in one need the output layer's weight; pass it")
+        self.note_targets(labels)
         return self.loss_of_hidden(
             hidden,
             labels,
