@@ -9,6 +9,7 @@ from harness.watchdog import wait_until
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.communication.accounting import CollectiveCounter
+from shardwise.communication.context import context_of
 from shardwise.errors import ShardingError
 from shardwise.layers import linear
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
@@ -50,7 +51,7 @@ class Case:
         layout = self.layouts[name]
         return whole.clone() if layout is None else layout.take(whole, self.rank).clone()
 
-    def run(self):
+    def run(self, **options):
         return tensor_parallel_linear(
             self.own["input"],
             self.own["weight"],
@@ -58,17 +59,18 @@ class Case:
             parallelism=self.parallelism,
             group=self.group,
             sequence_length=self.whole["input"].size(0),
+            **options,
         )
 
-    def dense(self):
+    def dense(self, after=lambda output: output):
         """Output and gradients of the whole, by name."""
         leaves = {name: whole.double().requires_grad_() for name, whole in self.whole.items() if name != "output"}
-        output = F.linear(leaves["input"], leaves["weight"], leaves.get("bias"))
+        output = after(F.linear(leaves["input"], leaves["weight"], leaves.get("bias")))
         output.backward(self.whole["output"].double())
         return {"output": output.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
-    def assert_equals_dense(self, output, rtol=1e-12):
-        for name, expected in self.dense().items():
+    def assert_equals_dense(self, output, rtol=1e-12, **options):
+        for name, expected in self.dense(**options).items():
             actual = output.detach() if name == "output" else self.own[name].grad
             assert actual.dtype == self.whole[name].dtype
             error = torch.linalg.vector_norm(actual.double() - self.part(name, expected))
@@ -86,6 +88,21 @@ def test_equals_dense(group, parallelism):
             output = case.run()
             output.backward(case.own["output"])
         case.assert_equals_dense(output)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("parallelism", MOVING)
+@pytest.mark.parametrize("way", ["plain", "overlapped", "fixed parts"])
+def test_the_output_may_be_written_to(group, monkeypatch, parallelism, way):
+    if way == "fixed parts":
+        monkeypatch.setattr(context_of(group), "exact_parts", 2)
+    for rows, i, o in [((12, 2), 8, 12), ((13,), 7, 13), ((12, 1, 3), 3, 2)]:
+        case = Case(parallelism, group, rows, i, o)
+        with assert_unmodified(*case.own.values()):
+            output = case.run(overlaps=way == "overlapped")
+            output += 1
+            output.relu_().backward(case.own["output"])
+        case.assert_equals_dense(output, after=lambda output: (output + 1).relu())
 
 
 @pytest.mark.ranks(2, 3)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import AssertedConfigError, ConfigError
+from shardwise.layers import viewless
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.language_model import LanguageModel
@@ -96,7 +97,7 @@ class LanguageModule(LanguageModel):
         loss = vocab_parallel_cross_entropy(
             logits, labels.t().contiguous(), tp_group=self.tp_group, inplace_=inplace_, **options
         )
-        return loss.t().contiguous()
+        return viewless(loss.t().contiguous())
 
     def compute_output_layer_and_language_model_loss(
         self,
