@@ -135,10 +135,10 @@ def _try_decode_attention(dtype: torch.dtype, device: torch.device) -> Iterator[
     from shardwise.kernels import decode_attention, decode_attention_triton
 
     query, keys = _numbers(1, 4, 1, 16, dtype=dtype), _numbers(1, 2, 8, 16, dtype=dtype)
-    numbers = query, keys, keys.flip(2), torch.tensor([5])
-    expected = decode_attention.attend_to_cache(*numbers, scale=0.25)
-    there = (each.to(device) for each in numbers)
-    yield decode_attention_triton.attend_to_cache(*there, 0.25, -1, None, None), expected
+    values, position = keys.flip(2), torch.tensor([5])
+    expected = decode_attention.attend_to_cache(query, keys, values, position, scale=0.25)
+    query, keys, values, position = (each.to(device) for each in (query, keys, values, position))
+    yield decode_attention_triton.attend_to_cache(query, keys, values, position, 0.25, -1, None, None), expected
 
 
 def _try_reduce_norm(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
