@@ -200,6 +200,38 @@ def test_layers_through_symmetric_memory_are_those_without(group, monkeypatch):
 
 
 @pytest.mark.ranks(2)
+def test_a_fused_operator_that_fails_in_its_first_call_is_left_by_all_ranks(group, monkeypatch):
+    own = dist.new_group([0, 1])
+    options = {"group": own, "sequence_parallel": True, "overlap": True, "dtype": torch.float64}
+    calls, results = [], []
+
+    def fails_on_the_second_rank(rows, matrix, *, group, needs_whole=True):
+        calls.append("gathered")
+        if group.rank() == 1:
+            raise RuntimeError("no such operator\nsecond line")
+        return torch.full((6, 2, 8), torch.nan, dtype=torch.float64), None
+
+    monkeypatch.setattr(overlap, "gather_and_multiply_fused", fails_on_the_second_rank)
+    monkeypatch.setattr(overlap, "multiply_and_scatter_fused", None)
+    for refusal in ("ordinary memory", None):
+        context_of(own).symmetric_refusals[CPU] = refusal
+        torch.manual_seed(5)
+        column, row = ColumnLinear(5, 8, False, **options), RowLinear(8, 5, **options)
+        x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+        expectation = pytest.warns(
+            UserWarning, match="symmetric memory: off on all ranks of the group, since fused_all"
+        )
+        with expectation if refusal is None and own.rank() == 0 else contextlib.nullcontext():
+            row(column(x)).sum().backward()
+        results.append([x.grad, column.weight.grad, row.weight.grad])
+    for found, expected in zip(*results, strict=True):
+        assert_bit_equal(found, expected)
+    assert calls == ["gathered"]
+    way = choose_way("row forward", group=own, device=CPU)
+    assert way == Way("parts", "fused_all_gather_matmul failed on rank 1: RuntimeError: no such operator")
+
+
+@pytest.mark.ranks(2)
 def test_the_fused_operators_are_called_for_these_products(group):
     torch.manual_seed(group.rank())
     shard, rows, weight = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 2, 4), (6, 2, 4), (5, 4)))

@@ -8,16 +8,23 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from harness.groups import alone
 from harness.parity import assert_bit_equal, assert_close_to
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from training.tiny_layouts import assert_relative, losses_of, state_of, trainer_of, whole_weights
 
 from shardwise.communication.accounting import CollectiveCounter
+from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.inference.generation import generate
 from shardwise.inference.sampling import Sampling
+from shardwise.models.bert import Bert
+from shardwise.models.classification import Classification
+from shardwise.models.gpt import GPT
 from shardwise.sharding.rows import local_rows
+from shardwise.topology import Groups
 from shardwise.training.settings import ParallelSettings, RecomputeSettings
 
 UNTIED_GPT = {"architecture": "gpt", "tie_embeddings": False}
@@ -143,6 +150,50 @@ def test_weights_stay_shared_out_after_a_forward_without_a_backward(group, tmp_p
     assert texts[0] == texts[1]
     assert all(isinstance(param, DTensor) for param in trainer.model.parameters())
     assert_relative(losses_of(trainer, 2), losses_of(whole, 2), 1e-5, "after generating")
+
+
+def model_of(kind, group, **options):
+    config = ModelConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=torch.float64,
+    )
+    torch.manual_seed(3)
+    return kind(config, 11, 8, groups=Groups(tp=group), **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_models_return_under_pytorch_s_own_fully_shard_may_be_written_to(group, rows):
+    """PyTorch warns of views there: what it hangs on them, to gather parameters, is lost when they are written to."""
+    ids, one = torch.arange(4 * rows).view(rows, 4) % 11, alone(group)
+    classes = {name: Classification(f"{name}-classification", 3, pad_token_id=0) for name in ("token", "sequence")}
+    for kind, options, call in (
+        (GPT, {}, lambda model: model(ids)),
+        (GPT, {}, lambda model: model(ids, labels=ids)),
+        (GPT, {}, lambda model: model(ids, labels=torch.where(ids == 1, ids, -100))),
+        (GPT, {"classification": classes["token"]}, lambda model: model(ids)),
+        (GPT, {"classification": classes["sequence"]}, lambda model: model(ids)),
+        (GPT, {"classification": classes["token"]}, lambda model: model(ids, labels=ids % 3)),
+        (Bert, {}, lambda model: model(ids, None)[0]),
+        (Bert, {}, lambda model: model(ids, None, lm_labels=ids)[0]),
+        (Bert, {"classification": classes["token"]}, lambda model: model(ids, None)),
+    ):
+        expected, model = (model_of(kind, one, **options) for _ in range(2))
+        for unit in (model.embedding, *model.block.layers, model):
+            fully_shard(unit, mesh=DeviceMesh.from_group(group, "cpu"))
+        (call(expected) * 2).square().sum().backward()
+        output = call(model)
+        output *= 2
+        output.square().sum().backward()
+        for name, param in expected.named_parameters():
+            own = model.get_parameter(name).grad
+            assert (own is None) == (param.grad is None), name
+            if own is not None:
+                assert_close_to(own.full_tensor(), param.grad, rtol_of_norm=1e-13, name=name)
 
 
 def test_what_excludes_each_other():

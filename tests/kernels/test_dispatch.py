@@ -1,5 +1,6 @@
 """Which kernels are chosen, from plain values, and what is said when they are not the fastest."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from harness.program import run
 
+from shardwise.errors import ConfigError
 from shardwise.kernels import dispatch, loss_reference, main_grad
 from shardwise.kernels.dispatch import LOSS_CPU, LOSS_TRITON, PATHS, Call, FastPath, loss_kernels, report
 
@@ -106,8 +108,50 @@ def test_without_triton_the_reference_runs_and_the_reason_is_told(monkeypatch, w
 def test_triton_runs_where_it_can(monkeypatch, capability, dtype, reason):
     pytest.importorskip("triton", reason="the kernels need Triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(dispatch._module("triton_trial"), "why_not", lambda device_index: None)
+    trial = dispatch._module("triton_trial")
+    monkeypatch.setattr(trial, "why_not", lambda device_index: None)
+    monkeypatch.setattr(trial, "why_not_kernel", lambda name, dtype, device_index: None)
     assert LOSS_TRITON.why_not(Call("cuda", dtype)) == reason
+
+
+@pytest.mark.parametrize("trouble", ["a failure", "wrong numbers", "none"])
+def test_each_kernel_of_triton_is_tried_before_a_tensor_needs_it(monkeypatch, trouble):
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    trial = dispatch._module("triton_trial")
+
+    def swap(dtype, device):
+        if trouble == "a failure":
+            raise RuntimeError("out of resource: shared memory\nRequired: 300000")
+        yield torch.ones(2, dtype=dtype), torch.full((2,), 1.0 if trouble == "none" else 2.0)
+
+    monkeypatch.setattr(trial, "why_not", lambda device_index: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setitem(trial._TRIALS, "loss", swap)
+    trial.why_not_kernel.cache_clear()
+    expected = {
+        "a failure": "Triton cannot run loss of torch.bfloat16 here: RuntimeError: out of resource: shared memory",
+        "wrong numbers": "the kernels of Triton that are compiled here compute wrong numbers",
+        "none": None,
+    }[trouble]
+    assert LOSS_TRITON.why_not(Call("cuda", torch.bfloat16)) == expected
+    trial.why_not_kernel.cache_clear()
+
+
+def test_what_another_rank_cannot_run_and_what_fails_after_all():
+    call, refused = Call("cpu", torch.float32), "rank 1 of 2, on b, cannot run it: no C compiler"
+    path = FastPath("a", "for b", "cpu", missing=lambda call: "it is out of order", trial=lambda call: None)
+    assert path.why_not(call) == "it is out of order"
+    assert path.try_out(call) is None
+    path.is_agreed = True
+    with pytest.raises(
+        ConfigError, match=r"all ranks of a group agreed on it.*it is out of order; repair the compiler"
+    ):
+        path.runs(torch.ones(1))
+    path.refusal = refused
+    assert path.why_not(call) == path.try_out(call) == refused
+    assert path.report(call) == ("a on cpu", False, refused)
+    assert not path.runs(torch.ones(1))
 
 
 @pytest.mark.slow

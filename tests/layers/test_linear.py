@@ -9,11 +9,14 @@ from harness.watchdog import wait_until
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.communication.accounting import CollectiveCounter
+from shardwise.communication.context import context_of
+from shardwise.config import ModelConfig
 from shardwise.errors import ShardingError
 from shardwise.layers import linear
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.recompute import is_checkpointing, is_recomputing, recomputed
 from shardwise.sharding import ParamLayout
+from shardwise.transformer.attention import SelfAttention
 
 COLUMN, COLUMN_SEQUENCE = LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE
 ROW, ROW_SEQUENCE = LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE
@@ -50,7 +53,7 @@ class Case:
         layout = self.layouts[name]
         return whole.clone() if layout is None else layout.take(whole, self.rank).clone()
 
-    def run(self):
+    def run(self, **options):
         return tensor_parallel_linear(
             self.own["input"],
             self.own["weight"],
@@ -58,17 +61,18 @@ class Case:
             parallelism=self.parallelism,
             group=self.group,
             sequence_length=self.whole["input"].size(0),
+            **options,
         )
 
-    def dense(self):
+    def dense(self, after=lambda output: output):
         """Output and gradients of the whole, by name."""
         leaves = {name: whole.double().requires_grad_() for name, whole in self.whole.items() if name != "output"}
-        output = F.linear(leaves["input"], leaves["weight"], leaves.get("bias"))
+        output = after(F.linear(leaves["input"], leaves["weight"], leaves.get("bias")))
         output.backward(self.whole["output"].double())
         return {"output": output.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
-    def assert_equals_dense(self, output, rtol=1e-12):
-        for name, expected in self.dense().items():
+    def assert_equals_dense(self, output, rtol=1e-12, **options):
+        for name, expected in self.dense(**options).items():
             actual = output.detach() if name == "output" else self.own[name].grad
             assert actual.dtype == self.whole[name].dtype
             error = torch.linalg.vector_norm(actual.double() - self.part(name, expected))
@@ -86,6 +90,52 @@ def test_equals_dense(group, parallelism):
             output = case.run()
             output.backward(case.own["output"])
         case.assert_equals_dense(output)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("parallelism", MOVING)
+@pytest.mark.parametrize("way", ["plain", "overlapped", "fixed parts"])
+def test_the_output_may_be_written_to(group, monkeypatch, parallelism, way):
+    if way == "fixed parts":
+        monkeypatch.setattr(context_of(group), "exact_parts", 2)
+    for rows, i, o in [((12, 2), 8, 12), ((13,), 7, 13), ((12, 1, 3), 3, 2)]:
+        case = Case(parallelism, group, rows, i, o)
+        with assert_unmodified(*case.own.values()):
+            output = case.run(overlaps=way == "overlapped")
+            output += 1
+            output.relu_().backward(case.own["output"])
+        case.assert_equals_dense(output, after=lambda output: (output + 1).relu())
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("num_groups", [6, 1])
+def test_the_projection_of_queries_keys_and_values_equals_dense(group, sequence_parallel, num_groups):
+    """As attention makes it: of a key and a value several ranks hold copies, and the input's gradient is whole."""
+    sizes = {"num_attention_heads": 6, "num_query_groups": num_groups, "hidden_size": 12, "num_layers": 1}
+    sequence_parallel &= group.size() > 1
+    config = ModelConfig(**sizes, sequence_parallel=sequence_parallel, add_qkv_bias=True, params_dtype=torch.float64)
+    layer = SelfAttention(config, 1, group).linear_qkv
+    layout, t, me = layer.param_layouts["weight"], group.size(), group.rank()
+    whole = {name: torch.randn(param.global_shape).double() for name, param in layer.param_layouts.items()}
+    for name, param in layer.named_parameters():
+        param.data.copy_(layer.param_layouts[name].take(whole[name], me))
+    x = torch.randn(6, 2, 12, dtype=torch.float64)
+    rows = [torch.cat([torch.arange(*run) for run in runs]) for runs in layout.intervals]
+    incoming = [torch.randn(6, 2, len(of_rank), dtype=torch.float64) for of_rank in rows]
+    # A row that several ranks hold has the sum of their gradients.
+    gradient = torch.zeros(6, 2, layout.global_shape[0], dtype=torch.float64)
+    for of_rank, part in zip(rows, incoming, strict=True):
+        gradient.index_add_(2, of_rank, part)
+
+    own = (x.chunk(t)[me] if sequence_parallel else x).clone().requires_grad_()
+    output = layer(own)
+    output.backward(incoming[me])
+    assert_close_to(output.detach(), F.linear(x, whole["weight"], whole["bias"])[..., rows[me]], rtol_of_norm=1e-13)
+    expected = gradient @ whole["weight"]
+    assert_close_to(own.grad, expected.chunk(t)[me] if sequence_parallel else expected, rtol_of_norm=1e-13)
+    assert_close_to(layer.weight.grad, incoming[me].flatten(0, 1).t() @ x.flatten(0, 1), rtol_of_norm=1e-13)
+    assert_close_to(layer.bias.grad, incoming[me].sum((0, 1)), rtol_of_norm=1e-13)
 
 
 @pytest.mark.ranks(2, 3)

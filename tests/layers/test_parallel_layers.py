@@ -60,6 +60,33 @@ def test_column_linear_is_a_part_of_linear(group, bias, sequence_parallel):
     assert_close_to(whole, dense(dense_x), rtol_of_norm=1e-13)
 
 
+@pytest.mark.ranks(1, 2)
+def test_outputs_may_be_written_to(group):
+    width, options = group.size() * 6, {"group": group, "dtype": torch.float64}
+    parallel = made(
+        lambda: nn.Sequential(
+            ColumnLinear(IN, width, **options), nn.ReLU(inplace=True), RowLinear(width, OUT, **options)
+        )
+    )
+    dtype = {"dtype": torch.float64}
+    dense = made(lambda: nn.Sequential(nn.Linear(IN, width, **dtype), nn.ReLU(), nn.Linear(width, OUT, **dtype)))
+    x, dense_x = (made(lambda: torch.randn(S, B, IN, dtype=torch.float64)).requires_grad_() for _ in range(2))
+    y, expected = parallel(x), dense(dense_x)
+    y *= 2
+    y.square().sum().backward()
+    (expected * 2).square().sum().backward()
+    assert_close_to(x.grad, dense_x.grad, rtol_of_norm=1e-13)
+    assert_close_to(parallel[0].bias.grad, shards(dense[0].bias.grad, 0, group), rtol_of_norm=1e-13)
+    for sections in (1, 2):
+        layer = made(lambda sections=sections: ColumnLinear(IN, width, sections=sections, **options))
+        x.grad = dense_x.grad = None
+        gathered = layer.gather(layer(x))
+        gathered += 1
+        gathered.square().sum().backward()
+        (dense[0](dense_x) + 1).square().sum().backward()
+        assert_close_to(x.grad, dense_x.grad, rtol_of_norm=1e-13)
+
+
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -12,6 +12,7 @@ from shardwise.errors import ConfigError, ShardingError, VocabularyError
 from shardwise.kernels import loss_reference
 from shardwise.loss import (
     vocab_parallel_argmax,
+    vocab_parallel_cross_entropy,
     vocab_parallel_entropy,
     vocab_parallel_kl_div,
     vocab_parallel_log_probs,
@@ -207,6 +208,26 @@ def test_one_collective_of_a_few_bytes(group, dtype, word):
             with CollectiveCounter() as backward:
                 result.sum().backward()
             assert backward.launches == []
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_is_returned_may_be_written_to(group):
+    whole, teacher, ids = torch.randn(3, 2, 7).double(), torch.randn(3, 2, 7).double(), torch.randint(7, (3, 2))
+    options = {"group": group, "vocab_size": 7}
+    for loss in (
+        lambda logits: vocab_parallel_cross_entropy(logits, ids, **options),
+        lambda logits: vocab_parallel_log_probs(logits, ids, **options),
+        lambda logits: vocab_parallel_entropy(logits, **options),
+        lambda logits: vocab_parallel_kl_div(logits, shard_of(teacher, group).detach(), **options),
+        lambda logits: vocab_parallel_kl_div(shard_of(teacher, group), logits, **options),
+        lambda logits: vocab_parallel_topk(logits, 4, **options)[0],
+    ):
+        logits, written = shard_of(whole, group), shard_of(whole, group)
+        (loss(logits) * 3).sum().backward()
+        found = loss(written)
+        found *= 3
+        found.sum().backward()
+        assert_bit_equal(written.grad, logits.grad)
 
 
 @pytest.mark.ranks(2)

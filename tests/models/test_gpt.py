@@ -132,6 +132,27 @@ def test_gpt_equals_dense_gpt(group, shape, sequence_parallel, loss):
         assert_close_to(gradient, weights[name].grad, rtol_of_norm=1e-10, name=f"gradient of {name}")
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+def test_what_parts_return_may_be_written_to(group, sequence_parallel):
+    def double(module, inputs, output):
+        return output * 2
+
+    def double_(module, inputs, output):
+        output *= 2
+
+    shape, ids, gradients = Shape(), torch.randint(101, (1, 13)), []
+    for hook in (double, double_):
+        torch.manual_seed(3)
+        model = shape.model(group, sequence_parallel=sequence_parallel)
+        for part in (model.embedding, *model.decoder.layers, model):
+            part.register_forward_hook(hook)
+        model(ids, labels=ids).sum().backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for written, expected in zip(*gradients, strict=True):
+        assert_bit_equal(written, expected)
+
+
 def sum_partial_gradients(model: GPTModel, group: ProcessGroup) -> None:
     for param in model.parameters():
         if getattr(param, "sequence_parallel", False) and group.size() > 1:

@@ -274,6 +274,42 @@ def test_gradients_in_main_grad_are_completed_measured_and_clipped_alike(group):
         assert_close_to(gradient, expected.grad, rtol_of_norm=1e-14)
 
 
+@pytest.mark.ranks(2, 4)
+def test_copies_of_a_key_value_head_have_the_sum_of_their_gradients(group):
+    """Rows 0 to 2 are of every rank; of the others each has three by itself, or shares them with a neighbour."""
+    t, me = group.size(), group.rank()
+    runs = [[(0, 2), (2 + 3 * (rank // max(1, t // 2)), 5 + 3 * (rank // max(1, t // 2)))] for rank in range(t)]
+    model = nn.Module()
+    model.keys = nn.Parameter(torch.zeros(5, 2, dtype=torch.float64))
+    model.other = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    model.param_layouts = {"keys": ParamLayout.of_intervals((8, 2), 0, runs)}
+    parts = [torch.randint(-99, 100, (5, 2)).double() for _ in range(t)]
+    model.keys.grad, model.other.grad = parts[me].clone(), torch.full((3,), float(me), dtype=torch.float64)
+    held = model.keys.grad
+    finalize_gradients_(model, tp_group=group, dp_group=None)
+    alike = [part for part, held_by in zip(parts, runs, strict=True) if held_by == runs[me]]
+    assert_bit_equal(model.keys.grad, torch.cat([sum(part[:2] for part in parts), sum(part[2:] for part in alike)]))
+    assert model.keys.grad is held
+    assert_bit_equal(model.other.grad, torch.full((3,), float(me), dtype=torch.float64))
+
+
+@pytest.mark.ranks(2, 3)
+def test_copies_of_a_tied_weight_have_the_sum_of_their_gradients(group):
+    me, own = group.rank(), alone(group)
+    parts = [torch.randint(-99, 100, (4, 3)).double() for _ in range(group.size())]
+    for finish in (
+        lambda model: finalize_gradients_(model, tp_group=own, dp_group=None, embd_group=group),
+        lambda model: sum_tied_embedding_gradients_(model, embd_group=group),
+    ):
+        model = nn.Module()
+        model.tied, model.other = (nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)) for _ in range(2))
+        model.tied.shared_embedding = True
+        model.tied.grad, model.other.grad = parts[me].clone(), parts[me].clone()
+        finish(model)
+        assert_bit_equal(model.tied.grad, sum(parts))
+        assert_bit_equal(model.other.grad, parts[me])
+
+
 @pytest.mark.ranks(2)
 def test_a_tied_weight_frozen_on_one_stage_only_is_refused_on_both(group):
     model = nn.Module()

@@ -63,6 +63,26 @@ def test_copies_are_updated_as_an_fp32_model_would_be(dtype, main_grads):
     assert {state["exp_avg"].dtype for state in optimizer.optimizer.state.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_after_loading_the_model_is_its_copies_rounded(dtype):
+    """A checkpoint has the copies alone; what the model's weights were before does not matter."""
+    stored, model = model_of(torch.float32), model_of(dtype)
+    optimizer = MasterWeights(AdamW(model, **OPTIONS), model)
+    frozen = model[2].bias.detach().clone()
+    with torch.no_grad():
+        for param, whole in zip(model.parameters(), stored.parameters(), strict=True):
+            if param.requires_grad:
+                whole.add_(torch.randn_like(whole) * 1e-3)
+                optimizer.weight_of(param).copy_(whole)
+                param.fill_(torch.nan)
+    optimizer.set_step_(7)
+    for param, whole in zip(model.parameters(), stored.parameters(), strict=True):
+        if param.requires_grad:
+            assert not torch.equal(whole, whole.to(dtype).float())
+            assert_bit_equal(param.detach(), whole.detach().to(dtype), name="rounded")
+    assert_bit_equal(model[2].bias.detach(), frozen, name="frozen")
+
+
 def test_small_steps_are_not_lost():
     """In bf16 by itself most weights stay where they were."""
     whole, copied, pure = model_of(torch.float32), model_of(torch.bfloat16), model_of(torch.bfloat16)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+import torch
+from harness.parity import assert_close_to
+from training.tiny_layouts import trainer_of, whole_weights
 
-from shardwise.data import Example, ExampleEncoder, SampleDataset, TokenSamples
+from shardwise.data import Encoded, Example, ExampleEncoder, SampleDataset, SampleLoader, TokenSamples
 from shardwise.errors import ConfigError, DataError
 from shardwise.tokenizer import ChatTemplate, Tokenizer
+from shardwise.topology import Groups, Topology
 from shardwise.training.finetune_settings import SampleSettings
 from shardwise.training.samples import check_template, prepare_samples
 
@@ -79,6 +84,33 @@ def test_rows_of_a_multiple_of_places(tokenizer):
         assert len(tokens) == width
     with pytest.raises(ConfigError, match="sequence_length 40 must be a multiple of 16"):
         SampleDataset(samples, 40, multiple_of=16)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("micro_batch_size", [2, 1])
+def test_the_loss_is_a_mean_over_the_labels_of_all_ranks(group, tmp_path, micro_batch_size):
+    """Ranks have different numbers of labels, and what each learns counts alike."""
+    rows = [(list(range(3, 9)), 5), ([7, 2, 4, 9], 1), (list(range(20, 29)), 8), ([1, 5, 3], 1)]
+    encoded = [
+        Encoded(np.array(ids), np.arange(len(ids)) >= len(ids) - count, np.ones(len(ids), np.int64))
+        for ids, count in rows
+    ]
+    samples = TokenSamples.of("a.jsonl", encoded, 0)
+    loader = SampleLoader(SampleDataset(samples, 11, packing=False), 4, seed=3)
+    own = [int((labels != -100).sum()) for _, labels, *_ in loader.batch(0, group.rank(), 2, 2)]
+    counts = [None, None]
+    torch.distributed.all_gather_object(counts, own, group=group)
+    assert counts[0] != counts[1]
+    options = {"dtype": "float64", "global_batch_size": 4, "micro_batch_size": micro_batch_size}
+    groups = Groups.of(Topology.create(tp=1))
+    apart, whole = trainer_of(tmp_path, groups=groups, **options), trainer_of(tmp_path, **options)
+    for step in range(3):
+        found, expected = (trainer.train_step(step, loader) for trainer in (apart, whole))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
+    weights = whole_weights(whole)
+    for name, weight in whole_weights(apart).items():
+        assert_close_to(weight, weights[name], rtol_of_norm=1e-10, name=name)
 
 
 def test_a_share_is_held_out_whole_and_equal_ones_together(tokenizer, monkeypatch, tmp_path):

@@ -31,6 +31,8 @@ class GroupContext:
         time_limits: by type of device, how long a rank waits for another; None where waiting is the stream's affair.
         symmetric_buffers: by device, memory that the ranks reach in each other, where they can.
         symmetric_refusals: by device, why they cannot; None where they can.
+        agreed_kernels: for which devices and dtypes the ranks have agreed on their kernels (``kernels.agreed``).
+        tried_operators: which fused operators have run on all ranks in such memory, and of which dtype.
         num_messages: how many messages between two ranks this rank has sent and received.
         exact_parts: over how many parts sums go, by a tree that is the same at every number of ranks (``trees``); None
             where a sum is the transport's.
@@ -43,6 +45,8 @@ class GroupContext:
     time_limits: dict[str, datetime.timedelta | None] = field(default_factory=dict)
     symmetric_buffers: dict[torch.device, GlobalSymmetricMemoryBuffer] = field(default_factory=dict)
     symmetric_refusals: dict[torch.device, str | None] = field(default_factory=dict)
+    agreed_kernels: set[tuple[torch.device, torch.dtype]] = field(default_factory=set)
+    tried_operators: set[tuple[str, torch.dtype]] = field(default_factory=set)
     num_messages: int = 0
     exact_parts: int | None = None
 

@@ -2,9 +2,10 @@
 
 import functools
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from shardwise.communication.agreement import gather_objects
 from shardwise.communication.backend import device_of
 from shardwise.communication.context import context_of
 from shardwise.processes import machine
+
+T = TypeVar("T")
 
 _WHAT = "how to make symmetric memory"
 # Activations of one tensor-parallel region of a large model: 8192 tokens of width 16384 in bf16.
@@ -143,6 +146,42 @@ def why_not_symmetric(group: ProcessGroup, device: torch.device) -> str | None:
         made = _symmetric(_TRIED_BYTES, group, device)
         refusals[device] = made if isinstance(made, str) else None
     return refusals[device]
+
+
+def first_tried(operator: str, call: Callable[[], T], like: Tensor, *, group: ProcessGroup) -> T | None:
+    """``call()``, a fused operator in symmetric memory; None if its first call failed on some rank.
+
+    The first call of an operator and a dtype in a group is collective: the ranks tell each other how it went. If it
+    failed on any, ``why_not_symmetric`` says so on all of them from then on, and rank 0 warns. Later calls just run.
+
+    Args:
+        operator: its name.
+        call: the call, in which all ranks take part.
+        like: of the device and the dtype of the work.
+        group: the ranks that take part.
+
+    Raises:
+        DesyncError: a rank is gone, or does not come within the group's time limit.
+    """
+    context = context_of(group)
+    if (operator, like.dtype) in context.tried_operators:
+        return call()
+    result: T | None = None
+    refusal: str | None = None
+    try:
+        result = call()
+    # Whatever PyTorch's experimental operators lack on this machine, collectives do the work.
+    except Exception as error:
+        reason = (str(error).strip() or "failed").splitlines()[0]
+        refusal = f"{operator} failed on rank {group.rank()}: {type(error).__name__}: {reason}"
+    refusals = [other for other in gather_objects(refusal, f"how {operator} went", group=group) if other is not None]
+    if not refusals:
+        context.tried_operators.add((operator, like.dtype))
+        return result
+    context.symmetric_refusals[like.device] = refusals[0]
+    if group.rank() == 0:
+        warnings.warn(f"symmetric memory: off on all ranks of the group, since {refusals[0]}", stacklevel=2)
+    return None
 
 
 def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, Any] | str:

@@ -130,14 +130,18 @@ def all_reduce(
     all_to_all: Callable[..., Tensor],
     all_gather: Callable[..., Tensor],
 ) -> Tensor:
-    """The sum over a group of more than two ranks, by the tree; ``collectives`` gives what it is made of."""
+    """The sum over a group of more than two ranks, by the tree; ``collectives`` gives what it is made of.
+
+    It is no view, nor is that of ``reduce_scatter``: ``moves`` returns both from autograd functions, and programs may
+    write to them in place.
+    """
     t, flat = group.size(), tensor.detach().reshape(-1)
     if flat.numel() <= _FEW_ELEMENTS:
         gathered = all_gather(flat.unsqueeze(0), group=group)
-        return tree_sum(gathered.unbind(0)).view(tensor.shape)
+        return tree_sum(gathered.unbind(0)).view(tensor.shape).detach()
     sizes = balanced_sizes(flat.numel(), t)
     total = _summed_slices(flat, sizes, group, all_to_all)
-    return all_gather(total, group=group, sizes=sizes).view(tensor.shape)
+    return all_gather(total, group=group, sizes=sizes).view(tensor.shape).detach()
 
 
 def reduce_scatter(
@@ -149,7 +153,7 @@ def reduce_scatter(
     each = tensor.numel() // tensor.size(dim) if tensor.size(dim) else 0
     parts = tensor.detach().split(list(sizes), dim)
     packed = torch.cat([part.reshape(-1) for part in parts]) if dim else tensor.detach().reshape(-1)
-    return _summed_slices(packed, [size * each for size in sizes], group, all_to_all).view(shape)
+    return _summed_slices(packed, [size * each for size in sizes], group, all_to_all).view(shape).detach()
 
 
 def _summed_slices(

@@ -82,7 +82,6 @@ class FullyShardedModel:
             if self._dtype is not None and param.requires_grad and param.dtype != self._dtype:
                 policy = MixedPrecisionPolicy(param.dtype, reduce_dtype=self._dtype, cast_forward_inputs=False)
                 param.data = param.detach().to(self._dtype)
-        unit.register_forward_hook(_without_views)
         sharded = fully_shard(unit, mesh=DeviceMesh.from_group(self._group, device.type), mp_policy=policy)
         for name, param in before.items():
             new = unit.get_parameter(name)
@@ -144,12 +143,6 @@ def whole_parts(model: nn.Module) -> Iterator[nn.Module]:
                     rows.copy_(whole.detach().narrow(0, first_row(param), rows.size(0)))
         finally:
             unit.reshard()
-
-
-def _without_views(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    # What PyTorch hangs on the output, to gather parameters for the backward, would be lost if the tensor that a view
-    # is of were written to.
-    return output.clone() if output.requires_grad and output._is_view() else output
 
 
 def _reshard_without_backward(module: Any, inputs: Any, output: Any) -> None:

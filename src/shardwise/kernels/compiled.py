@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from shardwise.processes import temporary_prefix
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
 # Of this machine, for its own use; compilers for ARM know the second. The last is what every compiler knows.
 _TUNING = (("-march=native",), ("-mcpu=native",), ())
+# The smallest library, with the headers that all files need.
+_TRIAL = "#include <math.h>\n#include <stdint.h>\nint32_t trial(void) { return 1; }\n"
 # It takes a second or two, and on a busy machine a hundred times as long.
 _COMPILE_SECONDS = 600
 # Starting threads takes about as long as a thread needs for a quarter of this.
@@ -33,17 +36,29 @@ _MIN_ELEMENTS_PER_THREAD = 1 << 21
 @cache
 def compile_c(source: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL | str:
     """The library of a file of this folder, or why it could not be compiled."""
+    return _compiled(*defines, str(Path(__file__).with_name(source)))
+
+
+@cache
+def why_no_compiler() -> str | None:
+    """Why nothing can be compiled on this machine; None if a line of C can, which takes a fiftieth of a second."""
+    library = _compiled("-x", "c", "-", text=_TRIAL)
+    return library if isinstance(library, str) else None
+
+
+def _compiled(*arguments: str, text: str = "") -> ctypes.CDLL | str:
+    """What the compiler makes of a file or of ``text``, or why it makes nothing."""
     compiler = _compiler()
     if compiler is None:
         return "no C compiler: neither $CC nor cc, gcc or clang is there"
-    path = Path(__file__).with_name(source)
     refusal = ""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _COMPILE_SECONDS, "check": False}
     try:
         with tempfile.TemporaryDirectory(prefix=temporary_prefix("kernels")) as folder:
-            built = Path(folder) / path.with_suffix(".so").name
+            built = Path(folder) / "kernels.so"
             for tuning in _TUNING:
-                command = [compiler, *_FLAGS, *tuning, *defines, str(path), "-o", str(built), "-lm"]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
+                command = [compiler, *_FLAGS, *tuning, *arguments, "-o", str(built), "-lm"]
+                done = subprocess.run(command, input=text, **options)
                 if done.returncode == 0:
                     # Loaded, it no longer needs the file.
                     return ctypes.CDLL(str(built))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shardwise.errors import ConfigError
 from shardwise.kernels import loss_reference
 
 # Of flash attention, and of ours to a cache.
@@ -73,6 +74,10 @@ class FastPath:
         unit: of sizes.
         in_autocast: whether it is used under autocast.
         missing: why this machine cannot do it, None if it can. Asked last, since the answer may take a compilation.
+        trial: what of ``missing`` is found out at little cost, for ranks that agree on a path before they need it.
+        refusal: why another rank cannot do it, which this one then does not do either; None if all can, or none was
+            asked (``kernels.agreed``).
+        is_agreed: the ranks of a group all said that they can.
     """
 
     name: str
@@ -83,10 +88,17 @@ class FastPath:
     unit: str = "elements"
     in_autocast: bool = False
     missing: Callable[[Call], str | None] = lambda call: None
+    trial: Callable[[Call], str | None] | None = None
+    refusal: str | None = None
+    is_agreed: bool = False
 
     def why_not(self, call: Call) -> str | None:
         """Why this path does not run for ``call``; None if it does."""
-        return self._refusal(call) or self.missing(call)
+        return self._refusal(call) or self._why_missing(call)
+
+    def try_out(self, call: Call) -> str | None:
+        """Why this path would not run for ``call`` on this machine, by its trial if it has one."""
+        return self._refusal(call) or self.refusal or (self.trial or self.missing)(call)
 
     def report(self, call: Call) -> Choice:
         """What becomes of ``call``, for people."""
@@ -112,7 +124,18 @@ class FastPath:
                 return False
         is_autocast = torch.is_autocast_enabled(self.device_type)
         call = Call(self.device_type, first.dtype, size, first.device.index or 0, is_autocast)
-        return self._refusal(call) is None and fits() and self.missing(call) is None
+        return self._refusal(call) is None and fits() and self._why_missing(call) is None
+
+    def _why_missing(self, call: Call) -> str | None:
+        if self.refusal is not None:
+            return self.refusal
+        why = self.missing(call)
+        if why is not None and self.is_agreed:
+            raise ConfigError(
+                f"{self.name}: all ranks of a group agreed on it, since their trials succeeded, and then it failed on "
+                f"one: {why}; repair the compiler, or set CC to another one, on that machine"
+            )
+        return why
 
     def _refusal(self, call: Call) -> str | None:
         if call.device_type != self.device_type:
@@ -131,9 +154,17 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"shardwise.kernels.{name}")
 
 
+def _no_kernel(name: str, call: Call) -> str | None:
+    """Why a kernel of Triton's does not run for ``call``; None if it does. It is tried on few numbers."""
+    why_not = _no_triton(call.device_index)
+    if why_not is None:
+        why_not = _module("triton_trial").why_not_kernel(name, call.dtype or torch.float32, call.device_index)
+    return why_not
+
+
 @cache
 def _no_triton(device_index: int) -> str | None:
-    """Why Triton's kernels do not run on a CUDA device; None if they do. One is tried."""
+    """Why Triton's kernels do not run on a CUDA device; None if they do. The smallest is tried."""
     if os.environ.get(_TRITON_SWITCH) == "0":
         return f"{_TRITON_SWITCH} is 0"
     try:
@@ -160,6 +191,7 @@ LOSS_CPU = FastPath(
     "logits",
     in_autocast=True,
     missing=lambda call: _module("loss_cpu").why_not_compiled(call.dtype or torch.float32),
+    trial=lambda call: _module("compiled").why_no_compiler(),
 )
 LOSS_TRITON = FastPath(
     "Triton loss",
@@ -168,7 +200,7 @@ LOSS_TRITON = FastPath(
     _TRITON_DTYPES,
     unit="logits",
     in_autocast=True,
-    missing=lambda call: _no_triton(call.device_index),
+    missing=lambda call: _no_kernel("loss", call),
 )
 ELEMENTWISE = FastPath(
     "compiled SwiGLU, rotary and RMSNorm",
@@ -177,6 +209,7 @@ ELEMENTWISE = FastPath(
     (torch.float32,),
     1 << 16,
     missing=lambda call: _module("elementwise_cpu").why_not_compiled(),
+    trial=lambda call: _module("compiled").why_no_compiler(),
 )
 ELEMENTWISE_TRITON = FastPath(
     "Triton SwiGLU and rotary embedding",
@@ -184,21 +217,21 @@ ELEMENTWISE_TRITON = FastPath(
     "cuda",
     _TRITON_DTYPES,
     in_autocast=True,
-    missing=lambda call: _no_triton(call.device_index),
+    missing=lambda call: _no_kernel("elementwise", call),
 )
 ADD_NORM_TRITON = FastPath(
     "Triton residual addition with RMSNorm",
     "where a layer adds and then norms",
     "cuda",
     _TRITON_DTYPES,
-    missing=lambda call: _no_triton(call.device_index),
+    missing=lambda call: _no_kernel("add_rms_norm", call),
 )
 DECODE_TRITON = FastPath(
     "Triton attention of a token to a cache",
     "in generation, with even groups of queries",
     "cuda",
     (torch.bfloat16, torch.float16, torch.float32),
-    missing=lambda call: _no_triton(call.device_index),
+    missing=lambda call: _no_kernel("decode_attention", call),
 )
 CUDA_GRAPHS = FastPath(
     "CUDA graph of a token's pass",
@@ -240,7 +273,7 @@ REDUCE_NORM = FastPath(
     "in fused mode with sequence parallelism, where the ranks reach each other's memory",
     "cuda",
     _TRITON_DTYPES,
-    missing=lambda call: _no_triton(call.device_index),
+    missing=lambda call: _no_kernel("reduce_norm", call),
 )
 
 

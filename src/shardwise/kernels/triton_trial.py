@@ -1,16 +1,23 @@
-"""Whether Triton's kernels can be compiled and run here, found out by trying the smallest one.
+"""Whether Triton's kernels can be compiled and run here, found out by trying the smallest one, and then each.
 
 Triton compiles a kernel when it is first called: its own ``ptxas`` makes machine code, and a C compiler with Python's
-headers the function that launches it. Images without them import Triton all the same.
+headers the function that launches it. Images without them import Triton all the same. And a GPU or a release of Triton
+may be such that one kernel fails where others run. So each is tried on few numbers before a tensor needs it, when the
+ranks of a group can still agree to do without it (``kernels.agreed``).
 
 This module needs Triton: ``dispatch`` imports it where it can be had.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 # Triton's convention: what is known when a kernel is compiled has a name in capitals.
@@ -27,14 +34,129 @@ def _double_kernel(numbers, SIZE: tl.constexpr):
 
 def why_not(device_index: int) -> str | None:
     """Why no kernel of Triton's runs on a CUDA device, in one line; None if one does."""
+
+    def double() -> Iterator[tuple[Tensor, Tensor]]:
+        numbers = torch.ones(_SIZE, device="cuda")
+        _double_kernel[(1,)](numbers, SIZE=_SIZE)
+        yield numbers, torch.full((_SIZE,), 2.0)
+
+    return _tried(double, device_index, "a kernel")
+
+
+@cache
+def why_not_kernel(name: str, dtype: torch.dtype, device_index: int) -> str | None:
+    """Why a kernel does not run on a CUDA device, in one line; None if it does.
+
+    Args:
+        name: of its module in this folder, without ``_triton``.
+        dtype: of what it reads.
+        device_index: of several devices.
+    """
+    return _tried(lambda: _TRIALS[name](dtype, torch.device("cuda")), device_index, f"{name} of {dtype}")
+
+
+def _tried(trial: Callable[[], Iterator[tuple[Tensor, Tensor]]], device_index: int, what: str) -> str | None:
+    """Why a trial fails, or gives other numbers than are expected; None if it does neither."""
     try:
         # What a caller's modes do with tensors is not tried here.
-        with _disable_current_modes(), torch.cuda.device(device_index):
-            numbers = torch.ones(_SIZE, device="cuda")
-            _double_kernel[(1,)](numbers, SIZE=_SIZE)
-            agrees = numbers.tolist() == [2.0] * _SIZE
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device_index):
+            agrees = all(_agree(*pair) for pair in trial())
     # Whatever is wrong with an optional package and its compilers, PyTorch's own operations run.
     except Exception as error:
         reason = (str(error).strip() or "failed").splitlines()[0]
-        return f"Triton cannot run a kernel here: {type(error).__name__}: {reason}"
+        return f"Triton cannot run {what} here: {type(error).__name__}: {reason}"
     return None if agrees else "the kernels of Triton that are compiled here compute wrong numbers"
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether numbers are those of the definition, but for what two ways of rounding to 16 bits make of them."""
+    return torch.allclose(found.double().cpu(), expected.double().cpu(), rtol=0.05, atol=0.05)
+
+
+def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+    """On the CPU, where the definitions compute what is expected."""
+    size = torch.Size(shape).numel()
+    return (torch.arange(size) % 13 / 6.0 - 1.0).view(shape).to(dtype)
+
+
+def _try_loss(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    from shardwise.kernels import loss_reference, loss_triton
+
+    logits, target = _numbers(2, 40, dtype=dtype), torch.tensor([3, -1])
+    expected = loss_reference.row_statistics(logits, target, want_sum=True)
+    yield loss_triton.row_statistics(logits.to(device), target.to(device), want_sum=True), expected
+    rows = (target, expected[:, 0], expected[:, 1].reciprocal(), -expected[:, 1].reciprocal())
+    gradient, found = torch.empty_like(logits), torch.empty_like(logits, device=device)
+    loss_reference.gradient_(gradient, logits, *rows)
+    loss_triton.gradient_(found, logits.to(device), *(each.to(device) for each in rows))
+    yield found, gradient
+
+
+def _try_elementwise(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    from shardwise.kernels import elementwise_triton, rotary
+
+    inner, incoming = _numbers(3, 48, dtype=dtype), _numbers(3, 24, dtype=dtype)
+    with torch.enable_grad():
+        leaf = inner.clone().requires_grad_()
+        gate, up = leaf.chunk(2, dim=-1)
+        output = F.silu(gate) * up
+        (gradient,) = torch.autograd.grad(output, leaf, incoming)
+    yield elementwise_triton.swiglu(inner.to(device)), output.detach()
+    yield elementwise_triton.swiglu_gradient(inner.to(device), incoming.to(device)), gradient
+
+    mixed, angles = _numbers(2, 1, 32, dtype=dtype), _numbers(2, 1, 1, 4, dtype=dtype)
+    cos, sin = angles.cos(), angles.sin()
+    query, key, value = rotary.split(mixed, queries_per_group=2, head_dim=8)
+    expected = rotary.rotate(query, cos, sin), rotary.rotate(key, cos, sin), value
+    there = mixed.to(device), cos.to(device), sin.to(device)
+    parts = elementwise_triton.split_and_rotate(*there, 2, 8, False)
+    yield from zip(parts, expected, strict=True)
+    # A rotation back undoes it.
+    yield elementwise_triton.split_and_rotate_gradient(*parts, *there[1:], False), mixed
+
+
+def _try_add_rms_norm(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    from shardwise.kernels import add_rms_norm_triton
+
+    residual, added, weight = _numbers(3, 40, dtype=dtype), _numbers(3, 40, dtype=dtype), _numbers(40, dtype=dtype)
+    with torch.enable_grad():
+        leaves = (residual + added).requires_grad_(), weight.clone().requires_grad_()
+        output = F.rms_norm(leaves[0], weight.shape, leaves[1], 1e-5)
+        gradients = torch.autograd.grad(output, leaves, added)
+    there = residual.to(device), added.to(device), weight.to(device)
+    total, normed, scale = add_rms_norm_triton.add_rms_norm(*there, 1e-5)
+    yield from ((total, leaves[0].detach()), (normed, output.detach()))
+    found = add_rms_norm_triton.add_rms_norm_gradient(total, there[2], scale, there[1], None, needs_weight=True)
+    assert found[1] is not None
+    yield from ((found[0], gradients[0]), (found[1], gradients[1]))
+
+
+def _try_decode_attention(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    from shardwise.kernels import decode_attention, decode_attention_triton
+
+    query, keys = _numbers(1, 4, 1, 16, dtype=dtype), _numbers(1, 2, 8, 16, dtype=dtype)
+    values, position = keys.flip(2), torch.tensor([5])
+    expected = decode_attention.attend_to_cache(query, keys, values, position, scale=0.25)
+    query, keys, values, position = (each.to(device) for each in (query, keys, values, position))
+    yield decode_attention_triton.attend_to_cache(query, keys, values, position, 0.25, -1, None, None), expected
+
+
+def _try_reduce_norm(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    from shardwise.kernels import reduce_norm, reduce_norm_triton
+
+    buffer, residual, weight = _numbers(2, 64, dtype=dtype), _numbers(2, 64, dtype=dtype), _numbers(64, dtype=dtype)
+    there = buffer.to(device, copy=True)
+    expected = reduce_norm.reduce_norm_([buffer], 0, residual, None, weight, None, 1e-5)
+    addresses = torch.tensor([there.data_ptr()], device=device)
+    own = residual.to(device), None, weight.to(device), None
+    yield reduce_norm_triton.reduce_norm_(addresses, 0, *own, 1e-5), expected
+    yield there, buffer
+
+
+_TRIALS = {
+    "loss": _try_loss,
+    "elementwise": _try_elementwise,
+    "add_rms_norm": _try_add_rms_norm,
+    "decode_attention": _try_decode_attention,
+    "reduce_norm": _try_reduce_norm,
+}

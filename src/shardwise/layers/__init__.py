@@ -15,6 +15,7 @@ from shardwise.layers.module import GroupModule as GroupModule
 from shardwise.layers.module import ShardedModule as ShardedModule
 from shardwise.layers.module import named_param_layouts as named_param_layouts
 from shardwise.layers.module import parameter_device as parameter_device
+from shardwise.layers.module import viewless as viewless
 from shardwise.layers.norm import HeadsRMSNorm as HeadsRMSNorm
 from shardwise.layers.norm import add_and_norm as add_and_norm
 from shardwise.layers.norm import make_norm as make_norm

@@ -169,8 +169,10 @@ class ColumnLinear(ParallelLinear):
         """
         if not self._can_gather:
             raise ShardingError("the layer was made with intervals; its output cannot be gathered")
+        if self.group.size() == 1:
+            return output
         gathered = moves.gather(output, dim=-1, group=self.group, sizes=self._output_sizes)
-        if self.sections == 1 or self.group.size() == 1:
+        if self.sections == 1:
             return gathered
         # Each rank's part holds its piece of every section; the whole has the sections one after the other.
         parts = [part.chunk(self.sections, dim=-1) for part in gathered.split(self._output_sizes, dim=-1)]

@@ -134,11 +134,12 @@ class TensorParallelLinear(Function):
             weight_gradient.announce(kept)
         ctx.gathers_again = parallelism is LinearParallelism.COLUMN_SEQUENCE and not keeps_gathered
         ctx.save_for_backward(kept, weight)
-        if output is not None:
-            return output
-        if overlaps and parallelism is LinearParallelism.ROW_SEQUENCE:
-            return multiply_scattered("row forward", input_, weight, group=cast(ProcessGroup, group)).wait()
-        return _multiply_and_reduce(input_, weight, bias, parallelism, group, exact)
+        if output is None and overlaps and parallelism is LinearParallelism.ROW_SEQUENCE:
+            output = multiply_scattered("row forward", input_, weight, group=cast(ProcessGroup, group)).wait()
+        elif output is None:
+            output = _multiply_and_reduce(input_, weight, bias, parallelism, group, exact)
+        # Not as a view of the product's rows: PyTorch lets nobody write in place to a view that is made in here.
+        return output.detach()
 
     @staticmethod
     @once_differentiable

@@ -49,6 +49,22 @@ def parameter_device(group: ProcessGroup, *, on_cpu: bool = False) -> torch.devi
     return torch.get_default_device() if on_cpu else default_device(group)
 
 
+def viewless(output: Tensor) -> Tensor:
+    """The same elements in the same memory, as no view: what a model returns.
+
+    PyTorch refuses in-place operations on some views, and under ``fully_shard`` they lose what gathers the parameters
+    for the backward; it warns of every view there.
+
+    Args:
+        output: whose memory nobody else reads, neither a backward nor the caller.
+    """
+    if torch.compiler.is_compiling() or not output._is_view():
+        return output
+    # As PyTorch's own matrix product returns its rows: recorded by autograd, and without a base.
+    unviewed: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return unviewed
+
+
 class ShardedModule(GroupModule):
     """A layer whose parameters are split over a group, or held whole by each of its ranks.
 

@@ -11,6 +11,7 @@ from shardwise.communication import overlap
 from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.overlap import Pass, choose_way
 from shardwise.communication.pending import Pending
+from shardwise.communication.symmetric_memory import first_tried
 from shardwise.kernels import products
 from shardwise.sharding import uneven_sizes
 
@@ -40,7 +41,13 @@ def multiply_gathered(
     """
     way = choose_way(pass_, group=group, device=shard.device, even=sizes is None, has_bias=bias is not None)
     if way.name == "symmetric memory":
-        return overlap.gather_and_multiply_fused(shard, weight.t(), group=group, needs_whole=needs_whole)
+
+        def fused() -> tuple[Tensor, Tensor | None]:
+            return overlap.gather_and_multiply_fused(shard, weight.t(), group=group, needs_whole=needs_whole)
+
+        made = first_tried("fused_all_gather_matmul", fused, shard, group=group)
+        if made is not None:
+            return made
     return overlap.gather_and_multiply(
         shard,
         _product(weight, bias),
@@ -63,8 +70,13 @@ def multiply_scattered(pass_: Pass, rows: Tensor, weight: Tensor, *, group: Proc
     """
     even = uneven_sizes(rows.size(0), group.size()) is None
     if choose_way(pass_, group=group, device=rows.device, even=even).name == "symmetric memory":
-        output = overlap.multiply_and_scatter_fused(rows, weight.t(), group=group)
-        return Pending(None, lambda: output)
+
+        def fused() -> Tensor:
+            return overlap.multiply_and_scatter_fused(rows, weight.t(), group=group)
+
+        output = first_tried("fused_matmul_reduce_scatter", fused, rows, group=group)
+        if output is not None:
+            return Pending(None, lambda: output)
     return overlap.multiply_and_scatter(rows, _product(weight, None), group=group)
 
 

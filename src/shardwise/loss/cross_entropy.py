@@ -100,7 +100,8 @@ class SplitCrossEntropy(Function):
         ctx.options = options
         # The compiler decides what lies where.
         ctx.inplace = inplace and not torch.compiler.is_compiling()
-        return combined.loss.view(target.shape)
+        # As no view, to which nobody could write in place.
+        return combined.loss.view(target.shape).detach()
 
     @staticmethod
     @once_differentiable

@@ -34,7 +34,7 @@ class _VocabParallelEntropy(Function):
         ctx.save_for_backward(logits, maximum, sum_exp, mean)
         ctx.num_valid = num_valid
         ctx.options = options
-        return (sum_exp.log() - mean).view(logits.shape[:-1])
+        return (sum_exp.log() - mean).view(logits.shape[:-1]).detach()
 
     @staticmethod
     @once_differentiable

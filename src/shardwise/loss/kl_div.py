@@ -42,7 +42,8 @@ class _VocabParallelKLDiv(Function):
         ctx.save_for_backward(logits, teacher, maximum, of_teacher, sum_exp, teacher_sum, offset, divergence)
         ctx.num_valid = num_valid
         ctx.options = options
-        return divergence.view(logits.shape[:-1])
+        # What is returned may be written to in place, and this is kept.
+        return divergence.view(logits.shape[:-1]).clone()
 
     @staticmethod
     @once_differentiable

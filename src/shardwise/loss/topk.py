@@ -45,7 +45,7 @@ class _VocabParallelTopk(Function):
         ctx.mark_non_differentiable(ids)
         ctx.interval, ctx.shape, ctx.dtype = (start, stop), logits.shape, logits.dtype
         shape = (*logits.shape[:-1], k)
-        return values.view(shape), ids.view(shape)
+        return values.view(shape).detach(), ids.view(shape)
 
     @staticmethod
     @once_differentiable

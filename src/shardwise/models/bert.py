@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.communication import moves
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm, parameter_device
+from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm, parameter_device, viewless
 from shardwise.models.classification import Classification
 from shardwise.models.padding import forbidden_keys, is_token
 from shardwise.models.transformer_model import TransformerModel
@@ -215,7 +215,7 @@ class Bert(TransformerModel):
                 logits = self.classifier.of_tokens(hidden, s).transpose(0, 1)
             else:
                 logits = self.classifier.of_sequences(self.pooler(hidden, sequence_length=s))
-            return logits if labels is None else self.classification.loss(logits, labels)
+            return viewless(logits) if labels is None else self.classification.loss(logits, labels)
         binary_logits = None
         if self.pooler is not None and self.binary_head is not None:
             binary_logits = self.binary_head(self.pooler(hidden, sequence_length=s))

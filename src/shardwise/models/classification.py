@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwise.communication import moves
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.layers import ReplicatedLinear, layer_arguments
+from shardwise.layers import ReplicatedLinear, layer_arguments, viewless
 from shardwise.sharding import balanced_range, balanced_sizes
 from shardwise.transformer.layer import ResidualDropout
 from shardwise.validation import check_ids, safe_to_look_up
@@ -107,7 +107,7 @@ class Classification:
         check_ids(labels, n, what="label", ignore_index=IGNORED_LABEL, of=f"the {n} labels")
         labels = torch.where(labels == IGNORED_LABEL, labels, safe_to_look_up(labels, n))
         losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
-        return losses.view(labels.shape)
+        return viewless(losses.view(labels.shape))
 
 
 class Classifier(ReplicatedLinear):

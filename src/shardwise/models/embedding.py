@@ -19,6 +19,7 @@ from shardwise.layers import (
     layer_arguments,
     make_norm,
     parameter_device,
+    viewless,
 )
 from shardwise.layout import I, Layout, hidden_layout
 from shardwise.transformer.layer import ResidualDropout
@@ -149,4 +150,4 @@ class TokenEmbedding(GroupModule):
         if self.layernorm is not None:
             hidden = apply_norm(self.layernorm, hidden, group=self.tp_group, sequence_parallel=self.scatters)
         output: Tensor = self.dropout(hidden, sequence_length=s)
-        return output
+        return viewless(output)

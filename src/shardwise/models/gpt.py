@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from shardwise.errors import ShardingError
+from shardwise.layers import viewless
 from shardwise.models.classification import Classification
 from shardwise.models.padding import TokensFirst, forbidden_keys, is_token, positions_of
 from shardwise.models.transformer_model import TransformerModel
@@ -160,7 +161,7 @@ class GPT(TransformerModel):
             if first is not None:
                 places = first.place_of(places)
             logits = self.classifier.of_sequences(self.classifier.pool(hidden, places, s))
-        return logits if labels is None else spec.loss(logits, labels)
+        return viewless(logits) if labels is None else spec.loss(logits, labels)
 
     @property
     def _sees_all_before(self) -> bool:

@@ -12,7 +12,7 @@ from shardwise.communication.collectives import all_reduce
 from shardwise.communication.trees import sum_in_parts
 from shardwise.config import ModelConfig
 from shardwise.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
-from shardwise.layers import GroupModule, parameter_device
+from shardwise.layers import GroupModule, parameter_device, viewless
 from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from shardwise.models.classification import Classification
@@ -132,7 +132,7 @@ class LanguageModel(GroupModule):
             inplace_=inplace_,
             **({} if is_scaled else self._loss_options),
         )
-        return loss.t().contiguous()
+        return viewless(loss.t().contiguous())
 
     def loss_of_hidden(
         self,
@@ -180,7 +180,7 @@ class LanguageModel(GroupModule):
             gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
             **self._loss_options,
         )
-        return loss.t().contiguous() if reduction == "none" else loss
+        return viewless(loss.t().contiguous()) if reduction == "none" else loss
 
     @property
     def fuses_output_layer_and_loss(self) -> bool:

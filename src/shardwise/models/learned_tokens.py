@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardwise.layers import viewless
 from shardwise.loss.vocabulary import IGNORE_INDEX
 
 # Taking rows out and putting their gradients back costs less than the products of a tenth of them.
@@ -52,4 +53,4 @@ def tokens_at(places: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, T
 def losses_at(places: Tensor, losses: Tensor, shape: torch.Size) -> Tensor:
     """Losses ``[1, n]`` at ``places`` of ``shape``, ``[b, s]``, and 0 elsewhere."""
     b, s = shape
-    return losses.new_zeros(s * b).index_copy(0, places, losses.squeeze(0)).view(s, b).t().contiguous()
+    return viewless(losses.new_zeros(s * b).index_copy(0, places, losses.squeeze(0)).view(s, b).t().contiguous())

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.config import ModelConfig
 from shardwise.errors import AssertedShardingError, ConfigError, ShardingError
 from shardwise.initialization import draw_seed, part_seeded
-from shardwise.layers import ColumnLinear, layer_arguments, parameter_device
+from shardwise.layers import ColumnLinear, layer_arguments, parameter_device, viewless
 from shardwise.layers.weight_gradient import WeightGradientQueue
 from shardwise.models.classification import Classification, Classifier
 from shardwise.models.embedding import PositionEmbedding, TokenEmbedding
@@ -206,7 +206,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         """``[s, b, h]``, or this rank's shard, to ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``)."""
         logits: Tensor = self.output_layer(hidden, self._output_weight(), sequence_length=s)
         logits = self._scaled(logits)
-        return logits if self.parallel_output else self.output_layer.gather(logits)
+        return viewless(logits if self.parallel_output else self.output_layer.gather(logits))
 
     def _loss(self, hidden: Tensor, labels: Tensor, s: int) -> Tensor:
         """``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""

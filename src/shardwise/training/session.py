@@ -17,6 +17,7 @@ from shardwise.config import ModelConfig
 from shardwise.data import DataLoader, SampleLoader, Windows
 from shardwise.data.samples import SampleDataset
 from shardwise.huggingface.description import ModelDescription
+from shardwise.kernels.agreed import agree_on_kernels
 from shardwise.layers import named_param_layouts
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
@@ -109,6 +110,9 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
     described = recipe.describe(vocab_size)
     is_planned = recipe.trains_weights and recipe.has_plan
     shortage = Shortage.of(settings, described, ranks, is_planned=is_planned)
+    # Of all ranks, and not only of those that share layers, so that the banner speaks for all.
+    params_dtype = PRECISIONS[settings.training.dtype].params_dtype
+    agree_on_kernels(torch.empty(0, dtype=params_dtype, device=ranks.device), group=ranks.control)
     with shortage.explained():
         model = recipe.build_model(settings, vocab_size, groups=groups, device=ranks.device)
         trainer = Trainer(settings, model, groups, recipe.objective(groups, ranks.device))

@@ -1,5 +1,6 @@
 """The stack of transformer layers that one pipeline stage holds, and the norm after the last layer of the model."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.distributed import ProcessGroup
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError, TopologyError
 from shardwise.initialization import part_seeded
+from shardwise.kernels.agreed import agree_on_kernels
 from shardwise.layers import GroupModule, apply_norm, parameter_device
 from shardwise.layout import Layout, hidden_layout
 from shardwise.recompute import recomputed
@@ -111,6 +113,9 @@ class TransformerBlock(GroupModule):
 
         ``sequence_length`` and what else is given by keyword are those of ``SelfAttention.forward``.
         """
+        for line in agree_on_kernels(hidden, group=self.tp_group):
+            if self.tp_group.rank() == 0:
+                warnings.warn(line, stacklevel=2)
         for layers, is_recomputed in self._spans():
             # With a cache, a second call would append to it once more.
             run = recomputed if is_recomputed and attention.get("cache") is None else _call

@@ -196,7 +196,12 @@ def reduce_scatter(
     result = packed.new_empty(shape)
     with accounting.as_one("reduce_scatter", tensor):
         work = _reduce_scatter_into(result, packed.flatten(0, 1), group=group, async_op=True)
-    return Pending(Work(work, "reduce_scatter", tensor, group), lambda: result.narrow(dim, 0, own).contiguous(), packed)
+
+    def finish() -> Tensor:
+        # No view: ``moves`` returns it from an autograd function, and programs may write to it in place.
+        return result.narrow(dim, 0, own).contiguous().detach()
+
+    return Pending(Work(work, "reduce_scatter", tensor, group), finish, packed)
 
 
 def _exchange_and_sum(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.data_parallel.replicas import check_replicas, fingerprints
 from shardwise.errors import AssertedConfigError, ConfigError
+from shardwise.layers import viewless
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.language_model import LanguageModel
@@ -121,7 +122,7 @@ class LanguageModule(LanguageModel):
         loss = vocab_parallel_cross_entropy(
             logits, labels.t().contiguous(), tp_group=self.tp_group, inplace_=inplace_, **options
         )
-        return loss.t().contiguous()
+        return viewless(loss.t().contiguous())
 
     def compute_output_layer_and_language_model_loss(
         self,
