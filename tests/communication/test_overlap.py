@@ -77,7 +77,8 @@ class NotedPending:
         return self.pending.wait()
 
 
-GATHERED = ["send 1", "send 2", "product", "receive 1", "product", "receive 2", "product"]
+# A GPU with one queue starts a product when all that was launched before it has started.
+GATHERED = ["send 1", "product", "send 2", "receive 1", "product", "receive 2", "product"]
 SUMMED = ["product", "send 1", "product", "send 2", "product", "receive 1", "receive 2"]
 
 

@@ -5,13 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.groups import alone
 from harness.overlap import ArrivesLater, ProductTime
 from harness.parity import assert_bit_equal
 from torch import nn
 
 from shardwise.communication.accounting import CollectiveCounter
 from shardwise.communication.transports.shared_memory import SWITCH
-from shardwise.data_parallel import GradientBuffers, ParameterBuffers, gradient_buffers, parameter_buffers
+from shardwise.communication.trees import sum_in_parts
+from shardwise.config import ModelConfig
+from shardwise.data_parallel import (
+    GradientBuffers,
+    GradientTrees,
+    ParameterBuffers,
+    gradient_buffers,
+    gradient_trees,
+    parameter_buffers,
+)
+from shardwise.models import language_model
+from shardwise.models.gpt import GPT
+from shardwise.topology import Groups
 
 LAYERS, WIDTH, SAMPLES = 12, 32, 8
 
@@ -82,8 +95,8 @@ def test_a_step_is_that_of_sums_and_plain_updates(group):
                 param.add_(param.grad, alpha=-1e-3)
         with CollectiveCounter() as counter:
             update_(parameters, 1e-3)
+            parameters.wait()
         assert [each.name for each in counter.launches] == ["all_gather"] * LAYERS
-    parameters.wait()
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert_bit_equal(param.detach(), other.detach())
 
@@ -140,7 +153,7 @@ def test_delays_hide_behind_the_backward_and_the_next_forward(group, monkeypatch
 
 
 class Reading(nn.Module):
-    """Reads a layer's weight without calling the layer, from some forward on."""
+    """Reads a layer's weight without calling the layer, until it is told otherwise."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +199,7 @@ def test_a_weight_that_is_read_without_a_call_is_waited_for(group, evaluates, mo
             model(torch.ones(2, WIDTH))
             model.reads = True
         update_(parameters)
-        assert len(waiting) == 3
+        assert len(waiting) == 1
         if step < 2:
             before = model.last.weight.detach().clone()
     # The last layer's was there when the forward began; the first's two when it was called.
@@ -197,17 +210,119 @@ def test_a_weight_that_is_read_without_a_call_is_waited_for(group, evaluates, mo
     assert waiting == []
 
 
+def noted_launches(monkeypatch, parameters, events):
+    """Note which bucket's gather starts, counted in the order of the forward."""
+    plain = parameter_buffers.all_gather_async
+    numbers = {flat.data_ptr(): number for number, flat in enumerate(reversed(parameters._flats))}
+
+    def noted(own, **options):
+        events.append(f"gather {numbers[options['buffer'].data_ptr()]}")
+        return plain(own, **options)
+
+    monkeypatch.setattr(parameter_buffers, "all_gather_async", noted)
+
+
+def alternating(number):
+    """A gather before each layer, one ahead."""
+    events = [f"{what} {each + ahead}" for each in range(number) for what, ahead in (("gather", 1), ("layer", 0))]
+    return ["gather 0", *(event for event in events if event != f"gather {number}")]
+
+
 @pytest.mark.ranks(2)
-def test_the_wait_for_a_bucket_is_just_before_the_layer(group):
-    """While the first layers run, the gathers of later ones are under way."""
+def test_the_next_gather_is_launched_when_one_is_waited_for(group, monkeypatch):
+    """On a GPU with one queue a layer begins behind what was launched before it: its own bucket and one more."""
     model = layered()
     gradients, parameters = buffers_of(model, group)
-    under_way = []
-    for layer in model:
-        layer.register_forward_hook(lambda *_: under_way.append(sum(each is not None for each in parameters._pending)))
-    model(torch.ones(2, WIDTH)).sum().backward()
-    gradients.finish()
+    events = []
+    noted_launches(monkeypatch, parameters, events)
+    for number, layer in enumerate(model):
+        layer.register_forward_hook(lambda *_, number=number: events.append(f"layer {number}"))
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        gradients.finish()
+        events.clear()
+        update_(parameters)
+        model(torch.ones(2, WIDTH))
+        assert events == alternating(LAYERS)
+        assert not any(parameters._pending)
+    # What is left starts at once where nothing is computed between.
     update_(parameters)
-    under_way.clear()
-    model(torch.ones(2, WIDTH))
-    assert under_way == list(reversed(range(LAYERS)))
+    events.clear()
+    parameters.wait()
+    assert events == [f"gather {number}" for number in range(1, LAYERS)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("gradients_of", [GradientBuffers, GradientTrees])
+def test_ranks_whose_forwards_differ_gather_in_one_order(group, monkeypatch, gradients_of):
+    """Layers in another order on each rank, and one that is left out on one of them: all start before a gradient."""
+    own, is_exact = torch.distributed.new_group([0, 1]), gradients_of is GradientTrees
+    if is_exact:
+        sum_in_parts(own, 2)
+    model, plain = layered(), layered()
+    monkeypatch.setattr(gradient_trees, "DEFAULT_BUCKET_SIZE", 1)
+    gradients = gradients_of(model, group=own, scatter=True, **({} if is_exact else {"bucket_size": 1}))
+    parameters = ParameterBuffers(model, gradients)
+    assert len(parameters._buckets) == 2 * LAYERS
+    expected = GradientBuffers(plain, group=group)
+    events = []
+    noted_launches(monkeypatch, parameters, events)
+    order = list(range(LAYERS)) if group.rank() == 0 else list(reversed(range(LAYERS)))
+    for step in range(3):
+        used = order[:-1] if group.rank() == step % 2 and not is_exact else order
+        batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step + 10 * group.rank()))
+        for each, buffers in ((model, gradients), (plain, expected)):
+            if isinstance(buffers, GradientTrees):
+                buffers.begin(1)
+            else:
+                buffers.zero_()
+            output = batch
+            for number in used:
+                output = each[number](output)
+            output.square().sum().backward()
+            buffers.finish()
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.add_(param.grad, alpha=-1e-3)
+        events.clear()
+        update_(parameters, 1e-3)
+    parameters.wait()
+    assert events == [f"gather {number}" for number in range(len(parameters._buckets))]
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_bit_equal(param.detach(), other.detach())
+    parameters.remove_()
+    assert not any(hasattr(param, "wait_for_values") for param in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_the_fused_loss_waits_for_the_output_layer_where_it_reads_it(group, monkeypatch):
+    """Its weight is in the last bucket: nothing is gathered together before it."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    config = ModelConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0, fuse_output_layer_and_loss=True)
+    options = {"vocab_size": 13, "max_sequence_length": 4, "position_embedding_type": "rope"}
+    model = GPT(config, **options, groups=Groups(tp=alone(group)))
+    gradients = GradientBuffers(model, group=group, bucket_size=1, scatter=True)
+    parameters = ParameterBuffers(model, gradients)
+    events = []
+    noted_launches(monkeypatch, parameters, events)
+    for name, module in (("layer", model.decoder.layers[0]), ("last norm", model.decoder.final_layernorm)):
+        module.register_forward_hook(lambda *_, name=name: events.append(name))
+    monkeypatch.setattr(
+        language_model,
+        "vocab_parallel_linear_cross_entropy",
+        lambda *args, _plain=language_model.vocab_parallel_linear_cross_entropy, **options: (
+            events.append(f"loss, {sum(each is not None for each in parameters._pending)} on the way"),
+            _plain(*args, **options),
+        )[1],
+    )
+    ids = torch.arange(8).view(2, 4)
+    for _ in range(2):
+        events.clear()
+        gradients.zero_()
+        model(ids, labels=ids).sum().backward()
+        gradients.finish()
+        update_(parameters)
+    last = f"gather {len(parameters._buckets) - 1}"
+    assert events.index("layer") < events.index(last)
+    assert events[-4:] == [last, "last norm", "loss, 0 on the way", "gather 0"]

@@ -1,11 +1,13 @@
 """Process groups that really have the ranks of the grid, whatever goes wrong on the way."""
 
 import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import parallel_state
 from shardwise.communication import context
@@ -58,11 +60,82 @@ def test_groups_have_their_ranks(group, sizes):
         sent = torch.tensor([10**me])
         dist.all_reduce(sent, group=process_group)
         assert sent.item() == sum(10**rank for rank in ranks)
+        told = [None] * len(ranks)
+        dist.all_gather_object(told, me, group=process_group)
+        assert told == list(ranks)
+        dist.barrier(group=process_group)
     topology.destroy()
     assert "tp" not in topology
     with pytest.raises(TopologyError, match=f"rank {me} is in no group 'tp'; the topology was destroyed"):
         topology.group("tp")
     topology.destroy()
+
+
+GPU = torch.device("cuda", 0)
+
+
+def made_by(rank, world_size, monkeypatch, sizes):
+    """What one rank of a world that is bound to a GPU does; nobody else is there.
+
+    Returns:
+        The ranks of each group that it makes or calls for, with the device that the group is bound to when it is made;
+        and how often it splits the world's communicator for a group that it is not in.
+    """
+    made, splits, make = [], [], dist.new_group
+
+    def noted(ranks, **options):
+        made.append((tuple(ranks), dist.group.WORLD.bound_device_id))
+        return make(ranks, **options)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with monkeypatch.context() as patch:
+            dist.group.WORLD.bound_device_id = GPU
+            patch.setattr(dist, "new_group", noted)
+            source = SimpleNamespace(perform_nocolor_split=splits.append)
+            patch.setattr(dist.distributed_c10d, "_get_split_source", lambda group: source)
+            topology = Topology.create(sizes)
+        assert dist.group.WORLD.bound_device_id == GPU
+        names = {topology.ranks(name): topology.group(name).group_name for name in topology._groups}
+        assert {topology.group(name).bound_device_id for name in topology._groups} == {GPU}
+        topology.destroy()
+        assert num_groups() == 1
+    finally:
+        dist.destroy_process_group()
+    return made, len(splits), names
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "number"),
+    [
+        (8, ParallelSizes(tp=8), 1),
+        (8, ParallelSizes(), 1),
+        (8, ParallelSizes(separate_all_gather=True), 2),
+        (2, ParallelSizes(tp=2, separate_all_gather=True), 1),
+        (512, ParallelSizes(tp=8, pp=8), 273),
+        # The ranks of the second stage are in no group of one.
+        (16, ParallelSizes(tp=2, pp=2, cp=2, ep=2), 53),
+    ],
+    ids=str,
+)
+def test_groups_of_one_rank_have_no_communicator(monkeypatch, world_size, sizes, number):
+    """Each other group has one, made once, by all ranks in one order."""
+    everywhere, names = set(), {}
+    for rank in (0, 1, world_size // 2, world_size - 1):
+        made, num_splits, own_names = made_by(rank, world_size, monkeypatch, sizes)
+        ((alone, device), *several) = made
+        # Not bound to a device, it makes none, and no other rank is asked for anything.
+        assert device is None
+        assert alone == (rank,) or own_names.keys().isdisjoint({(rank,)})
+        assert len(several) == number
+        assert all(len(ranks) > 1 and device == GPU for ranks, device in several)
+        distinct = {ranks for ranks, _ in several}
+        assert len(distinct) == number - (sizes.separate_all_gather and number > 1)
+        assert num_splits == sum(rank not in ranks for ranks, _ in several)
+        everywhere.add(tuple(several))
+        for ranks, name in own_names.items():
+            assert names.setdefault(ranks, name) == name
+    assert len(everywhere) == 1
 
 
 @pytest.mark.ranks(4)
@@ -171,19 +244,19 @@ def test_validation_reaches_every_group(group, monkeypatch):
 def test_a_failure_half_way_leaves_no_group(group, monkeypatch):
     make, made = dist.new_group, []
 
-    def fail_at_the_third(ranks, **options):
-        if len(made) == 2:
+    def fail_at_the_second(ranks, **options):
+        if made:
             raise RuntimeError("no more memory")
         made.append(ranks)
         return make(ranks, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dist, "new_group", fail_at_the_third)
-        message = rf"rank {group.rank()} could not make group 'pp' of ranks \[1\]: no more memory; every rank must make"
+        patch.setattr(dist, "new_group", fail_at_the_second)
+        message = rf"rank {group.rank()} could not make group 'tp' of ranks \[0, 1\]: no more memory; every rank must"
         with pytest.raises(TopologyError, match=message) as info:
             Topology.create(tp=2)
     assert isinstance(info.value.__cause__, RuntimeError)
-    assert made == [[0, 1], [0]]
+    assert made == [[group.rank()]]
     assert num_groups() == 1
     topology = Topology.create(tp=2)
     assert topology.size("tp") == 2

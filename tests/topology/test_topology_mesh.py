@@ -49,8 +49,9 @@ def check_against_dense(model, topology):
 
 
 @pytest.mark.ranks(2, 4)
-def test_fsdp_on_the_data_parallel_axis(group):
-    topology = Topology.create(tp=group.size() // 2)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_fsdp_on_the_data_parallel_axis(group, dp):
+    topology = Topology.create(tp=group.size() // dp)
     model = make_model()
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=topology.mesh["dp"])

@@ -85,7 +85,7 @@ def _run_rank(
     def join(device: torch.device, **_: Any) -> None:
         # A file for the rendezvous, so that no port is needed.
         meeting = dist.FileStore(str(store), world_size)
-        dist.init_process_group(**process_group_of(device), store=meeting, rank=rank, world_size=world_size)
+        dist.init_process_group(**process_group_of(device, world_size), store=meeting, rank=rank, world_size=world_size)
 
     ranks_module.join = join
     # They have tests of their own.

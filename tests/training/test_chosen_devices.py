@@ -83,17 +83,19 @@ def test_what_the_user_set_stays(monkeypatch):
 
 
 def test_groups_of_gpus_have_gloo_for_the_hosts_and_nccl_with_its_device():
-    assert process_group_of(torch.device("cpu")) == {"backend": "gloo"}
+    assert process_group_of(torch.device("cpu"), 2) == {"backend": "gloo"}
     device = torch.device("cuda", 3)
-    assert process_group_of(device) == {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    assert process_group_of(device, 2) == {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    # One rank has nobody to talk to: no communicator is made before something asks for it.
+    assert process_group_of(device, 1) == {"backend": "cpu:gloo,cuda:nccl"}
 
 
 def opened():
     """What happens to the process groups of a rank on a GPU that ends well, and of one that fails."""
     ended, init = [], dist.init_process_group
 
-    def as_if_with_nccl(backend, device_id, **options):
-        assert (backend, device_id) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 0))
+    def as_if_with_nccl(backend, **options):
+        assert (backend, "device_id" in options) == ("cpu:gloo,cuda:nccl", False)
         init("cpu:gloo,cuda:fake", **options)
 
     dist.init_process_group = as_if_with_nccl

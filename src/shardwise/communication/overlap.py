@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -140,22 +139,28 @@ def gather_and_multiply(
             whole = shard.new_empty((sum(sizes), *shard.shape[1:]))
         output = shard.new_empty((sum(sizes), *shard.shape[1:-1], width))
         parts, products = list(whole.split(list(sizes))), list(output.split(list(sizes)))
-    sources = [(rank - step) % t for step in range(1, t)]
-    with _counted("all_gather", shard):
-        transport = choose_transport("shift", shard, group)
-        arriving = [
-            transport.shift(shard, group, step, sizes, parts[source]) for step, source in enumerate(sources, start=1)
-        ]
-    products[rank] = multiply(shard, products[rank])
-    for source, part in zip(sources, arriving, strict=True):
-        parts[source] = part.wait()
+    if output is not None:
+        accounting.record("all_gather", shard)
+
+    def start(step: int) -> Pending:
+        with contextlib.nullcontext() if output is None else accounting.uncounted():
+            transport = choose_transport("shift", shard, group)
+            return transport.shift(shard, group, step, sizes, parts[(rank - step) % t])
+
+    # Each part is launched before the product of the one before it: a GPU with one queue starts them in that order, and
+    # computes while one part travels.
+    place, arriving = parts[rank], None
+    for step in range(t):
+        following = start(step + 1) if step + 1 < t else None
+        source = (rank - step) % t
+        parts[source] = shard if arriving is None else arriving.wait()
         products[source] = multiply(parts[source], products[source])
+        arriving = following
     if output is None:
-        parts[rank] = shard
         return torch.cat(products), torch.cat(parts) if needs_whole else None
     if not needs_whole:
         return output, None
-    parts[rank].copy_(shard)
+    place.copy_(shard)
     return output, whole
 
 
@@ -227,8 +232,3 @@ def multiply_and_scatter_fused(rows: Tensor, matrix: Tensor, *, group: ProcessGr
             rows.detach().contiguous(), matrix.detach(), "sum", 0, group.group_name
         )
     return output
-
-
-def _counted(name: str, tensor: Tensor) -> AbstractContextManager[None]:
-    """Counts what is started inside as one collective; what is traced is counted as it is launched."""
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else accounting.as_one(name, tensor)

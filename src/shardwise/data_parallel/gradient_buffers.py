@@ -75,6 +75,7 @@ class GradientBuffers:
     Attributes:
         buffers: the flat tensors.
         buckets: in the order in which they are reduced.
+        before_reducing: if not None, called before the first bucket of a step is reduced (``ParameterBuffers``).
 
     Raises:
         ConfigError: ``bucket_size`` is not positive.
@@ -100,6 +101,7 @@ class GradientBuffers:
         self.average = average
         self.overlap = overlap
         self.buffers: list[Tensor] = []
+        self.before_reducing: Callable[[], None] | None = None
         self._synchronises = True
         self._num_started = 0
         self._slots: dict[Parameter, _Slot] = {}
@@ -259,6 +261,8 @@ class GradientBuffers:
         param.grad = slot.view if slot.is_attached else None
 
     def _start_next(self) -> None:
+        if self._num_started == 0 and self.before_reducing is not None:
+            self.before_reducing()
         bucket = self.buckets[self._num_started]
         with torch.no_grad():
             for param in bucket.params:

@@ -14,7 +14,7 @@ With ``scatter`` each rank gets an interval of the sums, which is the first half
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class GradientTrees:
 
     Attributes:
         buckets: with ``scatter``, in the order in which they are reduced.
+        before_reducing: if not None, called before the first of them is reduced (``ParameterBuffers``).
 
     Raises:
         ConfigError: in ``finish``, a parameter got a gradient from some micro-batches only, or with ``scatter`` none.
@@ -62,6 +63,7 @@ class GradientTrees:
         self.group = group
         self.dtype = dtype
         self.buckets: list[Bucket] = []
+        self.before_reducing: Callable[[], None] | None = None
         self._run = 1
         modules = [model] if isinstance(model, nn.Module) else list(model)
         self._sums: dict[tuple[Parameter, int], _Sum] = {}
@@ -117,6 +119,8 @@ class GradientTrees:
             raise ConfigError(
                 f"exact: {name} got a gradient from {count} of {most} micro-batches; it needs one from each"
             )
+        if self.before_reducing is not None:
+            self.before_reducing()
         for bucket in self.buckets:
             self._reduce_(bucket)
         if self.buckets:

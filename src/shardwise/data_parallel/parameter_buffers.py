@@ -1,8 +1,13 @@
 """Parameters in flat memory, of which each data-parallel rank updates an interval and gathers the rest.
 
 Parameters lie as their gradients do, bucket by bucket. When every rank has updated its interval of each bucket, the
-buckets are gathered in place, in about the order in which the forward uses them, and each is waited for just before the
-first module that has a parameter in it runs: the gathers are in flight during the forward.
+buckets are gathered in place, in about the order in which the forward uses them. Each is waited for just before the
+first module that has a parameter in it runs, and the next one starts then: one gather is in flight while the forward
+computes. No more are, since a GPU with one queue starts kernels in the order in which they were launched, and the
+forward would begin behind the last gather.
+
+Buckets start in one order on every rank, whatever order a rank reads them in, and all have started before the first
+gradient is reduced in the same group.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5, P_os.
 """
@@ -63,9 +68,11 @@ class ParameterBuffers:
     """The trained parameters of a model in flat memory, gathered during the next forward.
 
     From here on each trained parameter's memory is part of a bucket's. A bucket is waited for when a module that has
-    one of its parameters is called. A module that was not called in some forward, such as an output layer whose weight
-    a loss reads by itself, has its buckets waited for when a forward begins, from then on; so the first forward comes
-    before the first ``gather_``. Whoever reads parameters otherwise calls ``wait`` before.
+    one of its parameters is called, or when the parameter's ``wait_for_values`` is, which the parameter has from here
+    on for code that reads it without calling its module (as the loss that is fused with the output layer does). A
+    module that was not called in some forward, nor waited for so, has its buckets waited for when a forward begins,
+    from then on; so the first forward comes before the first ``gather_``. Code that reads parameters otherwise calls
+    ``wait`` before, on every rank.
 
     Args:
         model: the module, or a pipeline stage's chunks, as it was given to ``gradients``.
@@ -82,6 +89,8 @@ class ParameterBuffers:
         self._buckets = gradients.buckets
         self._flats: list[Tensor] = []
         self._pending: list[Pending | None] = []
+        # Buckets start last first.
+        self._num_started = len(self._buckets)
         self._handles: list[RemovableHandle] = []
         self._called: set[nn.Module] = set()
         self._begun: set[nn.Module] = set()
@@ -105,38 +114,69 @@ class ParameterBuffers:
             self._flats.append(flat)
             self._pending.append(None)
         self._buckets_of = _buckets_of(model, of_param)
+        self._modules_of: dict[Parameter, list[nn.Module]] = {param: [] for param in of_param}
         for module in self._buckets_of:
+            for param in module.parameters(recurse=False):
+                if param in of_param:
+                    self._modules_of[param].append(module)
             self._handles.append(module.register_forward_pre_hook(_hook(self, ParameterBuffers._before_module)))
         self._inside: dict[nn.Module, set[nn.Module]] = {}
         for root in [model] if isinstance(model, nn.Module) else model:
             self._inside[root] = self._buckets_of.keys() & set(root.modules())
             hook = _hook(self, ParameterBuffers._before_forward)
             self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
+        for param in of_param:
+            tensor: Any = param
+            tensor.wait_for_values = _hook(self, ParameterBuffers._before_reading, param)
+        self._gradients = gradients
+        gradients.before_reducing = _hook(self, ParameterBuffers.start)
 
-    @torch.no_grad()
     def gather_(self) -> None:
-        """Start to give every rank the parameters as their owners have updated them; every rank calls."""
+        """Start to give every rank the parameters as their owners have updated them; every rank calls.
+
+        The first bucket starts now, and each other one when the one before it is waited for.
+        """
         self.wait()
         for root in list(self._begun):
             self._end_forward(root)
-        for number in reversed(range(len(self._buckets))):
+        self._num_started = 0
+        self._start(1)
+
+    def start(self) -> None:
+        """Start what has not started yet; where ranks make other calls in the group next, every rank calls."""
+        self._start(len(self._buckets))
+
+    def wait(self) -> None:
+        """Wait until all parameters are there; every rank calls."""
+        self.start()
+        self._wait_for(reversed(range(len(self._buckets))))
+
+    def remove_(self) -> None:
+        """Leave the parameters where they are, complete, and without hooks; every rank calls."""
+        self.wait()
+        for handle in self._handles:
+            handle.remove()
+        for param in self.shares:
+            vars(param).pop("wait_for_values", None)
+        self._gradients.before_reducing = None
+
+    @torch.no_grad()
+    def _start(self, count: int) -> None:
+        """Start gathers, in their order, until ``count`` buckets have started."""
+        while self._num_started < min(count, len(self._buckets)):
+            self._num_started += 1
+            number = len(self._buckets) - self._num_started
             flat = self._flats[number]
             own = self._buckets[number].own(flat, self.group)
             self._pending[number] = all_gather_async(own, group=self.group, buffer=flat)
 
-    def wait(self) -> None:
-        """Wait until all parameters are there."""
-        self._wait_for(reversed(range(len(self._buckets))))
-
-    def remove_(self) -> None:
-        """Leave the parameters where they are, complete, and without hooks."""
-        self.wait()
-        for handle in self._handles:
-            handle.remove()
-
     @torch.no_grad()
     def _wait_for(self, numbers: Iterable[int]) -> None:
         for number in numbers:
+            count = len(self._buckets) - number
+            if self._pending[number] is not None or self._num_started < count:
+                # The bucket itself, and the next one.
+                self._start(count + 1)
             pending = self._pending[number]
             if pending is not None:
                 self._pending[number] = None
@@ -161,6 +201,10 @@ class ParameterBuffers:
         self._called.add(module)
         self._wait_for(self._buckets_of[module])
 
+    def _before_reading(self, param: Parameter) -> None:
+        for module in self._modules_of[param]:
+            self._before_module(module)
+
 
 def _buckets_of(
     model: nn.Module | Sequence[nn.Module], of_param: dict[Parameter, int]
@@ -175,13 +219,16 @@ def _buckets_of(
     return result
 
 
-def _hook(buffers: ParameterBuffers, call: Callable[[ParameterBuffers, nn.Module], None]) -> Callable[..., None]:
-    """A hook that does not keep the buffers alive: a model may outlive them."""
+def _hook(buffers: ParameterBuffers, call: Callable[..., None], *given: Any) -> Callable[..., None]:
+    """What calls ``call(buffers, *given)``, or of a module's hook ``call(buffers, module)``.
+
+    It does not keep the buffers alive: a model may outlive them.
+    """
     reference = weakref.ref(buffers)
 
-    def hook(module: nn.Module, *_: Any) -> None:
+    def hook(*arguments: Any) -> None:
         alive = reference()
         if alive is not None:
-            call(alive, module)
+            call(alive, *(given or arguments[:1]))
 
     return hook

@@ -167,6 +167,10 @@ class LanguageModel(GroupModule):
                 "output layer and loss in one need the size of the vocabulary, and this "
                 f"{type(self).__name__}'s vocab_size is None; set it"
             )
+        # The output layer is not called, which would have waited for what is on its way.
+        wait_for_values = getattr(weight, "wait_for_values", None)
+        if wait_for_values is not None:
+            wait_for_values()
         loss = vocab_parallel_linear_cross_entropy(
             hidden,
             weight,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -45,7 +45,9 @@ class Topology:
     ====================  ==================================================================================
 
     Groups of the same ranks are one process group, but for ``dp_cp_all_gather``, which ``sizes.separate_all_gather``
-    asks for.
+    asks for. So is the group of this rank alone. It takes every collective, and its communicator is made by the first
+    one; those of the other groups are made here, where the default group is bound to a device
+    (``init_process_group(device_id=...)``).
 
     Attributes:
         sizes: sizes of the axes.
@@ -111,11 +113,17 @@ class Topology:
         made: dict[tuple[tuple[int, ...], bool], ProcessGroup | None] = {}
         topology = cls(sizes, world_size, own_rank, validate, {}, {})
         try:
+            # Each rank makes its group of one, or if it is in none of them calls for another rank's: the names of the
+            # groups to come count these calls. Groups of one have one name, under which no rank looks for another.
+            alone = [tuple(ranks) for lists in rank_lists.values() for ranks in lists if len(ranks) == 1]
+            if alone:
+                ranks = (own_rank,) if (own_rank,) in alone else alone[0]
+                made[ranks, False] = _new_group("alone", ranks, own_rank, timeout)
             for name, lists in rank_lists.items():
                 for ranks in map(tuple, lists):
-                    key = ranks, name == SEPARATE_ALL_GATHER
-                    # Every rank takes part in creating every group, in the same order.
-                    if ranks and key not in made:
+                    key = ranks, name == SEPARATE_ALL_GATHER and len(ranks) > 1
+                    # Every rank takes part in creating every other group, in the same order.
+                    if len(ranks) > 1 and key not in made:
                         made[key] = _new_group(name, ranks, own_rank, timeout)
                     if own_rank in ranks:
                         topology._ranks[name], topology._groups[name] = ranks, made[key]  # type: ignore[assignment]
@@ -200,13 +208,33 @@ def _new_group(
 ) -> ProcessGroup | None:
     """The process group of ``ranks``; None where this rank is not of them."""
     try:
-        group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"shardwise.{name}")
+        with _unbound() if len(ranks) == 1 else contextlib.nullcontext() as device:
+            group: Any = dist.new_group(list(ranks), timeout=timeout, group_desc=f"shardwise.{name}")
+        if own_rank in ranks and device is not None:
+            # Where a barrier takes place.
+            group.bound_device_id = device
     except Exception as error:
         raise TopologyError(
             f"rank {own_rank} could not make group {name!r} of ranks {list(ranks)}: {error}; every rank must make the "
             "same groups in the same order"
         ) from error
     return group if own_rank in ranks else None
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[torch.device | None]:
+    """Within the block a new group makes no communicator; its first collective does.
+
+    Where the default group is bound to a device (yielded), ``new_group`` makes NCCL's at once: it splits the default
+    group's, for which every rank of the world is waited for, whether or not it is in the new group.
+    """
+    world: Any = dist.group.WORLD
+    device: torch.device | None = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield device
+    finally:
+        world.bound_device_id = device
 
 
 def _make_dtensor_forget() -> None:

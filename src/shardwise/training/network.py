@@ -21,14 +21,16 @@ _SIOCGIFADDR = 0x8915
 _ADDRESS = slice(20, 24)
 
 
-def process_group_of(device: torch.device) -> dict[str, Any]:
-    """The arguments of ``init_process_group`` for ranks that compute on ``device``.
+def process_group_of(device: torch.device, num_ranks: int) -> dict[str, Any]:
+    """The arguments of ``init_process_group`` for ``num_ranks`` ranks that compute on ``device``.
 
     On GPUs NCCL carries what is there, and gloo what the hosts tell each other, for which they need not wait for the
     GPUs. With the device known, NCCL's communicators are made when their groups are, in one order on all ranks, and
-    not in that of their first collectives.
+    not in that of their first collectives. One rank alone needs none.
     """
-    return {"backend": "gloo"} if device.type == "cpu" else {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    if device.type == "cpu":
+        return {"backend": "gloo"}
+    return {"backend": "cpu:gloo,cuda:nccl"} | ({"device_id": device} if num_ranks > 1 else {})
 
 
 def join(device: torch.device, *, local_rank: int, num_local: int, timeout: datetime.timedelta) -> None:
@@ -59,7 +61,7 @@ def join(device: torch.device, *, local_rank: int, num_local: int, timeout: date
             gpu = str(torch.cuda.get_device_properties(device).uuid)
             refuse_shared_gpus(store, gpu, rank=rank, local_rank=local_rank, num_local=num_local)
         dist.init_process_group(
-            **process_group_of(device), store=store, rank=rank, world_size=world_size, timeout=timeout
+            **process_group_of(device, world_size), store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     except ConfigError:
         raise

@@ -119,9 +119,9 @@ def _compared(session: Session, settings: RunSettings, topology: Topology, steps
                 )
 
         agree(tried, group=session.ranks.control)
-    alone = Topology.create(tp=1)
-    # On one rank alone there is nobody to share samples with.
-    whole = fresh(Groups(tp=alone.group("tp"), dp=alone.group("tp")))
+    # On one rank alone there is nobody to share samples with. No run shares a sequence.
+    alone = topology.group("cp")
+    whole = fresh(Groups(tp=alone, dp=alone))
     if _weight_difference(split, whole, session.ranks.world) != 0.0:
         split_over = f"tp={settings.parallel.tp} pp={settings.parallel.pp}"
         raise ParityError(f"initial weights at {split_over} are not those at tp=1")
@@ -135,7 +135,6 @@ def _compared(session: Session, settings: RunSettings, topology: Topology, steps
     if split.model.config.add_qkv_bias:
         weight_bound *= _KEY_BIAS_FACTOR
     weight_error, parallel = _weight_difference(split, whole, session.ranks.world), settings.parallel
-    alone.destroy()
     parity = Parity(steps, parallel.tp, parallel.pp, loss_error, grad_norm_error, weight_error, exact)
     # Written so that a difference that is not a number fails.
     if not (loss_error <= loss_bound and grad_norm_error <= norm_bound and weight_error <= weight_bound):

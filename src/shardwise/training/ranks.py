@@ -107,7 +107,7 @@ def open_ranks(
     if world_size > 1 or {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         join(where, local_rank=local_rank, num_local=num_local, timeout=joining)
     else:
-        dist.init_process_group(**process_group_of(where), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group(**process_group_of(where, 1), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     watch: Watch | None = None
     failed = False
     try:
