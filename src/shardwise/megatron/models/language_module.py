@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import AssertedConfigError, ConfigError
 from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.module import MegatronModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.language_model import LanguageModel
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
@@ -18,7 +19,7 @@ from shardwise.topology import Groups
 __all__ = ["LanguageModule"]
 
 
-class LanguageModule(LanguageModel):
+class LanguageModule(LanguageModel, MegatronModule):
     """Base of GPT, BERT and their kin, and of a program's own models.
 
     A model on it sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has
@@ -52,14 +53,6 @@ class LanguageModule(LanguageModel):
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         optional = {name: getattr(self.pg_collection, name, None) for name in ("pp", "dp", "embd")}
         return Groups(tp=resolve_tensor_model_parallel_group(getattr(self.pg_collection, "tp", None)), **optional)
-
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """``state_dict``, which a program's own model may override for its checkpoints."""
-        state: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
-        return state
-
-    def set_is_first_microbatch(self) -> None:
-        """Nothing happens: the flag is for caches of fp8 weights, which the config refuses."""
 
     def _set_attention_backend(self) -> None:
         """Refuse a ``config.attention_backend`` that does not work on the device where parameters are made.
