@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.megatron.packed_seq_params import PackedSeqParams
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
@@ -21,7 +22,7 @@ def check_part(parts: Any, name: str, only: Any) -> None:
     if found is not only:
         raise ConfigError(
             f"{name} of {type(parts).__name__} is {getattr(found, '__name__', found)}; here it is "
-            f"{getattr(only, '__name__', only)}, and a program may replace the norms, the attention and the MLP as wholes"
+            f"{getattr(only, '__name__', only)}, and a program may replace norms, attention and MLP as wholes"
         )
 
 
@@ -39,10 +40,14 @@ def engine_arguments(
     module: Any,
     hidden_states: Tensor,
     attention_mask: Tensor | None,
-    rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-    packed_seq_params: PackedSeqParams | None,
+    *,
+    rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+    inference_context: Any = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    **others: Any,
 ) -> dict[str, Any]:
-    """``attention_mask`` and ``rotary`` of the engine's forward."""
+    """The engine's keyword arguments of a layer or of its attention; ``others`` must be None."""
+    refuse(**others)
     if isinstance(rotary_pos_emb, tuple):
         if rotary_pos_emb[0] is not rotary_pos_emb[1] and not torch.equal(*rotary_pos_emb):
             raise ConfigError("rotary_pos_emb has other angles for keys than for queries; give one tensor for both")
@@ -50,14 +55,17 @@ def engine_arguments(
     documents = None
     if packed_seq_params is not None:
         s, b = hidden_states.shape[:2]
-        if module.config.sequence_parallel:
-            s *= module.tp_group.size()
+        s *= module.tp_group.size() if module.config.sequence_parallel else 1
         documents, positions = packed_seq_params.documents_and_positions(torch.Size((b, s)))
-        if rotary_pos_emb is not None:
-            rotary_pos_emb = rotary_pos_emb[positions[0]]
-    rotary = None
-    if rotary_pos_emb is not None:
-        half = rotary_pos_emb.size(-1) // 2
-        angles = rotary_pos_emb[..., ::2] if module.config.rotary_interleaved else rotary_pos_emb[..., :half]
-        rotary = (angles.cos().to(hidden_states.dtype), angles.sin().to(hidden_states.dtype))
-    return {"attention_mask": AttentionMask(attention_mask, document_ids=documents), "rotary": rotary}
+        rotary_pos_emb = None if rotary_pos_emb is None else rotary_pos_emb[positions[0]]
+    return {
+        "attention_mask": AttentionMask(attention_mask, document_ids=documents),
+        "rotary": None if rotary_pos_emb is None else cos_and_sin(rotary_pos_emb, module.config, hidden_states.dtype),
+        "cache": inference_context,
+    }
+
+
+def cos_and_sin(angles: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of angles ``[s, 1, 1, d]`` of both elements of each pair, as the engine takes them: ``[s, 1, 1, d/2]``."""
+    angles = angles[..., ::2] if config.rotary_interleaved else angles[..., : angles.size(-1) // 2]
+    return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -18,7 +18,6 @@ from shardwise.megatron.absent import absent_names
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.layer_arguments import check_part, engine_arguments, refuse, tp_group_of
 from shardwise.megatron.module import MegatronModule
-from shardwise.megatron.packed_seq_params import PackedSeqParams
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import IdentityOp, get_module
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -26,20 +25,17 @@ from shardwise.transformer import attention, mlp
 from shardwise.transformer.masks import AttnMaskType
 
 __all__ = [
-    "CrossAttention",
-    "CrossAttentionSubmodules",
+    "MLP",
     "DotProductAttention",
     "FusedLayerNorm",
-    "MLP",
     "MLPSubmodules",
     "SelfAttention",
     "SelfAttentionSubmodules",
     "get_bias_dropout_add",
 ]
 
-_absent = absent_names("transformer.attention", nn.Module)
-CrossAttention, CrossAttentionSubmodules = _absent["CrossAttention"], _absent["CrossAttentionSubmodules"]
-DotProductAttention = _absent["DotProductAttention"]
+__getattr__ = absent_names("transformer.attention")
+DotProductAttention = __getattr__("DotProductAttention")
 
 
 class FusedLayerNorm:
@@ -155,29 +151,16 @@ class SelfAttention(attention.SelfAttention, MegatronModule):
         self.config = config
 
     def forward(  # type: ignore[override]  # Megatron's modules return pairs.
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        key_value_states: None = None,
-        inference_context: attention.KeyValueCache | None = None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
-        rotary_pos_cos: None = None,
-        rotary_pos_sin: None = None,
-        rotary_pos_cos_sin: None = None,
-        attention_bias: None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        sequence_len_offset: None = None,
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **arguments: Any
     ) -> tuple[Tensor, None]:
         """Attend.
 
         Args:
             hidden_states: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism.
             attention_mask: bools, True where attention is forbidden, beyond ``attn_mask_type``; ``[b, 1, s, keys]``.
-            inference_context: a key-value cache, whose keys come before those of ``hidden_states``.
-            rotary_pos_emb: angles ``[s, 1, 1, d]`` of ``RotaryEmbedding``; of a packed row those of each sequence.
-            packed_seq_params: the sequences of a packed row.
-            key_value_states, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias, sequence_len_offset:
-                None.
+            arguments: ``inference_context``, a key-value cache, whose keys come before those of ``hidden_states``;
+                ``rotary_pos_emb``, angles ``[s, 1, 1, d]`` of ``RotaryEmbedding``, of a packed row those of its longest
+                sequence; ``packed_seq_params``, the sequences of a packed row. Megatron's others must be None.
 
         Returns:
             Like ``hidden_states``, with the projection's bias added; and None.
@@ -185,16 +168,8 @@ class SelfAttention(attention.SelfAttention, MegatronModule):
         Raises:
             ConfigError: an argument that must be None.
         """
-        refuse(
-            key_value_states=key_value_states,
-            rotary_pos_cos=rotary_pos_cos,
-            rotary_pos_sin=rotary_pos_sin,
-            rotary_pos_cos_sin=rotary_pos_cos_sin,
-            attention_bias=attention_bias,
-            sequence_len_offset=sequence_len_offset,
-        )
-        arguments = engine_arguments(self, hidden_states, attention_mask, rotary_pos_emb, packed_seq_params)
-        return super().forward(hidden_states, cache=inference_context, **arguments), None
+        given = engine_arguments(self, hidden_states, attention_mask, **arguments)
+        return super().forward(hidden_states, **given), None
 
 
 class MLP(mlp.MLP, MegatronModule):
@@ -238,18 +213,10 @@ class MLP(mlp.MLP, MegatronModule):
 
     @classmethod
     def as_mlp_submodule(
-        cls,
-        submodules: MLPSubmodules,
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection,
-        is_mtp_layer: bool = False,
-        is_expert: bool = False,
-        input_size: int | None = None,
-        ffn_hidden_size: int | None = None,
-        name: str | None = None,
+        cls, submodules: MLPSubmodules, config: TransformerConfig, is_mtp_layer: bool = False, **options: Any
     ) -> MLP:
-        """An MLP, made as a layer makes it."""
-        return cls(config, submodules, is_expert, input_size, ffn_hidden_size, pg_collection=pg_collection)
+        """An MLP, made as a layer makes it; ``options`` are the other arguments of the class."""
+        return cls(config, submodules, **options)
 
     def forward(  # type: ignore[override]  # Megatron's modules return pairs.
         self, hidden_states: Tensor, per_token_scale: None = None, **kwargs: Any

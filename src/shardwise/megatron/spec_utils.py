@@ -13,7 +13,15 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 
-__all__ = ["IdentityFuncOp", "IdentityOp", "ModuleSpec", "build_module", "get_module", "get_submodules", "import_module"]
+__all__ = [
+    "IdentityFuncOp",
+    "IdentityOp",
+    "ModuleSpec",
+    "build_module",
+    "get_module",
+    "get_submodules",
+    "import_module",
+]
 
 
 @dataclass

@@ -29,28 +29,22 @@ from shardwise.megatron.layer_parts import (
     get_bias_dropout_add,
 )
 from shardwise.megatron.module import MegatronModule
-from shardwise.megatron.packed_seq_params import PackedSeqParams
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import IdentityFuncOp, IdentityOp, ModuleSpec, build_module, get_module
 from shardwise.transformer import attention as engine_attention
 from shardwise.transformer import layer as engine_layer
-from shardwise.transformer.attention import KeyValueCache
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
 
 __all__ = [
     "BaseTransformerLayer",
-    "HyperConnectionTransformerLayer",
-    "MoETransformerLayer",
     "TransformerLayer",
     "TransformerLayerSubmodules",
     "get_transformer_layer_offset",
     "layer_spec_of",
 ]
 
-_absent = absent_names("transformer.transformer_layer", nn.Module)
-HyperConnectionTransformerLayer = _absent["HyperConnectionTransformerLayer"]
-MoETransformerLayer = _absent["MoETransformerLayer"]
+__getattr__ = absent_names("transformer.transformer_layer")
 
 
 @dataclass
@@ -146,7 +140,9 @@ class TransformerLayer(engine_layer.TransformerLayer, MegatronModule, BaseTransf
     ) -> None:
         refuse(is_mtp_layer=is_mtp_layer or None)
         if add_layer_offset:
-            layer_number += get_transformer_layer_offset(config, vp_stage) if pp_layer_offset is None else pp_layer_offset
+            layer_number += (
+                get_transformer_layer_offset(config, vp_stage) if pp_layer_offset is None else pp_layer_offset
+            )
         self.tp_group = tp_group_of(pg_collection)
         super().__init__(config, _of_submodules(submodules, config), layer_number, self.tp_group)
         self.config = config
@@ -154,20 +150,7 @@ class TransformerLayer(engine_layer.TransformerLayer, MegatronModule, BaseTransf
             self.dropout.p = hidden_dropout
 
     def forward(  # type: ignore[override]  # Megatron's layers return pairs.
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        context: None = None,
-        context_mask: None = None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
-        rotary_pos_cos: None = None,
-        rotary_pos_sin: None = None,
-        rotary_pos_cos_sin: None = None,
-        attention_bias: None = None,
-        inference_context: KeyValueCache | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        sequence_len_offset: None = None,
-        padding_mask: None = None,
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **arguments: Any
     ) -> tuple[Tensor, None]:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same; and None, for the context.
 
@@ -176,18 +159,8 @@ class TransformerLayer(engine_layer.TransformerLayer, MegatronModule, BaseTransf
         Raises:
             ConfigError: an argument that must be None.
         """
-        refuse(
-            context=context,
-            context_mask=context_mask,
-            rotary_pos_cos=rotary_pos_cos,
-            rotary_pos_sin=rotary_pos_sin,
-            rotary_pos_cos_sin=rotary_pos_cos_sin,
-            attention_bias=attention_bias,
-            sequence_len_offset=sequence_len_offset,
-            padding_mask=padding_mask,
-        )
-        arguments = engine_arguments(self, hidden_states, attention_mask, rotary_pos_emb, packed_seq_params)
-        return super().forward(hidden_states, cache=inference_context, **arguments), None
+        given = engine_arguments(self, hidden_states, attention_mask, **arguments)
+        return super().forward(hidden_states, **given), None
 
 
 def layer_spec_of(spec: Any, config: TransformerConfig) -> TransformerLayerSpec:
@@ -200,8 +173,8 @@ def layer_spec_of(spec: Any, config: TransformerConfig) -> TransformerLayerSpec:
         return spec
     if not isinstance(spec, ModuleSpec) or get_module(spec) is not TransformerLayer:
         raise ConfigError(
-            f"transformer_layer_spec is {spec!r}; give a ModuleSpec of TransformerLayer, whose parts may be a program's "
-            "own, or a shardwise.transformer.layer.TransformerLayerSpec"
+            f"transformer_layer_spec is {spec!r}; give a ModuleSpec of TransformerLayer, whose norms, attention and "
+            "MLP may be a program's own, or a shardwise.transformer.layer.TransformerLayerSpec"
         )
     return _of_submodules(spec.submodules, config)
 
@@ -236,7 +209,11 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
         own["attention"] = functools.partial(engine_attention.SelfAttention, attn_mask_type=mask)
     else:
         own["attention"] = functools.partial(_own_attention, attention)
-    if isinstance(mlp, functools.partial) and mlp.func == MLP.as_mlp_submodule and mlp.keywords.keys() <= {"submodules"}:
+    if (
+        isinstance(mlp, functools.partial)
+        and mlp.func == MLP.as_mlp_submodule
+        and mlp.keywords.keys() <= {"submodules"}
+    ):
         mlp = ModuleSpec(MLP, submodules=mlp.keywords.get("submodules"))
     if get_module(mlp) is MLP and not getattr(mlp, "params", {}):
         (getattr(mlp, "submodules", None) or MLPSubmodules()).check()
@@ -289,8 +266,8 @@ def _call_of_attention(
     mask: AttentionMask = kwargs["attention_mask"]
     if mask.alibi_slopes is not None:
         raise ConfigError(
-            f"{type(module).__name__} is an attention of the program, and the model has ALiBi, which only SelfAttention "
-            "knows; use another position_embedding_type"
+            f"{type(module).__name__} is an attention of the program, and the model has ALiBi, which only "
+            "SelfAttention knows; use another position_embedding_type"
         )
     forbidden, ids = mask.forbidden, mask.document_ids
     if ids is not None:
@@ -312,5 +289,3 @@ def _add_bias(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return output
     product, bias = output[:2]
     return product if bias is None else product + bias
-
-

@@ -91,12 +91,13 @@ class GPTModel(MegatronTransformer, GPT):
 
     def _check_own_attention(self) -> None:
         """Raise ConfigError where an attention of the program's own would be given angles, and not their factor."""
-        ours = all(isinstance(layer.self_attention, SelfAttention) for layer in self.decoder.layers)
-        factor = 1.0 if self.rope_scaling is None else self.rope_scaling.cos_sin_factor
-        if not ours and factor != 1.0:
+        scaling = self.rope_scaling
+        if scaling is None or scaling.cos_sin_factor == 1.0:
+            return
+        if not all(isinstance(layer.self_attention, SelfAttention) for layer in self.decoder.layers):
             raise ConfigError(
-                f"rope_scaling of kind {self.rope_scaling.kind!r} multiplies cosine and sine by {factor}, which an "
-                "attention of the program's own is not told; use SelfAttention"
+                f"rope_scaling of kind {scaling.kind!r} multiplies cosine and sine by {scaling.cos_sin_factor}, which "
+                "an attention of the program's own is not told; use SelfAttention"
             )
 
     def _inference_view(self) -> GPTModel:
@@ -141,8 +142,8 @@ class GPTModel(MegatronTransformer, GPT):
         Args:
             input_ids, position_ids, attention_mask, labels, document_ids, cache: as there.
             inference_context: a cache, under Megatron's name for what generation goes on from.
-            packed_seq_params: the sequences of a row ``[1, s]``: tokens see those of their own sequence only, and rotary
-                positions begin anew in each, as those of a table do if ``position_ids`` is None.
+            packed_seq_params: the sequences of a row ``[1, s]``: tokens see those of their own sequence only. Rotary
+                positions begin anew in each, and so do those of a table where ``position_ids`` is None.
             loss_mask: accepted; the loss of each token is returned, and the program weighs it, as with Megatron's.
 
         Returns:
