@@ -98,10 +98,12 @@ class PackedSeqParams:
                 ConfigError(f"packed_seq_params has another {other} than {name}; sequences attend to themselves here"),
             )
         starts = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
-        lengths = starts.diff()
-        fits = (starts[0] == 0) & (lengths >= self.cu_seqlens_q.diff()).all() & (lengths >= 0).all()
+        lengths, fits = starts.diff(), torch.tensor(False)
+        if starts.shape == self.cu_seqlens_q.shape:
+            fits = (starts[0] == 0) & (lengths >= self.cu_seqlens_q.diff()).all() & (lengths >= 0).all()
+            fits = fits & (starts[-1] <= shape[1])
         _require(
-            fits & (starts[-1] <= shape[1]),
+            fits,
             ShardingError(
                 f"packed_seq_params does not fit a row of {shape[1]} tokens; its sequences begin at 0, one after the "
                 "other, and end within the row, and with padding (cu_seqlens_q_padded) are at least as long as without"

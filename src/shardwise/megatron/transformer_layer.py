@@ -195,10 +195,14 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
     for name in ("input_layernorm", "self_attention", "mlp"):
         if get_module(getattr(parts, name)) in (IdentityOp, None):
             raise ConfigError(f"{name} of a layer's submodules is not given; a layer has norms, attention and an MLP")
-    check_part(parts, "pre_mlp_layernorm", get_module(parts.input_layernorm))
     norm, attention, mlp = parts.input_layernorm, parts.self_attention, parts.mlp
+    if parts.pre_mlp_layernorm != norm:
+        raise ConfigError(
+            f"input_layernorm is {norm!r} and pre_mlp_layernorm {parts.pre_mlp_layernorm!r}; all norms of a layer are "
+            "of one kind here"
+        )
     own: dict[str, Any] = {}
-    if get_module(norm) is not FusedLayerNorm:
+    if norm is not FusedLayerNorm:
         own["norm"] = functools.partial(_own_norm, norm)
     if get_module(attention) is SelfAttention:
         params = attention.params if isinstance(attention, ModuleSpec) else {}
@@ -209,11 +213,7 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
         own["attention"] = functools.partial(engine_attention.SelfAttention, attn_mask_type=mask)
     else:
         own["attention"] = functools.partial(_own_attention, attention)
-    if (
-        isinstance(mlp, functools.partial)
-        and mlp.func == MLP.as_mlp_submodule
-        and mlp.keywords.keys() <= {"submodules"}
-    ):
+    if isinstance(mlp, functools.partial) and mlp.func == MLP.as_mlp_submodule and mlp.keywords.keys() <= {"submodules"}:
         mlp = ModuleSpec(MLP, submodules=mlp.keywords.get("submodules"))
     if get_module(mlp) is MLP and not getattr(mlp, "params", {}):
         (getattr(mlp, "submodules", None) or MLPSubmodules()).check()

@@ -83,7 +83,8 @@ class GPTModel(MegatronTransformer, GPT):
             rope_scaling=rope_scaling,
             vp_stage=vp_stage,
         )
-        self._check_own_attention()
+        if isinstance(transformer_layer_spec, ModuleSpec):
+            self._check_own_attention()
         # In a tuple, so that it is no child of this model.
         self._inference_blocks: tuple[InferenceBlock, ...] = ()
         if config.use_inference_optimized_layers:
@@ -94,7 +95,7 @@ class GPTModel(MegatronTransformer, GPT):
         scaling = self.rope_scaling
         if scaling is None or scaling.cos_sin_factor == 1.0:
             return
-        if not all(isinstance(layer.self_attention, SelfAttention) for layer in self.decoder.layers):
+        if not all(type(layer.self_attention) is SelfAttention for layer in self.decoder.layers):
             raise ConfigError(
                 f"rope_scaling of kind {scaling.kind!r} multiplies cosine and sine by {scaling.cos_sin_factor}, which "
                 "an attention of the program's own is not told; use SelfAttention"
