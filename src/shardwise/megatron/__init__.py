@@ -62,7 +62,8 @@ _ALIASES |= {
     for module, names in {
         "enums": "enums transformer.enums",
         "layer_parts": "fusions.fused_bias_dropout fusions.fused_layer_norm transformer.attention transformer.mlp "
-        "transformer.dot_product_attention",
+        "transformer.dot_product_attention transformer.torch_norm",
+        "models.bert": "models.bert.bert_lm_head models.bert.pooler",
         "num_microbatches_calculator": "num_microbatches_calculator",
         "optimizer": "optimizer",
         "p2p_communication": "pipeline_parallel.p2p_communication",

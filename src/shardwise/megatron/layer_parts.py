@@ -31,6 +31,7 @@ __all__ = [
     "MLPSubmodules",
     "SelfAttention",
     "SelfAttentionSubmodules",
+    "WrappedTorchNorm",
     "get_bias_dropout_add",
 ]
 
@@ -61,6 +62,9 @@ class FusedLayerNorm:
         norm.eps = eps
         made: nn.Module = norm
         return made
+
+
+WrappedTorchNorm = FusedLayerNorm
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> Any:
