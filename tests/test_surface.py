@@ -9,12 +9,15 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import shardwise.megatron
 from shardwise import errors
+from shardwise.megatron.absent import ABSENT
 
 SIGNATURES = json.loads((Path(__file__).parent / "signatures.json").read_text())
 GUIDE = (Path(__file__).parents[1] / "docs" / "porting.md").read_text()
@@ -157,9 +160,18 @@ def test_defaults_are_the_references(module, name, expected):
         "shardwise.megatron.datasets",
         "shardwise.megatron.dist_checkpointing",
         "shardwise.megatron.distributed",
+        "shardwise.megatron.enums",
+        "shardwise.megatron.layer_parts",
         "shardwise.megatron.layer_specs",
         "shardwise.megatron.module",
+        "shardwise.megatron.num_microbatches_calculator",
+        "shardwise.megatron.p2p_communication",
+        "shardwise.megatron.packed_seq_params",
+        "shardwise.megatron.rotary_pos_embedding",
+        "shardwise.megatron.spec_utils",
+        "shardwise.megatron.symmetric_exchanges",
         "shardwise.megatron.tokenizers",
+        "shardwise.megatron.transformer_layer",
         "shardwise.megatron.utils",
     ],
 )
@@ -286,3 +298,44 @@ def test_the_guide_names_nothing_that_is_not_there():
             except AttributeError:
                 missing.append(f"{module}.{name}")
     assert missing == []
+
+
+def test_every_module_of_the_reference_is_offered_or_named_as_not():
+    """``reference_modules.json`` has the modules of Megatron, by package."""
+    kept = json.loads((Path(__file__).parent / "reference_modules.json").read_text())
+    modules = {f"{package}.{name}" for package, names in kept.items() for name in names}
+    assert len(modules) > 500
+    table = GUIDE[GUIDE.index("\n## Not offered\n") :]
+    rows = [row.split(" | ")[0] for row in table.splitlines() if row.startswith("| `")]
+    named = [f"megatron.core.{name}" for row in rows for name in re.findall(r"`([\w.]+)`", row)]
+    covered = {name: {module for module in modules if f"{module}.".startswith(f"{name}.")} for name in named}
+    shardwise.megatron.install()
+    try:
+        offered = {module for module in modules if module in sys.modules}
+    finally:
+        shardwise.megatron.uninstall()
+    assert sorted(modules - offered - set().union(*covered.values())) == [], "neither offered nor in the guide's list"
+    assert sorted(name for name in named if covered[name] & offered) == [], "in the guide's list, and offered"
+    assert sorted(name for name in named if not covered[name]) == [], "in the guide's list, and no module of Megatron"
+    assert len(named) == len(set(named))
+
+
+def test_absent_names_are_in_the_guide_and_raise_when_they_are_used():
+    found = []
+    shardwise.megatron.install()
+    try:
+        for module, names in ABSENT.items():
+            for name in names:
+                value = getattr(importlib.import_module(f"megatron.core.{module}"), name)
+                # One object each, which knows no instances and may be a base.
+                assert value is getattr(sys.modules[f"megatron.core.{module}"], name)
+                assert not isinstance(torch.nn.Linear(1, 1), value)
+                for used in (value, type("Own", (value,), {})):
+                    with pytest.raises(errors.ConfigError, match=f"^{name} is not offered here: "):
+                        used(1, option=2)
+                found.append(name)
+            with pytest.raises(ImportError, match="NoSuchName"):
+                exec(f"from megatron.core.{module} import NoSuchName")
+    finally:
+        shardwise.megatron.uninstall()
+    assert set(found) <= set(re.findall(r"`(\w+)", GUIDE))

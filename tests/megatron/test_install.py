@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from harness.program import run
 
 import shardwise.megatron
@@ -14,11 +15,13 @@ from shardwise import parallel_state, tensor_parallel
 from shardwise.errors import ConfigError
 from shardwise.megatron import datasets, distributed, layer_specs, module, tokenizers, utils
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
+from shardwise.megatron.layer_parts import MLP, SelfAttention
 from shardwise.megatron.models import language_module
 from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.embedding import LanguageModelEmbedding
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.schedules import get_forward_backward_func
+from shardwise.megatron.transformer_layer import TransformerLayer
 
 
 @pytest.fixture
@@ -81,6 +84,94 @@ def test_packages_that_name_what_their_modules_hold():
     assert mpu.ColumnParallelLinear is mpu.layers.ColumnParallelLinear is tensor_parallel.ColumnParallelLinear
 
 
+# What real programs import beside: by module of Megatron's, the names.
+IMPORTED = {
+    "core": "DistributedDataParallel ModelParallelConfig mpu parallel_state tensor_parallel utils",
+    "core.dist_checkpointing.mapping": "ShardedObject ShardedStateDict ShardedTensor",
+    "core.enums": "ModelType",
+    "core.fusions.fused_bias_dropout": "get_bias_dropout_add",
+    "core.fusions.fused_layer_norm": "FusedLayerNorm",
+    "core.inference.communication.torch_symm_triton": (
+        "fused_multimem_rs_add_norm_ag multimem_all_gather multimem_reduce_scatter"
+    ),
+    "core.models.bert.bert_lm_head": "BertLMHead",
+    "core.models.bert.pooler": "Pooler",
+    "core.models.common.embeddings.rotary_pos_embedding": (
+        "MultimodalRotaryEmbedding RotaryEmbedding apply_rotary_pos_emb"
+    ),
+    "core.num_microbatches_calculator": (
+        "get_num_microbatches init_num_microbatches_calculator reconfigure_num_microbatches_calculator "
+        "update_num_microbatches destroy_num_microbatches_calculator"
+    ),
+    "core.optimizer": "ChainedOptimizer DistributedOptimizer OptimizerConfig get_megatron_optimizer",
+    "core.packed_seq_params": "PackedSeqParams",
+    "core.pipeline_parallel.p2p_communication": "P2PCommunicator",
+    "core.tensor_parallel.inference_layers": "HAVE_TE multimem_all_gather multimem_reduce_scatter",
+    "core.tensor_parallel.layers": "HAVE_TE custom_bwd custom_fwd dist_all_gather_func dist_reduce_scatter_func",
+    "core.tensor_parallel.mappings": "dist_all_gather_func dist_reduce_scatter_func",
+    "core.tensor_parallel.random": "HAVE_TE",
+    "core.tensor_parallel.utils": "dist_all_gather_func",
+    "core.transformer": (
+        "MLATransformerConfig MegatronModule ModuleSpec TransformerConfig TransformerLayer TransformerLayerSubmodules "
+        "build_module"
+    ),
+    "core.transformer.attention": "CrossAttention SelfAttention SelfAttentionSubmodules",
+    "core.transformer.dot_product_attention": "DotProductAttention",
+    "core.transformer.enums": "AttnBackend AttnMaskType LayerType ModelType",
+    "core.transformer.identity_op": "IdentityFuncOp IdentityOp",
+    "core.transformer.mlp": "MLP MLPSubmodules",
+    "core.transformer.spec_utils": "ModuleSpec build_module get_module import_module",
+    "core.transformer.torch_norm": "WrappedTorchNorm",
+    "core.transformer.transformer_config": "MLATransformerConfig TransformerConfig",
+    "core.transformer.transformer_layer": (
+        "BaseTransformerLayer MoETransformerLayer TransformerLayer TransformerLayerSubmodules "
+        "get_transformer_layer_offset"
+    ),
+    "core.transformer.utils": (
+        "make_sharded_tensors_for_checkpoint sharded_state_dict_default toggle_cuda_graphs get_linear_layer"
+    ),
+    "core.utils": ("get_attr_wrapped_model get_model_config prepare_input_tensors_for_wgrad_compute unwrap_model"),
+}
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("module", IMPORTED)
+def test_names_that_programs_import(module):
+    scope = {}
+    exec(f"from megatron.{module} import {', '.join(IMPORTED[module].split())}", scope)
+    assert all(scope[name] is not None for name in IMPORTED[module].split())
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_program_s_own_autograd_function_under_autocast():
+    from megatron.core.tensor_parallel.layers import HAVE_TE, custom_bwd, custom_fwd, dist_all_gather_func
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        @custom_bwd
+        def backward(ctx, grad):
+            return 2 * grad
+
+    x = torch.ones(2, requires_grad=True)
+    Double.apply(x).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0]
+    assert dist_all_gather_func is torch.distributed.all_gather_into_tensor
+    assert HAVE_TE is False
+
+
+def test_models_and_layers_are_modules_of_megatron_s():
+    for kind in (language_module.LanguageModule, GPTModel, BertModel, TransformerLayer, SelfAttention, MLP):
+        assert issubclass(kind, module.MegatronModule)
+    # Their methods are those of the engine, but for what the engine does not have.
+    for name in ("sharded_state_dict", "__init__"):
+        assert getattr(language_module.LanguageModule, name) is not getattr(module.MegatronModule, name)
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_second_call_changes_nothing():
     before = {name: module for name, module in sys.modules.items() if name.startswith("megatron")}
@@ -91,8 +182,8 @@ def test_a_second_call_changes_nothing():
 
 @pytest.mark.usefixtures("installed")
 def test_what_is_not_offered_is_not_found():
-    with pytest.raises(ModuleNotFoundError, match=r"megatron\.core\.optimizer"):
-        importlib.import_module("megatron.core.optimizer")
+    with pytest.raises(ModuleNotFoundError, match=r"megatron\.core\.ssm"):
+        importlib.import_module("megatron.core.ssm")
 
 
 def test_the_real_one_is_not_replaced(monkeypatch):

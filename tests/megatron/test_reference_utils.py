@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from harness.parity import assert_bit_equal
+import torch.nn.functional as F
+from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise import parallel_state
-from shardwise.errors import ShardingError, TopologyError
+from shardwise.errors import ConfigError, ShardingError, TopologyError
 from shardwise.megatron import utils
+from shardwise.megatron.module import MegatronModule
 
 
 def test_without_a_group():
@@ -62,3 +64,64 @@ def test_viewless_tensors():
     assert apart.tolist() == [0, 0]
     with pytest.raises(ShardingError, match=r"its data was to be replaced by shape \[2\]"):
         utils.safely_set_viewless_tensor_data(view, torch.zeros(2))
+
+
+def test_what_a_wrapped_model_has():
+    inner, outer = MegatronModule(), torch.nn.Module()
+    outer.module, inner.config, inner.absent, outer.config = inner, "settings", None, None
+    assert utils.get_model_config(outer) == "settings"
+    assert utils.get_attr_wrapped_model(outer, "config") is None
+    assert utils.get_attr_wrapped_model(outer, "absent", return_model_obj=True) is inner
+    assert utils.unwrap_model([outer]) == [inner]
+    assert utils.unwrap_model(outer, (MegatronModule,)) is outer
+    with pytest.raises(RuntimeError, match="a Module has no attribute 'other', nor what it wraps"):
+        utils.get_attr_wrapped_model(outer, "other")
+    with pytest.raises(RuntimeError, match="give one model of the list"):
+        utils.get_attr_wrapped_model([outer], "config")
+
+
+def test_the_factors_of_a_weight_s_gradient():
+    gradient, input_ = torch.randn(2, 3, 4).transpose(0, 1), torch.randn(3, 2, 5)
+    left, right = utils.prepare_input_tensors_for_wgrad_compute(gradient, input_)
+    assert left.is_contiguous()
+    assert_close_to(left.t() @ right, torch.einsum("sbo,sbi->oi", gradient, input_), rtol_of_norm=1e-6)
+    flat = torch.randn(4, 6).t()
+    assert utils.prepare_input_tensors_for_wgrad_compute(flat, flat)[0].is_contiguous()
+
+
+def test_masks_and_activations():
+    assert utils.get_default_causal_mask(3).tolist() == [[False, True, True], [False, False, True], [False] * 3]
+    # Two queries at the positions 2 and 3, which see one position before themselves.
+    window = utils.get_sliding_window_causal_mask(2, 4, (1, 0))
+    assert window.tolist() == [[True, False, False, True], [True, True, False, False]]
+    scores = torch.ones(1, 2)
+    assert utils.attention_mask_func(scores, torch.tensor([[True, False]])) is scores
+    assert scores.tolist() == [[-10000.0, 1.0]]
+    x = torch.linspace(-3, 3, 7, dtype=torch.float64)
+    assert_close_to(utils.erf_gelu(x), F.gelu(x), rtol_of_norm=1e-12)
+    for tanh_gelu in (utils.gelu_impl, utils.openai_gelu):
+        assert_close_to(tanh_gelu(x), F.gelu(x, approximate="tanh"), rtol_of_norm=1e-12)
+    layer = utils.get_linear_layer(3, 2, torch.nn.init.ones_)
+    assert (layer.weight.tolist(), layer.bias.tolist()) == ([[1.0] * 3] * 2, [0.0] * 2)
+    windowed = [
+        utils.is_layer_window_attention((4, 0), frequency, 3) for frequency in (None, 3, 2, [1, 0, 1], [1, 1, 0])
+    ]
+    assert windowed == [True, False, True, True, False]
+    assert not utils.is_layer_window_attention(None, 2, 3)
+
+
+@pytest.mark.ranks(2)
+def test_the_entries_of_a_module_of_a_program(group):
+    parallel_state.initialize_model_parallel(2)
+    state = {"weight": torch.ones(3, 2), "bias": torch.ones(3), "a._extra_state": None}
+    entries = utils.make_sharded_tensors_for_checkpoint(state, "m.", {"weight": 0}, ((0, 1, 4),))
+    assert {key: entry.global_shape for key, entry in entries.items()} == {"m.weight": (4, 6, 2), "m.bias": (4, 3)}
+    assert [entry.is_replica for entry in entries.values()] == [False, group.rank() > 0]
+    with pytest.raises(ConfigError, match=r"ShardedObject 'm\.a\._extra_state' would be stored pickled"):
+        utils.make_sharded_tensors_for_checkpoint({"a._extra_state": object()}, "m.")
+    entries = utils.sharded_state_dict_default(torch.nn.Linear(2, 3), "n.")
+    assert {key: entry.global_shape for key, entry in entries.items()} == {"n.weight": (3, 2), "n.bias": (3,)}
+    metadata = {"dp_cp_group": group}
+    assert utils.ensure_metadata_has_dp_cp_group(metadata) is metadata
+    found = utils.ensure_metadata_has_dp_cp_group(None)["dp_cp_group"]
+    assert found is parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -31,11 +31,13 @@ class OrdinaryMemory:
     Attributes:
         rank, world_size: of the group.
         why: why the ranks do not reach each other's memory.
+        group: whose ranks exchange by collectives what would lie in symmetric memory.
     """
 
     rank: int
     world_size: int
     why: str
+    group: ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ class GlobalSymmetricMemoryBuffer:
             # Untouched memory takes none. Made in inference mode it could not be written to outside of it.
             with torch.inference_mode(False):
                 self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            self.handle: Any = OrdinaryMemory(process_group.rank(), process_group.size(), made)
+            self.handle: Any = OrdinaryMemory(process_group.rank(), process_group.size(), made, process_group)
         else:
             self.buffer, self.handle = made
         self.fused: dict[tuple[torch.dtype, int], bool] = {}

@@ -56,9 +56,30 @@ _ALIASES |= {
     for name in ("cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils")
 }
 
+# What a layer is made of, and small modules besides: by module here, those of ``megatron.core``.
+_ALIASES |= {
+    f"megatron.core.{name}": f"shardwise.megatron.{module}"
+    for module, names in {
+        "enums": "enums transformer.enums",
+        "layer_parts": "fusions.fused_bias_dropout fusions.fused_layer_norm transformer.attention transformer.mlp "
+        "transformer.dot_product_attention transformer.torch_norm",
+        "models.bert": "models.bert.bert_lm_head models.bert.pooler",
+        "num_microbatches_calculator": "num_microbatches_calculator",
+        "optimizer": "optimizer",
+        "p2p_communication": "pipeline_parallel.p2p_communication",
+        "packed_seq_params": "packed_seq_params",
+        "rotary_pos_embedding": "models.common.embeddings.rope_utils models.common.embeddings.rotary_pos_embedding",
+        "spec_utils": "transformer.identity_op transformer.spec_utils",
+        "symmetric_exchanges": "inference.communication.torch_symm_triton",
+        "transformer_layer": "transformer.transformer_layer",
+        "utils": "transformer.utils",
+    }.items()
+    for name in names.split()
+}
+
 # Packages that have names themselves, besides their modules: all that these offer.
 _OFFERED = {
-    "megatron.core": ("shardwise.megatron.config",),
+    "megatron.core": ("shardwise.megatron.config", "shardwise.megatron.distributed"),
     "megatron.core.dist_checkpointing": ("shardwise.megatron.dist_checkpointing",),
     "megatron.core.distributed": ("shardwise.megatron.distributed",),
     "megatron.core.models.bert": ("shardwise.megatron.models.bert",),
@@ -66,7 +87,9 @@ _OFFERED = {
     "megatron.core.pipeline_parallel": ("shardwise.megatron.schedules",),
     "megatron.core.pipeline_parallel.schedules": ("shardwise.megatron.schedules",),
     "megatron.core.tokenizers": ("shardwise.megatron.tokenizers",),
-    "megatron.core.transformer": ("shardwise.megatron.config", "shardwise.megatron.module"),
+    "megatron.core.transformer": tuple(
+        f"shardwise.megatron.{name}" for name in ("config", "module", "spec_utils", "transformer_layer")
+    ),
     # Megatron-DeepSpeed's one package for what Megatron has in two.
     "megatron.mpu": ("shardwise.parallel_state", "shardwise.tensor_parallel"),
 }

@@ -18,9 +18,10 @@ import torch
 
 from shardwise.config import LayerConfig, ModelConfig
 from shardwise.errors import ConfigError
+from shardwise.megatron.absent import absent_names
 from shardwise.megatron.inert_settings import check_inert, inert_settings_of, say_once
 
-__all__ = ["ModelParallelConfig", "TransformerConfig"]
+__all__ = ["MLATransformerConfig", "ModelParallelConfig", "TransformerConfig"]
 
 if TYPE_CHECKING:
 
@@ -150,6 +151,9 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
                 "inference_fuse_tp_communication is set, and use_inference_optimized_layers is not; set both"
             )
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+
+MLATransformerConfig = absent_names("transformer.transformer_config", TransformerConfig)("MLATransformerConfig")
 
 
 def _is_each(frequency: int | list[int], num_layers: int, name: str) -> list[bool]:

@@ -24,6 +24,7 @@ from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
 __all__ = [
     "LocalNonpersistentObject",
     "ShardedObject",
+    "ShardedStateDict",
     "ShardedTensor",
     "StrictHandling",
     "check_is_distributed_checkpoint",
@@ -117,6 +118,9 @@ class LocalNonpersistentObject:
         """The value."""
         return self.obj
 
+
+ShardedStateDict = dict[str, Any]
+"""A state: dicts and lists of sharded tensors and plain values."""
 
 _NOT_PLAIN = (ParamShard, LocalNonpersistentObject)
 

@@ -1,10 +1,20 @@
-"""Megatron's specs of a GPT layer: what may be replaced is in ``TransformerLayerSpec``, the rest says the config."""
+"""Megatron's specs of a GPT layer, whose norms, attention and MLP a program may replace; the config says the rest."""
 
 from __future__ import annotations
 
 from shardwise.errors import ConfigError
 from shardwise.megatron.config import TransformerConfig
-from shardwise.transformer.layer import TransformerLayerSpec
+from shardwise.megatron.layer_parts import (
+    MLP,
+    FusedLayerNorm,
+    MLPSubmodules,
+    SelfAttention,
+    SelfAttentionSubmodules,
+    get_bias_dropout_add,
+)
+from shardwise.megatron.spec_utils import ModuleSpec
+from shardwise.megatron.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from shardwise.transformer.masks import AttnMaskType
 
 __all__ = [
     "get_gpt_decoder_block_spec",
@@ -24,7 +34,7 @@ def get_gpt_layer_local_spec(
     use_kitchen: bool = False,
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
-) -> TransformerLayerSpec:
+) -> ModuleSpec:
     """A layer of attention and MLP.
 
     Args:
@@ -47,7 +57,18 @@ def get_gpt_layer_local_spec(
     for name, (value, why) in refused.items():
         if value:
             raise ConfigError(f"{name} is {value!r}, which is not offered here: {why}; leave it out")
-    return TransformerLayerSpec()
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    return ModuleSpec(
+        TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=FusedLayerNorm,
+            self_attention=ModuleSpec(SelfAttention, params=causal, submodules=SelfAttentionSubmodules()),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=FusedLayerNorm,
+            mlp=ModuleSpec(MLP, submodules=MLPSubmodules()),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
 
 
 def get_gpt_layer_with_transformer_engine_spec(
@@ -62,7 +83,7 @@ def get_gpt_layer_with_transformer_engine_spec(
     use_te_activation_func: bool = False,
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
-) -> TransformerLayerSpec:
+) -> ModuleSpec:
     """The same layer: there is one implementation, on PyTorch alone, and Transformer Engine is not needed.
 
     Args:
@@ -93,7 +114,7 @@ def get_gpt_decoder_block_spec(
     qk_l2_norm: bool | None = False,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
-) -> TransformerLayerSpec:
+) -> ModuleSpec:
     """The spec of every layer: all are alike, and the model knows which are this stage's.
 
     Raises:

@@ -32,15 +32,16 @@ def param_is_not_shared(param: Tensor) -> bool:
 
 
 class MegatronModule(GroupModule):
-    """Base of a program's own modules.
+    """Base of a program's own modules, and of the models and layers here.
 
     Args:
-        config: kept.
+        config: kept, unless None, as a class leaves it that is one of the engine's too and has its config from there.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig | None = None) -> None:
         super().__init__()
-        self.config = config
+        if config is not None:
+            self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """``state_dict``, which a program's own module may override for its checkpoints."""
@@ -56,9 +57,9 @@ class MegatronModule(GroupModule):
         """This rank's part of every parameter and persistent buffer: its children's answers, and what it holds itself.
 
         Raises:
-            TopologyError: no ambient tensor-parallel group.
+            TopologyError: neither a ``tp_group`` of its own nor an ambient one.
         """
-        group = parallel_state.resolve_tensor_model_parallel_group(None)
+        group = parallel_state.resolve_tensor_model_parallel_group(getattr(self, "tp_group", None))
         return state_of_parts(self, prefix, sharded_offsets, metadata, group=group)
 
     def set_is_first_microbatch(self) -> None:

@@ -1,24 +1,29 @@
-"""Small functions that programs written for Megatron import from its ``utils``.
+"""Small functions that programs written for Megatron import from its ``utils`` and ``transformer.utils``.
 
 Most live where they belong in this library and are only named here; what is defined here serves such programs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
+from shardwise.communication.backend import default_device
 from shardwise.communication.buffers import GlobalMemoryBuffer
 from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
-from shardwise.errors import AssertedShardingError, ShardingError
+from shardwise.errors import AssertedShardingError, ContradictionError, ShardingError
 from shardwise.initialization import init_method_normal, scaled_init_method_normal
+from shardwise.megatron.absent import absent_names
+from shardwise.megatron.dist_checkpointing import ShardedObject
+from shardwise.sharded_state import sharded_state_dict
 from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, divide, ensure_divisibility, is_copy_by
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
 
@@ -27,22 +32,40 @@ __all__ = [
     "GlobalSymmetricMemoryBuffer",
     "MakeViewlessTensor",
     "assert_viewless_tensor",
+    "attention_mask_func",
     "divide",
     "drain_embedding_wgrad_compute",
     "ensure_divisibility",
+    "ensure_metadata_has_dp_cp_group",
+    "erf_gelu",
+    "gelu_impl",
+    "get_attr_wrapped_model",
+    "get_default_causal_mask",
+    "get_linear_layer",
+    "get_model_config",
     "get_pg_rank",
     "get_pg_size",
     "get_pg_src_rank",
+    "get_sliding_window_causal_mask",
     "get_tensor_model_parallel_group_if_none",
     "init_method_normal",
+    "is_layer_window_attention",
     "is_te_min_version",
     "is_torch_min_version",
+    "make_sharded_object_for_checkpoint",
     "make_sharded_tensor_for_checkpoint",
+    "make_sharded_tensors_for_checkpoint",
     "make_tp_sharded_tensor_for_checkpoint",
     "make_viewless_tensor",
+    "openai_gelu",
+    "prepare_input_tensors_for_wgrad_compute",
     "safely_set_viewless_tensor_data",
     "scaled_init_method_normal",
+    "sharded_state_dict_default",
+    "unwrap_model",
 ]
+
+__getattr__ = absent_names("transformer.utils")
 
 _T = TypeVar("_T")
 
@@ -215,3 +238,172 @@ def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> 
     """
     assert_viewless_tensor(tensor, f"its data was to be replaced by shape {list(new_data_tensor.shape)}")
     tensor.data = new_data_tensor
+
+
+def get_linear_layer(
+    rows: int, columns: int, init_method: Callable[[Tensor], Any], perform_initialization: bool = True
+) -> nn.Linear:
+    """``torch.nn.Linear(rows, columns)`` with a weight from ``init_method`` and a bias of zeros."""
+    layer = nn.Linear(rows, columns)
+    if perform_initialization:
+        init_method(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def get_default_causal_mask(sq: int) -> Tensor:
+    """``[sq, sq]`` bools, True where a token may not see another, on the device that computes."""
+    return get_sliding_window_causal_mask(sq, sq, (sq, 0))
+
+
+def get_sliding_window_causal_mask(sq: int, skv: int, window_size: tuple[int, int]) -> Tensor:
+    """``[sq, skv]`` bools, True where a query may not see a key; queries are the last of the keys' positions.
+
+    Args:
+        sq: number of queries.
+        skv: number of keys.
+        window_size: positions that a query sees before and after itself.
+    """
+    device = default_device(dist.group.WORLD if dist.is_initialized() else None)
+    keys = torch.arange(skv, device=device)
+    queries = torch.arange(skv - sq, skv, device=device)[:, None]
+    return (keys < queries - window_size[0]) | (keys > queries + window_size[1])
+
+
+def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """Scores with -10000 where the mask is True; in place, and returned."""
+    return attention_scores.masked_fill_(attention_mask, -10000.0)
+
+
+def gelu_impl(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
+openai_gelu = gelu_impl
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    """GELU by the error function."""
+    return F.gelu(x)
+
+
+def is_layer_window_attention(
+    window_size: tuple[int, int] | None, window_attn_skip_freq: int | list[int] | None, layer_number: int
+) -> bool:
+    """Whether a layer, counted from 1, has the window: see ``TransformerConfig.window_attn_skip_freq``."""
+    if isinstance(window_attn_skip_freq, list):
+        return bool(window_size and window_attn_skip_freq[layer_number - 1])
+    return bool(window_size) and (window_attn_skip_freq is None or layer_number % window_attn_skip_freq != 0)
+
+
+def ensure_metadata_has_dp_cp_group(metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """``metadata``, in place, with the ambient topology's ``dp_cp_group`` unless it has one; a new dict if None."""
+    metadata = {} if metadata is None else metadata
+    if "dp_cp_group" not in metadata:
+        metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return metadata
+
+
+def sharded_state_dict_default(
+    module: nn.Module,
+    prefix: str = "",
+    sharded_offsets: Sequence[ShardedOffset] = (),
+    metadata: dict[str, Any] | None = None,
+    tp_group: ProcessGroup | None = None,
+) -> dict[str, ParamShard]:
+    """``module``'s own ``sharded_state_dict``, or else its parameters as every rank holds them whole."""
+    group = parallel_state.resolve_tensor_model_parallel_group(tp_group)
+    return sharded_state_dict(module, prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata), group=group)
+
+
+def make_sharded_object_for_checkpoint(
+    obj: Any, key: str, sharded_offsets: Sequence[ShardedOffset] = (), replica_id: Any = None, **kwargs: Any
+) -> ShardedObject:
+    """Refused, as ``ShardedObject`` is."""
+    return ShardedObject(key, obj)
+
+
+def make_sharded_tensors_for_checkpoint(
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    tensor_parallel_layers_axis_map: Mapping[str, int] | None = None,
+    sharded_offsets: Sequence[ShardedOffset] = (),
+    extra_state_suffix: str = "_extra_state",
+    tp_group: ProcessGroup | None = None,
+    dp_cp_group: ProcessGroup | None = None,
+) -> dict[str, ParamShard]:
+    """The checkpoint entries of a module's tensors.
+
+    Args:
+        state_dict: the tensors by name; an extra state that is None is left out.
+        prefix: put before each name.
+        tensor_parallel_layers_axis_map: by name the dimension that the tensor-parallel ranks split, into equal parts;
+            other tensors are whole on every rank.
+        sharded_offsets: ``(axis, index, count)`` of leading axes that stack several tensors under one name.
+        extra_state_suffix: what names of extra states end with.
+        tp_group, dp_cp_group: tensor parallel, and the ranks that hold the same; the ambient topology's if None.
+
+    Raises:
+        ConfigError: an extra state that is not None.
+    """
+    options: dict[str, Any] = {"prepend_offsets": sharded_offsets, "tp_group": tp_group, "dp_cp_group": dp_cp_group}
+    axes = tensor_parallel_layers_axis_map or {}
+    entries: dict[str, ParamShard] = {}
+    for name, tensor in state_dict.items():
+        key = prefix + name
+        if name.endswith(extra_state_suffix):
+            if tensor is not None:
+                make_sharded_object_for_checkpoint(tensor, key)
+        elif name in axes:
+            entries[key] = make_tp_sharded_tensor_for_checkpoint(tensor, key, axes[name], **options)
+        else:
+            entries[key] = make_sharded_tensor_for_checkpoint(tensor, key, **options)
+    return entries
+
+
+def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
+    """``attr`` of a model, or of the one that it wraps as its ``module``.
+
+    Args:
+        model: a model.
+        attr: name.
+        allow_none: an attribute may be None; otherwise one that is not is looked for.
+        return_model_obj: return the model that has it.
+
+    Raises:
+        ContradictionError: no model has it, or ``model`` is a list.
+    """
+    found = model
+    while not hasattr(found, attr) or (not allow_none and getattr(found, attr) is None):
+        if not hasattr(found, "module"):
+            hint = "; give one model of the list" if isinstance(model, list) else ""
+            raise ContradictionError(f"a {type(model).__name__} has no attribute {attr!r}, nor what it wraps{hint}")
+        found = found.module
+    return found if return_model_obj else getattr(found, attr)
+
+
+def get_model_config(model: Any) -> Any:
+    """The config of a model, or of the one that it wraps."""
+    return get_attr_wrapped_model(model, "config", allow_none=False)
+
+
+def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
+    """What a model, or each of a list, wraps as its ``module``.
+
+    Args:
+        model: a model or a list of them.
+        module_instances: classes that wrap; any that has a ``module`` if None.
+    """
+    if isinstance(model, list):
+        return [unwrap_model(each, module_instances) for each in model]
+    while hasattr(model, "module") and (module_instances is None or isinstance(model, module_instances)):
+        model = model.module
+    return model
+
+
+def prepare_input_tensors_for_wgrad_compute(grad_output: Tensor, all_gathered_input: Tensor) -> tuple[Tensor, Tensor]:
+    """Both contiguous, and of three dimensions ``[s, b, n]`` to ``[s * b, n]``: the factors of a weight's gradient."""
+    if grad_output.dim() != 3:
+        return grad_output.contiguous(), all_gathered_input.contiguous()
+    return grad_output.contiguous().flatten(0, 1), all_gathered_input.contiguous().flatten(0, 1)

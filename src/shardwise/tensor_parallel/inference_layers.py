@@ -16,8 +16,15 @@ from shardwise.kernels.rms_norm import rms_norm
 from shardwise.layers.inference import InferenceColumnLinear, InferenceNormColumnLinear, InferenceRowLinear
 from shardwise.layers.norm import NormFunction
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
+from shardwise.megatron.symmetric_exchanges import (  # noqa: F401
+    are_tensors_nvls_eligible,
+    fused_multimem_rs_add_norm_ag,
+    multimem_all_gather,
+    multimem_reduce_scatter,
+)
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.tensor_parallel.column import ColumnParallelLinear
+from shardwise.tensor_parallel.private_names import HAVE_TE  # noqa: F401
 from shardwise.tensor_parallel.row import RowParallelLinear
 
 __all__ = [

@@ -22,9 +22,14 @@ from shardwise.tensor_parallel.linear_functions import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from shardwise.tensor_parallel.private_names import (  # noqa: F401
+    HAVE_TE,
     _grad_accum_fusion_available,
     _initialize_affine_weight_cpu,
     _initialize_affine_weight_gpu,
+    custom_bwd,
+    custom_fwd,
+    dist_all_gather_func,
+    dist_reduce_scatter_func,
 )
 from shardwise.tensor_parallel.row import RowParallelLinear
 

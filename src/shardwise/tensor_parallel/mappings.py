@@ -15,6 +15,7 @@ from shardwise.communication import moves
 from shardwise.errors import ShardingError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group as _resolve
 from shardwise.sharding import balanced_sizes, divide
+from shardwise.tensor_parallel.private_names import dist_all_gather_func, dist_reduce_scatter_func  # noqa: F401
 from shardwise.tensor_parallel.regions import (  # noqa: F401
     _AllGatherFromTensorParallelRegion,
     _AllToAll,

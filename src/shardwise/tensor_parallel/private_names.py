@@ -1,8 +1,11 @@
-"""Private names of Megatron's ``layers`` that programs import all the same; each calls what does the work."""
+"""Names of Megatron's modules beside what they offer, which programs import all the same."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import parallel_state
@@ -14,6 +17,14 @@ from shardwise.tensor_parallel.attributes import set_tensor_model_parallel_attri
 
 # No extension is needed to accumulate weight gradients in place.
 _grad_accum_fusion_available = True
+
+# Transformer Engine is not used, whatever is installed.
+HAVE_TE = False
+
+custom_fwd = partial(torch.amp.custom_fwd, device_type="cuda")
+custom_bwd = partial(torch.amp.custom_bwd, device_type="cuda")
+dist_all_gather_func = dist.all_gather_into_tensor
+dist_reduce_scatter_func = dist.reduce_scatter_tensor
 
 
 def _initialize_affine_weight_cpu(

@@ -32,6 +32,7 @@ from shardwise.random import (
     streams_are_chosen,
 )
 from shardwise.recompute import is_checkpointing
+from shardwise.tensor_parallel.private_names import HAVE_TE  # noqa: F401
 from shardwise.tensor_parallel.recomputation import (
     CheckpointFunction,
     CheckpointWithoutOutput,

@@ -22,11 +22,13 @@ class AttnMaskType(Enum):
     """Nothing; the mask is all."""
     no_mask = "no_mask"
     """Nothing."""
+    causal_bottom_right = "causal_bottom_right"
+    """As ``causal``: queries are the last of the keys' positions, also where there are fewer of them."""
 
     @property
     def is_causal(self) -> bool:
         """Whether a token sees none after it."""
-        return self in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        return self in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
 class AttentionMask:

@@ -6,6 +6,8 @@ from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.inert_settings import say_once
 from shardwise.megatron.models.transformer import MegatronTransformer
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.spec_utils import ModuleSpec
+from shardwise.megatron.transformer_layer import layer_spec_of
 from shardwise.models.bert import Bert, BertLMHead, Pooler
 from shardwise.models.embedding import PositionEmbedding
 from shardwise.transformer.layer import TransformerLayerSpec
@@ -40,7 +42,7 @@ class BertModel(MegatronTransformer, Bert):
         self,
         config: TransformerConfig,
         num_tokentypes: int,
-        transformer_layer_spec: TransformerLayerSpec,
+        transformer_layer_spec: ModuleSpec | TransformerLayerSpec,
         vocab_size: int,
         max_sequence_length: int,
         pre_process: bool = True,
@@ -68,7 +70,7 @@ class BertModel(MegatronTransformer, Bert):
             max_sequence_length,
             groups=groups,
             num_tokentypes=num_tokentypes,
-            layer_spec=transformer_layer_spec,
+            layer_spec=layer_spec_of(transformer_layer_spec, config),
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=parallel_output,

@@ -11,10 +11,13 @@ from shardwise.errors import ConfigError
 from shardwise.inference.view import with_block
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.transformer import MegatronTransformer
+from shardwise.megatron.packed_seq_params import PackedSeqParams
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.spec_utils import ModuleSpec
+from shardwise.megatron.transformer_layer import layer_spec_of
 from shardwise.models.embedding import PositionEmbedding
 from shardwise.models.gpt import GPT
-from shardwise.transformer.attention import KeyValueCache
+from shardwise.transformer.attention import KeyValueCache, SelfAttention
 from shardwise.transformer.inference import InferenceBlock
 from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.rotary import RotaryScaling
@@ -27,7 +30,7 @@ class GPTModel(MegatronTransformer, GPT):
 
     Args:
         config: sizes of the model.
-        transformer_layer_spec: what a layer is made of.
+        transformer_layer_spec: what a layer is made of, such as ``get_gpt_layer_local_spec()``.
         vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
             share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, rope_scaling,
             vp_stage: as ``GPT``.
@@ -45,7 +48,7 @@ class GPTModel(MegatronTransformer, GPT):
     def __init__(
         self,
         config: TransformerConfig,
-        transformer_layer_spec: TransformerLayerSpec,
+        transformer_layer_spec: ModuleSpec | TransformerLayerSpec,
         vocab_size: int,
         max_sequence_length: int,
         pre_process: bool = True,
@@ -69,7 +72,7 @@ class GPTModel(MegatronTransformer, GPT):
             vocab_size,
             max_sequence_length,
             groups=groups,
-            layer_spec=transformer_layer_spec,
+            layer_spec=layer_spec_of(transformer_layer_spec, config),
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=parallel_output,
@@ -80,10 +83,23 @@ class GPTModel(MegatronTransformer, GPT):
             rope_scaling=rope_scaling,
             vp_stage=vp_stage,
         )
+        if isinstance(transformer_layer_spec, ModuleSpec):
+            self._check_own_attention()
         # In a tuple, so that it is no child of this model.
         self._inference_blocks: tuple[InferenceBlock, ...] = ()
         if config.use_inference_optimized_layers:
             self._inference_view()
+
+    def _check_own_attention(self) -> None:
+        """Raise ConfigError where an attention of the program's own would be given angles, and not their factor."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.cos_sin_factor == 1.0:
+            return
+        if not all(type(layer.self_attention) is SelfAttention for layer in self.decoder.layers):
+            raise ConfigError(
+                f"rope_scaling of kind {scaling.kind!r} multiplies cosine and sine by {scaling.cos_sin_factor}, which "
+                "an attention of the program's own is not told; use SelfAttention"
+            )
 
     def _inference_view(self) -> GPTModel:
         """The model on layers for inference, which are made again after parameters may have been replaced."""
@@ -118,6 +134,7 @@ class GPTModel(MegatronTransformer, GPT):
         document_ids: Tensor | None = None,
         lengths: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """As ``GPT``'s, with Megatron's names; in evaluation mode without gradient if the config says so.
 
@@ -127,13 +144,16 @@ class GPTModel(MegatronTransformer, GPT):
         Args:
             input_ids, position_ids, attention_mask, labels, document_ids, lengths, cache: as there.
             inference_context: a cache, under Megatron's name for what generation goes on from.
+            packed_seq_params: the sequences of a row ``[1, s]``: tokens see those of their own sequence only. Rotary
+                positions begin anew in each, and so do those of a table where ``position_ids`` is None.
             loss_mask: accepted; the loss of each token is returned, and the program weighs it, as with Megatron's.
 
         Returns:
             As there.
 
         Raises:
-            ConfigError: ``inference_context`` is no key-value cache; there is another ``cache``.
+            ConfigError: ``inference_context`` is no key-value cache; there is another ``cache``, or ``document_ids`` as
+                well as ``packed_seq_params``.
         """
         if inference_context is not None:
             if cache is not None or not callable(getattr(inference_context, "append", None)):
@@ -143,6 +163,14 @@ class GPTModel(MegatronTransformer, GPT):
                     "shardwise.inference.PreallocatedCache, once"
                 )
             cache = inference_context
+        if packed_seq_params is not None:
+            if document_ids is not None:
+                raise ConfigError("packed_seq_params and document_ids both say which tokens are together; give one")
+            s = self._sequence_length(input_ids, position_ids, labels)
+            b = 1 if input_ids is None else input_ids.size(0)
+            document_ids, places = packed_seq_params.documents_and_positions(torch.Size((b, s)))
+            if position_ids is None or self.position_embedding_type == "rope":
+                position_ids = places
         arguments: dict[str, Any] = {"document_ids": document_ids, "lengths": lengths, "cache": cache}
         if self.training or not self.config.use_inference_optimized_layers:
             return GPT.forward(self, input_ids, position_ids, attention_mask, labels, **arguments)

@@ -11,6 +11,7 @@ from shardwise.data_parallel.replicas import check_replicas, fingerprints
 from shardwise.errors import AssertedConfigError, ConfigError
 from shardwise.layers import viewless
 from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.module import MegatronModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.language_model import LanguageModel
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
@@ -22,7 +23,7 @@ from shardwise.validation import validation_applies
 __all__ = ["LanguageModule"]
 
 
-class LanguageModule(LanguageModel):
+class LanguageModule(LanguageModel, MegatronModule):
     """Base of GPT, BERT and their kin, and of a program's own models.
 
     A model on it sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has
@@ -77,14 +78,6 @@ class LanguageModule(LanguageModel):
         if are_wanted and validation_applies():
             assert self.targets_of_first_step is not None
             self.targets_of_first_step.append(fingerprints([labels])[0])
-
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """``state_dict``, which a program's own model may override for its checkpoints."""
-        state: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
-        return state
-
-    def set_is_first_microbatch(self) -> None:
-        """Nothing happens: the flag is for caches of fp8 weights, which the config refuses."""
 
     def _set_attention_backend(self) -> None:
         """Refuse a ``config.attention_backend`` that does not work on the device where parameters are made.

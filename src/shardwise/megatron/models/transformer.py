@@ -15,6 +15,7 @@ from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.inert_settings import say_once
 from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.spec_utils import ModuleSpec
 from shardwise.tensor_parallel import ColumnParallelLinear
 from shardwise.tensor_parallel.attributes import mark_parameter
 from shardwise.topology import Groups
@@ -38,15 +39,14 @@ class MegatronTransformer(LanguageModule):
     def _begin(
         self,
         config: TransformerConfig,
-        transformer_layer_spec: TransformerLayerSpec | None,
+        transformer_layer_spec: ModuleSpec | TransformerLayerSpec | None,
         fp16_lm_cross_entropy: bool,
         pg_collection: ProcessGroupCollection | None,
     ) -> Groups:
         """The groups of a model that is being constructed, after checking what the engine's does not have."""
         if transformer_layer_spec is None:
             raise ConfigError(
-                "transformer_layer_spec is None; say what a layer is made of, such as "
-                "shardwise.transformer.layer.TransformerLayerSpec()"
+                "transformer_layer_spec is None; say what a layer is made of, such as get_gpt_layer_local_spec()"
             )
         if fp16_lm_cross_entropy:
             say_once("fp16_lm_cross_entropy", "the loss is in fp32 or wider")

@@ -1,0 +1,42 @@
+"""Megatron's enums."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from shardwise.transformer.masks import AttnMaskType
+
+__all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
+
+
+class ModelType(Enum):
+    """Kind of model: one stack of layers."""
+
+    encoder_or_decoder = 1
+
+
+class LayerType(Enum):
+    """Kind of layer, where layers are dealt out to pipeline stages."""
+
+    embedding = 1
+    loss = 2
+    encoder = 3
+    decoder = 4
+    mtp = 5
+
+
+class AttnType(Enum):
+    """Whose keys attention reads."""
+
+    self_attn = 1
+    cross_attn = 2
+
+
+class AttnBackend(Enum):
+    """Kernel of attention, for ``TransformerConfig.attention_backend``."""
+
+    flash = 1
+    fused = 2
+    unfused = 3
+    local = 4
+    auto = 5

@@ -1,0 +1,75 @@
+"""Messages between stages by Megatron's communicator: what arrives is what was sent, in either direction."""
+
+import pytest
+import torch
+from harness.parity import assert_bit_equal
+
+from shardwise.errors import ConfigError
+from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.p2p_communication import P2PCommunicator, is_single_shape
+
+
+def sent_by(rank, number):
+    return torch.arange(6.0, dtype=torch.float64).view(3, 2) + 100 * rank + 10 * number
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_arrives_is_what_was_sent(group):
+    talk = P2PCommunicator(group, ModelParallelConfig(pipeline_dtype=torch.float64))
+    me, t = group.rank(), group.size()
+    first, last, shape = talk.is_pp_first_stage, talk.is_pp_last_stage, (3, 2)
+    assert (first, last, talk.current_stage, talk.total_stages) == (me == 0, me == t - 1, me, t)
+    assert (talk.next_rank, talk.prev_rank) == ((me + 1) % t, (me - 1) % t)
+
+    # Down the stages and back, one tensor and a list of two.
+    received = talk.recv_forward(shape, first)
+    assert (received is None) == first
+    if not first:
+        assert_bit_equal(received.detach(), sent_by(me - 1, 0))
+        assert received.requires_grad
+    talk.send_forward(sent_by(me, 0).t().contiguous().t(), last)
+    gradients = talk.recv_backward([shape, torch.Size(shape)], last)
+    for number, gradient in enumerate(gradients):
+        assert (gradient is None) == last
+        if not last:
+            assert_bit_equal(gradient.detach(), sent_by(me + 1, number))
+    talk.send_backward([sent_by(me, 0), sent_by(me, 1)], first)
+
+    # Both ways between two neighbours.
+    if me % 2 == 0:
+        arrived, whose = talk.send_forward_recv_backward(sent_by(me, 2), shape, last), me + 1
+        assert (arrived is None) == last
+    else:
+        arrived, whose = talk.send_backward_recv_forward(sent_by(me, 2), shape, False), me - 1
+    if arrived is not None:
+        assert_bit_equal(arrived.detach(), sent_by(whose, 2))
+
+    # Round the circle; of two stages both neighbours are one rank.
+    forward, backward = sent_by(me, 3), sent_by(me, 4)
+    states, gradient = talk.send_forward_backward_recv_forward_backward(forward, backward, True, True, shape)
+    assert_bit_equal(states.detach(), sent_by((me - 1) % t, 3))
+    assert_bit_equal(gradient.detach(), sent_by((me + 1) % t, 4))
+    assert_bit_equal(talk.send_forward_recv_forward(forward, True, shape).detach(), sent_by((me - 1) % t, 3))
+    later, works = talk.send_backward_recv_backward(backward, True, shape, overlap_p2p_comm=True)
+    for work in works:
+        work.wait()
+    assert_bit_equal(later.detach(), sent_by((me + 1) % t, 4))
+    assert talk.send_forward_recv_forward(None, False, shape) is None
+
+    with pytest.raises(ConfigError, match=r"a tensor of torch\.float32 is to be sent, and pipeline_dtype is .*64"):
+        talk.send_forward(torch.zeros(3, 2), False)
+
+
+@pytest.mark.ranks(1)
+def test_shapes_are_known(group):
+    with pytest.warns(UserWarning, match="variable_seq_lengths changes nothing here"):
+        config = ModelParallelConfig(variable_seq_lengths=True)
+    with pytest.raises(ConfigError, match="variable_seq_lengths is set, and stages here exchange"):
+        P2PCommunicator(group, config)
+
+
+def test_a_shape_is_told_from_a_list_of_them():
+    assert is_single_shape((3, 2))
+    assert is_single_shape(torch.Size([]))
+    assert not is_single_shape([(3, 2)])
+    assert not is_single_shape([])
