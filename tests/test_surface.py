@@ -57,7 +57,7 @@ DEFAULTS = {
         "reduce_scatter_to_sequence_parallel_region": "group=None, input_split_sizes=None, use_global_buffer=False",
         "all_gather_last_dim_from_tensor_parallel_region": "group=None",
         "reduce_scatter_last_dim_to_tensor_parallel_region": "group=None",
-        "all_to_all": "output_split_sizes_=None, input_split_sizes=None",
+        "all_to_all": "output_split_sizes_=None, input_split_sizes=None, use_nccl_stream=False",
         "all_to_all_sp2hp": "group=None",
         "all_to_all_hp2sp": "group=None",
     },

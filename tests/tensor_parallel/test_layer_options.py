@@ -217,8 +217,14 @@ class TestAttributes:
         assert attributes(other) == (False, 1, 1)
         # As Megatron's dict has them, which programs read.
         defaults = layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
-        assert list(defaults) == ["expert_tp", "is_qkv", "tensor_model_parallel", "partition_dim", "partition_stride"]
-        assert list(defaults.values()) == [False, False, False, -1, 1]
+        assert defaults == {
+            "expert_tp": False,
+            "is_qkv": False,
+            "qkv_split_shapes": None,
+            "tensor_model_parallel": False,
+            "partition_dim": -1,
+            "partition_stride": 1,
+        }
         assert vars(other) == defaults | {"partition_dim": 1}
 
     @pytest.mark.ranks(2)
