@@ -29,15 +29,17 @@ DEFAULTS = {
     "tensor_parallel.cross_entropy": {"vocab_parallel_cross_entropy": "label_smoothing=0.0, tp_group=None"},
     "tensor_parallel.data": {"broadcast_data": "tp_group=None"},
     "tensor_parallel.layers": {
-        "VocabParallelEmbedding": "*, reduce_scatter_embeddings=False, tp_group=None",
+        "VocabParallelEmbedding": "*, reduce_scatter_embeddings=False, tp_group=None, pg_collection=None",
         "ColumnParallelLinear": (
             "*, bias=True, gather_output=False, stride=1, keep_master_weight_for_test=False, skip_bias_add=False, "
             "skip_weight_param_allocation=False, embedding_activation_buffer=None, grad_output_buffer=None, "
-            "is_expert=False, tp_comm_buffer_name=None, disable_grad_reduce=False, tp_group=None"
+            "is_expert=False, tp_comm_buffer_name=None, disable_grad_reduce=False, tp_group=None, name=None, "
+            "output_dtype=None, pg_collection=None"
         ),
         "ColumnParallelLinear.forward": "weight=None, runtime_gather_output=None",
         "RowParallelLinear": (
-            "*, stride=1, keep_master_weight_for_test=False, is_expert=False, tp_comm_buffer_name=None, tp_group=None"
+            "*, stride=1, keep_master_weight_for_test=False, is_expert=False, tp_comm_buffer_name=None, tp_group=None, "
+            "name=None, pg_collection=None"
         ),
         "linear_with_grad_accumulation_and_async_allreduce": (
             "grad_output_buffer=None, wgrad_deferral_limit=0, async_grad_allreduce=None, tp_group=None"

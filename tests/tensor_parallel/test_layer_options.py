@@ -399,18 +399,18 @@ def test_constructors_take_the_reference_arguments():
             ["input_size", "output_size"],
             "config init_method bias gather_output stride keep_master_weight_for_test skip_bias_add "
             "skip_weight_param_allocation embedding_activation_buffer grad_output_buffer is_expert "
-            "tp_comm_buffer_name disable_grad_reduce tp_group",
+            "tp_comm_buffer_name disable_grad_reduce tp_group name output_dtype pg_collection",
         ),
         (
             RowParallelLinear,
             ["input_size", "output_size"],
             "config init_method bias input_is_parallel skip_bias_add stride keep_master_weight_for_test is_expert "
-            "tp_comm_buffer_name tp_group",
+            "tp_comm_buffer_name tp_group name pg_collection",
         ),
         (
             VocabParallelEmbedding,
             ["num_embeddings", "embedding_dim"],
-            "init_method reduce_scatter_embeddings config tp_group",
+            "init_method reduce_scatter_embeddings config tp_group pg_collection",
         ),
     ):
         names = list(inspect.signature(layer).parameters)
