@@ -83,6 +83,23 @@ DEFAULTS = {
         ),
         "RankGenerator": "rank_offset=0",
     },
+    "megatron.mpu.initialize": {
+        "initialize_model_parallel": (
+            "tensor_model_parallel_size_=1, pipeline_model_parallel_size_=1, virtual_pipeline_model_parallel_size_=None"
+        ),
+        "is_pipeline_first_stage": "ignore_virtual=False",
+        "is_pipeline_last_stage": "ignore_virtual=False",
+    },
+    "megatron.mpu.layers": {
+        "ColumnParallelLinear": (
+            "bias=True, gather_output=True, stride=1, keep_master_weight_for_test=False, skip_bias_add=False, "
+            "moe=False, enable_expert_tensor_parallelism=False"
+        ),
+        "RowParallelLinear": (
+            "bias=True, input_is_parallel=False, stride=1, keep_master_weight_for_test=False, skip_bias_add=False, "
+            "moe=False, enable_expert_tensor_parallelism=False"
+        ),
+    },
     "megatron.models.language_module": {
         "LanguageModule": "pg_collection=None",
         "LanguageModule.sharded_state_dict": "prefix='', sharded_offsets=(), metadata=None",
@@ -159,8 +176,15 @@ def test_defaults_are_the_references(module, name, expected):
         "shardwise.megatron.datasets",
         "shardwise.megatron.dist_checkpointing",
         "shardwise.megatron.distributed",
+        "shardwise.megatron.initialize",
         "shardwise.megatron.layer_specs",
         "shardwise.megatron.module",
+        "shardwise.megatron.mpu",
+        "shardwise.megatron.mpu.initialize",
+        "shardwise.megatron.mpu.layers",
+        "shardwise.megatron.mpu.mappings",
+        "shardwise.megatron.mpu.random",
+        "shardwise.megatron.mpu.utils",
         "shardwise.megatron.tokenizers",
         "shardwise.megatron.utils",
     ],
@@ -271,7 +295,7 @@ def test_what_the_guide_calls_refused_is_refused(call, error):
     marked.is_qkv = True
     names = {"torch": torch, "x": x, "weight": weight, "marked": marked}
     names["sizes"] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    for module in (*MODULES, *MODELS, "shardwise.megatron.config"):
+    for module in (*MODULES, *MODELS, "shardwise.megatron.config", "shardwise.megatron.initialize"):
         names |= {name: value for name, value in vars(importlib.import_module(module)).items() if name[0] != "_"}
     with pytest.raises(errors.ShardwiseError) as info:
         eval(call, names)

@@ -236,8 +236,8 @@ def tensor_parallel_linear(
         assert group is not None
         sizes = shard_sizes(input_, sequence_length, group)
     if isinstance(weight, QuantizedTensor):
-        output = _quantized(input_, weight, bias, parallelism, group, sizes)
-        return output.to(exact.dtype) if isinstance(exact, ProductsIn) else output
+        product = _quantized(input_, weight, bias, parallelism, group, sizes)
+        return product.to(exact.dtype) if isinstance(exact, ProductsIn) else product
     overlaps = overlaps and exact is None and parallelism in _OVERLAPPED
     local = parallelism is LinearParallelism.LOCAL
     if (local and weight_gradient is None and exact is None) or not torch.is_grad_enabled():
@@ -253,7 +253,7 @@ def tensor_parallel_linear(
     is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
     fused = LinearParallelism.LOCAL if is_row and is_kept_briefly() else parallelism
     arguments = (fused, group, sizes, weight_gradient, exact, overlaps and fused is parallelism)
-    output = TensorParallelLinear.apply(input_, weight, bias, *arguments)
+    output: Tensor = TensorParallelLinear.apply(input_, weight, bias, *arguments)
     if fused is parallelism:
         return output
     # Recomputation ends with the last tensor that is saved. The product saves, the move after it does not: apart, the

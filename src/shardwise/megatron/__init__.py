@@ -47,13 +47,20 @@ _ALIASES = {
     "megatron.core.transformer.module": "shardwise.megatron.module",
     "megatron.core.transformer.transformer_config": "shardwise.megatron.config",
     "megatron.core.utils": "shardwise.megatron.utils",
-    "megatron.mpu.initialize": "shardwise.parallel_state",
+    "megatron.initialize": "shardwise.megatron.initialize",
+    "megatron.mpu": "shardwise.megatron.mpu",
+    "megatron.mpu.cross_entropy": "shardwise.tensor_parallel.cross_entropy",
+    "megatron.mpu.data": "shardwise.tensor_parallel.data",
 }
 
 _ALIASES |= {
-    f"megatron.{package}.{name}": f"shardwise.tensor_parallel.{name}"
-    for package in ("core.tensor_parallel", "mpu")
+    f"megatron.core.tensor_parallel.{name}": f"shardwise.tensor_parallel.{name}"
     for name in ("cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils")
+}
+
+_ALIASES |= {
+    f"megatron.mpu.{name}": f"shardwise.megatron.mpu.{name}"
+    for name in ("initialize", "layers", "mappings", "random", "utils")
 }
 
 # Packages that have names themselves, besides their modules: all that these offer.
@@ -67,8 +74,6 @@ _OFFERED = {
     "megatron.core.pipeline_parallel.schedules": ("shardwise.megatron.schedules",),
     "megatron.core.tokenizers": ("shardwise.megatron.tokenizers",),
     "megatron.core.transformer": ("shardwise.megatron.config", "shardwise.megatron.module"),
-    # Megatron-DeepSpeed's one package for what Megatron has in two.
-    "megatron.mpu": ("shardwise.parallel_state", "shardwise.tensor_parallel"),
 }
 
 # All that another name lies in.
