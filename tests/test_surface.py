@@ -32,15 +32,17 @@ DEFAULTS = {
     "tensor_parallel.cross_entropy": {"vocab_parallel_cross_entropy": "label_smoothing=0.0, tp_group=None"},
     "tensor_parallel.data": {"broadcast_data": "tp_group=None"},
     "tensor_parallel.layers": {
-        "VocabParallelEmbedding": "*, reduce_scatter_embeddings=False, tp_group=None",
+        "VocabParallelEmbedding": "*, reduce_scatter_embeddings=False, tp_group=None, pg_collection=None",
         "ColumnParallelLinear": (
             "*, bias=True, gather_output=False, stride=1, keep_master_weight_for_test=False, skip_bias_add=False, "
             "skip_weight_param_allocation=False, embedding_activation_buffer=None, grad_output_buffer=None, "
-            "is_expert=False, tp_comm_buffer_name=None, disable_grad_reduce=False, tp_group=None"
+            "is_expert=False, tp_comm_buffer_name=None, disable_grad_reduce=False, tp_group=None, name=None, "
+            "output_dtype=None, pg_collection=None"
         ),
         "ColumnParallelLinear.forward": "weight=None, runtime_gather_output=None",
         "RowParallelLinear": (
-            "*, stride=1, keep_master_weight_for_test=False, is_expert=False, tp_comm_buffer_name=None, tp_group=None"
+            "*, stride=1, keep_master_weight_for_test=False, is_expert=False, tp_comm_buffer_name=None, tp_group=None, "
+            "name=None, pg_collection=None"
         ),
         "linear_with_grad_accumulation_and_async_allreduce": (
             "grad_output_buffer=None, wgrad_deferral_limit=0, async_grad_allreduce=None, tp_group=None"
@@ -60,7 +62,7 @@ DEFAULTS = {
         "reduce_scatter_to_sequence_parallel_region": "group=None, input_split_sizes=None, use_global_buffer=False",
         "all_gather_last_dim_from_tensor_parallel_region": "group=None",
         "reduce_scatter_last_dim_to_tensor_parallel_region": "group=None",
-        "all_to_all": "output_split_sizes_=None, input_split_sizes=None",
+        "all_to_all": "output_split_sizes_=None, input_split_sizes=None, use_nccl_stream=False",
         "all_to_all_sp2hp": "group=None",
         "all_to_all_hp2sp": "group=None",
     },
@@ -83,6 +85,23 @@ DEFAULTS = {
             "order='tp-cp-ep-dp-pp'"
         ),
         "RankGenerator": "rank_offset=0",
+    },
+    "megatron.mpu.initialize": {
+        "initialize_model_parallel": (
+            "tensor_model_parallel_size_=1, pipeline_model_parallel_size_=1, virtual_pipeline_model_parallel_size_=None"
+        ),
+        "is_pipeline_first_stage": "ignore_virtual=False",
+        "is_pipeline_last_stage": "ignore_virtual=False",
+    },
+    "megatron.mpu.layers": {
+        "ColumnParallelLinear": (
+            "bias=True, gather_output=True, stride=1, keep_master_weight_for_test=False, skip_bias_add=False, "
+            "moe=False, enable_expert_tensor_parallelism=False"
+        ),
+        "RowParallelLinear": (
+            "bias=True, input_is_parallel=False, stride=1, keep_master_weight_for_test=False, skip_bias_add=False, "
+            "moe=False, enable_expert_tensor_parallelism=False"
+        ),
     },
     "megatron.models.language_module": {
         "LanguageModule": "pg_collection=None",
@@ -161,9 +180,16 @@ def test_defaults_are_the_references(module, name, expected):
         "shardwise.megatron.dist_checkpointing",
         "shardwise.megatron.distributed",
         "shardwise.megatron.enums",
+        "shardwise.megatron.initialize",
         "shardwise.megatron.layer_parts",
         "shardwise.megatron.layer_specs",
         "shardwise.megatron.module",
+        "shardwise.megatron.mpu",
+        "shardwise.megatron.mpu.initialize",
+        "shardwise.megatron.mpu.layers",
+        "shardwise.megatron.mpu.mappings",
+        "shardwise.megatron.mpu.random",
+        "shardwise.megatron.mpu.utils",
         "shardwise.megatron.num_microbatches_calculator",
         "shardwise.megatron.p2p_communication",
         "shardwise.megatron.packed_seq_params",
@@ -281,7 +307,7 @@ def test_what_the_guide_calls_refused_is_refused(call, error):
     marked.is_qkv = True
     names = {"torch": torch, "x": x, "weight": weight, "marked": marked}
     names["sizes"] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    for module in (*MODULES, *MODELS, "shardwise.megatron.config"):
+    for module in (*MODULES, *MODELS, "shardwise.megatron.config", "shardwise.megatron.initialize"):
         names |= {name: value for name, value in vars(importlib.import_module(module)).items() if name[0] != "_"}
     with pytest.raises(errors.ShardwiseError) as info:
         eval(call, names)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from shardwise.layers import ColumnLinear
 from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
@@ -67,6 +68,25 @@ def test_the_loss_and_its_gradient(group, device, full, dtype, options):
     loss.sum().backward()
     expected.sum().backward()
     assert_near(given.grad, reference.grad, RTOL[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_a_wider_dtype_than_their_factors(group, device, full, dtype):
+    v, s, h = (50_257, 128, 256) if full else (37, 5, 6)
+    torch.manual_seed(0)
+    layer = ColumnLinear(h, v, group=group, device=device, dtype=dtype, output_dtype=torch.float32)
+    x = torch.randn(s, 2, h, dtype=dtype)
+    reference, given = x.double().requires_grad_(), x.to(device).requires_grad_()
+    weight, bias = (param.detach().cpu().double().requires_grad_() for param in (layer.weight, layer.bias))
+    expected = F.linear(reference, weight, bias)
+    output = layer(given)
+    assert output.dtype == torch.float32
+    assert_near(output, expected.detach(), RTOL[torch.float32])
+    incoming = torch.randn(s, 2, v)
+    output.backward(incoming.to(device))
+    expected.backward(incoming.to(dtype).double())
+    for actual, exact_gradient in ((given, reference), (layer.weight, weight), (layer.bias, bias)):
+        assert_near(actual.grad, exact_gradient.grad, RTOL[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

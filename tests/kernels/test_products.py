@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.operators import Operators
+from torch._subclasses import FakeTensorMode
 
 from shardwise.kernels import host_memory, products
 
@@ -154,3 +156,19 @@ def test_a_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_reason_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_vendor", lambda: "GenuineIntel")
     assert "AMD" in (products.why_not_onednn.__wrapped__() or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wide_output_of_narrow_factors(dtype):
+    x, weight, _, bias = (matrix.to(dtype) for matrix in _matrices(6, 37, 13, torch.float32))
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    output = products.ProductsIn(torch.float32).linear(x.view(3, 2, 37), weight, bias)
+    assert (output.dtype, output.shape) == (torch.float32, (3, 2, 13))
+    _assert_close(output.view(6, 13), exact, 37)
+    # On CUDA one operator multiplies, and neither factor is widened.
+    with FakeTensorMode(), Operators() as operators, torch.no_grad():
+        x, weight, bias = (torch.empty(shape, device="cuda", dtype=dtype) for shape in ((3, 2, 37), (13, 37), (13,)))
+        output = products.ProductsIn(torch.float32).linear(x, weight, bias)
+    assert (output.dtype, output.shape, output.device.type) == (torch.float32, (3, 2, 13), "cuda")
+    assert "aten::mm.dtype" in operators.names
+    assert "aten::_to_copy" not in operators.names

@@ -71,6 +71,7 @@ def test_packages_that_name_what_their_modules_hold():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tokenizers import MegatronTokenizer
     from megatron.core.transformer.module import MegatronModule
+    from megatron.initialize import initialize_megatron
     from megatron.mpu.initialize import get_tensor_model_parallel_rank
 
     # A function with the name of its module.
@@ -79,9 +80,18 @@ def test_packages_that_name_what_their_modules_hold():
     assert dist_checkpointing.ShardedTensor is ShardedTensor
     assert (MockGPTDataset, MegatronTokenizer) == (datasets.MockGPTDataset, tokenizers.MegatronTokenizer)
     assert (MegatronModule, get_gpt_layer_local_spec) == (module.MegatronModule, layer_specs.get_gpt_layer_local_spec)
-    # Megatron-DeepSpeed's package has what Megatron has in two.
+    # Megatron-DeepSpeed's package has what Megatron has in two, and layers of its own.
+    assert mpu is shardwise.megatron.mpu
     assert mpu.get_tensor_model_parallel_rank is get_tensor_model_parallel_rank
-    assert mpu.ColumnParallelLinear is mpu.layers.ColumnParallelLinear is tensor_parallel.ColumnParallelLinear
+    assert get_tensor_model_parallel_rank is parallel_state.get_tensor_model_parallel_rank
+    assert (
+        mpu.ColumnParallelLinear
+        is mpu.layers.ColumnParallelLinear
+        is sys.modules["megatron.mpu.layers"].ColumnParallelLinear
+    )
+    assert mpu.broadcast_data is mpu.data.broadcast_data is tensor_parallel.broadcast_data
+    assert mpu.divide is utils.divide
+    assert initialize_megatron is shardwise.megatron.initialize.initialize_megatron
 
 
 # What real programs import beside: by module of Megatron's, the names.

@@ -197,6 +197,10 @@ def test_a_product_of_a_program_s_own(group, sequence_parallel, frozen):
     # The sum over the ranks comes after the row layer's product, and the bias after that.
     assert (down.seen["allreduce_dgrad"], down.seen["sequence_parallel"], down.seen["bias"]) == (False, False, None)
     assert up.seen["grad_output_buffer"] is up.seen["wgrad_deferral_limit"] is None
+    assert "output_dtype" not in up.seen
+    up.output_dtype = torch.float32
+    assert up(x.detach(), **options)[0].dtype is torch.float32
+    assert up.seen["output_dtype"] is torch.float32
 
 
 @pytest.mark.ranks(2)

@@ -217,8 +217,14 @@ class TestAttributes:
         assert attributes(other) == (False, 1, 1)
         # As Megatron's dict has them, which programs read.
         defaults = layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
-        assert list(defaults) == ["expert_tp", "is_qkv", "tensor_model_parallel", "partition_dim", "partition_stride"]
-        assert list(defaults.values()) == [False, False, False, -1, 1]
+        assert defaults == {
+            "expert_tp": False,
+            "is_qkv": False,
+            "qkv_split_shapes": None,
+            "tensor_model_parallel": False,
+            "partition_dim": -1,
+            "partition_stride": 1,
+        }
         assert vars(other) == defaults | {"partition_dim": 1}
 
     @pytest.mark.ranks(2)
@@ -393,18 +399,18 @@ def test_constructors_take_the_reference_arguments():
             ["input_size", "output_size"],
             "config init_method bias gather_output stride keep_master_weight_for_test skip_bias_add "
             "skip_weight_param_allocation embedding_activation_buffer grad_output_buffer is_expert "
-            "tp_comm_buffer_name disable_grad_reduce tp_group",
+            "tp_comm_buffer_name disable_grad_reduce tp_group name output_dtype pg_collection",
         ),
         (
             RowParallelLinear,
             ["input_size", "output_size"],
             "config init_method bias input_is_parallel skip_bias_add stride keep_master_weight_for_test is_expert "
-            "tp_comm_buffer_name tp_group",
+            "tp_comm_buffer_name tp_group name pg_collection",
         ),
         (
             VocabParallelEmbedding,
             ["num_embeddings", "embedding_dim"],
-            "init_method reduce_scatter_embeddings config tp_group",
+            "init_method reduce_scatter_embeddings config tp_group pg_collection",
         ),
     ):
         names = list(inspect.signature(layer).parameters)

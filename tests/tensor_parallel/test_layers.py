@@ -4,16 +4,20 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_shards
 from torch import nn
 
 from shardwise import parallel_state
+from shardwise.communication.trees import sum_in_parts
 from shardwise.errors import ConfigError, ShardingError, TopologyError, VocabularyError
 from shardwise.initialization import Normal
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.recompute import recomputed
 from shardwise.sharding import ParamLayout
+from shardwise.tensor_parallel.inference_layers import InferenceColumnParallelLinear, InferenceRowParallelLinear
 from shardwise.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -291,6 +295,64 @@ def test_autocast(group):
             assert_close_to(gradient, dense[name].grad, rtol_of_norm=4 * 2**-8, name=f"gradient of {name}")
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_an_output_of_a_dtype_of_its_own(group, sequence_parallel, frozen):
+    """Logits in fp32 of factors in bf16 have the sums of fp32: rounding them to bf16 would be off by 2e-3."""
+    config = config_of(sequence_parallel, torch.bfloat16)
+    layer = column(group, 37, 13, config=config, output_dtype=torch.float32)
+    layer.weight.requires_grad_(not frozen)
+    x = torch.randn(S, B, 37).bfloat16()
+    incoming = torch.randn(S, B, 13)
+    dense = whole_parameters(layer, group)
+    dense_x = leaf(x.double())
+    expected = F.linear(dense_x, dense["weight"], dense["bias"])
+    # Gradients are those of the incoming one in the factors' dtype.
+    expected.backward(incoming.bfloat16().double())
+    own_x, own_incoming = leaf(split(x, 0, group) if sequence_parallel else x), split(incoming, 2, group)
+    with assert_unmodified(own_x, own_incoming, *layer.parameters()):
+        output, _ = layer(own_x, sequence_length=S)
+        output.backward(own_incoming)
+    assert (output.dtype, own_x.grad.dtype, layer.bias.grad.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    assert_close_to(output.detach().double(), split(expected.detach(), 2, group), rtol_of_norm=1e-6, name="output")
+    expected_x = split(dense_x.grad, 0, group) if sequence_parallel else dense_x.grad
+    assert_close_to(own_x.grad.double(), expected_x, rtol_of_norm=4 * 2**-8, name="input gradient")
+    if frozen:
+        assert layer.weight.grad is None
+    else:
+        assert_gradients(layer, dense, group, rtol=4 * 2**-8)
+    with torch.no_grad():
+        assert_bit_equal(layer(own_x, sequence_length=S)[0], output)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_bit_equal(layer(own_x, sequence_length=S)[0], output)
+
+
+@pytest.mark.ranks(2)
+def test_an_output_of_a_dtype_of_its_own_beside_other_options(group):
+    config = config_of(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
+    fused = column(group, 37, 13, config=config, output_dtype=torch.float32)
+    x = torch.randn(S, B, 37).bfloat16()
+    fused.weight.main_grad = torch.zeros_like(fused.weight, dtype=torch.float32)
+    output, _ = fused(x)
+    output.backward(incoming := torch.randn_like(output))
+    expected = incoming.bfloat16().float().flatten(0, 1).t() @ x.float().flatten(0, 1)
+    assert_close_to(fused.weight.main_grad, expected, rtol_of_norm=1e-6)
+    gathered = fused(x, runtime_gather_output=True)[0]
+    assert (gathered.dtype, gathered.shape) == (torch.float32, (S, B, 13))
+    # A narrower one is the wider one, rounded.
+    narrow = column(group, 7, 13, config=config_of(dtype=torch.float32), output_dtype=torch.bfloat16)
+    plain = column(group, 7, 13, config=config_of(dtype=torch.float32))
+    plain.load_state_dict(narrow.state_dict())
+    given = torch.randn(S, B, 7)
+    assert_bit_equal(narrow(given)[0], plain(given)[0].bfloat16())
+    with pytest.raises(ConfigError, match=r"output_dtype is torch\.int32; it must be a floating-point dtype"):
+        column(group, 4, 6, output_dtype=torch.int32)
+    sum_in_parts(exact := dist.new_group(), 2)
+    with pytest.raises(ConfigError, match="the group's sums are exact"):
+        column(exact, 4, 6, output_dtype=torch.float32)
+
+
 def row_in_fp32(group):
     return row(group, 13, 7, config=config_of(dtype=torch.float32))
 
@@ -482,6 +544,30 @@ def test_no_group_means_the_ambient_one(group):
     ):
         assert layer.tp_group is parallel_state.get_tensor_model_parallel_group()
         assert (layer.tp_size, layer.tp_rank) == (2, group.rank())
+
+
+@pytest.mark.ranks(2)
+def test_a_collection_of_groups_says_which(group):
+    """Without ambient groups; a group that is given by itself comes first, and an ambient one last."""
+    alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
+    groups = ProcessGroupCollection(tp=group, expt_tp=alone)
+    options = {"init_method": Normal(1.0), "config": config_of()}
+    linear_options = options | {"bias": True, "skip_bias_add": True, "pg_collection": groups, "name": "decoder.0.fc"}
+    row_options = linear_options | {"input_is_parallel": True}
+    for layer, size in (
+        (VocabParallelEmbedding(9, 4, pg_collection=groups, name="word", **options), 2),
+        (ColumnParallelLinear(4, 6, **linear_options), 2),
+        (ColumnParallelLinear(4, 6, is_expert=True, **linear_options), 1),
+        (ColumnParallelLinear(4, 6, tp_group=alone, **linear_options), 1),
+        (RowParallelLinear(4, 6, **row_options), 2),
+        (RowParallelLinear(4, 6, is_expert=True, **row_options), 1),
+        (InferenceColumnParallelLinear(4, 6, gather_output=False, is_expert=False, **linear_options), 2),
+        (InferenceRowParallelLinear(4, 6, is_expert=False, **row_options), 2),
+    ):
+        assert layer.tp_group is (group if size == 2 else alone)
+    parallel_state.initialize_model_parallel(2)
+    layer = ColumnParallelLinear(4, 6, **options, pg_collection=ProcessGroupCollection(pp=alone))
+    assert layer.tp_group is parallel_state.get_tensor_model_parallel_group()
 
 
 @pytest.mark.ranks(2)

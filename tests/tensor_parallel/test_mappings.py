@@ -78,9 +78,14 @@ def test_no_group_at_all(name):
         getattr(mappings, name)(torch.ones(2, 2))
 
 
-def test_all_to_all_without_a_group():
-    with pytest.raises(TopologyError, match="no group was given"):
-        mappings.all_to_all(None, torch.ones(2, 2))
+@pytest.mark.ranks(2)
+def test_all_to_all_must_be_given_its_group(group):
+    parallel_state.initialize_model_parallel(2)
+    for use_nccl_stream in (False, True):
+        with pytest.raises(AssertionError, match="group is None; this function is given its group"):
+            mappings.all_to_all(None, torch.ones(2, 2), use_nccl_stream=use_nccl_stream)
+    exchanged = mappings.all_to_all(group, torch.tensor([0.0, 1.0]) + 10 * group.rank(), use_nccl_stream=True)
+    assert exchanged.tolist() == [0.0 + group.rank(), 10.0 + group.rank()]
 
 
 @pytest.mark.ranks(3)

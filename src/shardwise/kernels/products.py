@@ -139,6 +139,39 @@ class AlignedProducts:
         return grad_output.sum(dim=0)
 
 
+class ProductsIn(AlignedProducts):
+    """The products of a linear layer whose output has a dtype of its own; not recorded by autograd.
+
+    Sums are never rounded to a narrower dtype than the output's: fp32 logits of bf16 factors have their fp32 sums.
+
+    Args:
+        dtype: of the output; gradients have the factors' dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``[..., i]`` to ``[..., o]``."""
+        if torch.is_autocast_enabled(input_.device.type):
+            input_, weight, bias = autocast(input_, weight, bias)
+            # Which would narrow the wide factors again.
+            with torch.autocast(input_.device.type, enabled=False):
+                return self._linear(input_, weight, bias)
+        return self._linear(input_, weight, bias)
+
+    def _linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        is_narrow = input_.dtype in (torch.float16, torch.bfloat16)
+        if input_.is_cuda and is_narrow and self.dtype == torch.float32:
+            # Only CUDA has a product of narrow factors whose result is wide.
+            rows = input_.reshape(input_.shape[:-1].numel(), input_.size(-1))
+            output = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+            return (output if bias is None else output.add_(bias)).view(*input_.shape[:-1], weight.size(0))
+        wide = torch.promote_types(input_.dtype, self.dtype)
+        bias = None if bias is None else bias.to(wide)
+        return linear(input_.to(wide), weight.to(wide), bias).to(self.dtype)
+
+
 def needs_alignment(input_: Tensor, weight: Tensor) -> bool:
     """Whether rows of ``input_ @ weight.T`` that lie one after the other would begin where 16-byte loads cannot."""
     if not input_.is_cuda or torch.compiler.is_compiling():

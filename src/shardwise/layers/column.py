@@ -40,6 +40,7 @@ class ColumnLinear(ParallelLinear):
             holds, in the order of its output. Several ranks may hold the same interval, and their weight gradients are
             then partial sums; such an output is not gathered.
         own_weight: make a weight; without, it is passed to ``forward``.
+        output_dtype: of the output, whose sums are not rounded to a narrower one; that of the input if None.
         parallelism: what the layer communicates, where it is not the usual: LOCAL leaves the input's gradient a partial
             sum.
         options: ``fuse_weight_gradient``, ``delay_weight_gradient`` and ``weight_gradient_queue`` of
@@ -51,7 +52,8 @@ class ColumnLinear(ParallelLinear):
 
     Raises:
         ShardingError: ``sizes`` do not sum to a section.
-        ConfigError: ``intervals`` with what they exclude.
+        ConfigError: ``intervals`` with what they exclude; an ``output_dtype`` that is no floating-point dtype, or in a
+            group that sums over parts.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
@@ -73,6 +75,7 @@ class ColumnLinear(ParallelLinear):
         sections: int = 1,
         intervals: Sequence[Sequence[Interval]] | None = None,
         own_weight: bool = True,
+        output_dtype: torch.dtype | None = None,
         parallelism: LinearParallelism | None = None,
         **options: Any,
     ) -> None:
@@ -103,7 +106,18 @@ class ColumnLinear(ParallelLinear):
         self._output_sizes = [layout.local_size(rank) for rank in range(t)]
         self._weight_layout, self._init = layout, init
         self._sum_in_parts(layout, "output")
+        self._set_output_dtype(output_dtype)
         self._make_parameters(layout if own_weight else None, layout_of((out_features,)) if bias else None, init)
+
+    def _set_output_dtype(self, dtype: torch.dtype | None) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigError(f"output_dtype is {dtype}; it must be a floating-point dtype, or None for the input's")
+        if dtype is not None and self._exact is not None:
+            raise ConfigError(
+                f"output_dtype is {dtype}, and the group's sums are exact, whose outputs have the input's dtype; leave "
+                "output_dtype out, or cast the output"
+            )
+        self.output_dtype = dtype
 
     @property
     def input_layout(self) -> Layout:

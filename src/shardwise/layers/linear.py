@@ -29,7 +29,7 @@ from shardwise.errors import ShardingError
 from shardwise.kernels import products
 from shardwise.kernels.exact_products import ExactProducts
 from shardwise.kernels.main_grad import add_product_, main_grad_of
-from shardwise.kernels.products import AlignedProducts
+from shardwise.kernels.products import AlignedProducts, ProductsIn
 from shardwise.layers.overlapped import multiply_gathered, multiply_scattered
 from shardwise.layers.weight_gradient import WeightGradient
 from shardwise.layout import Layout, hidden_layout
@@ -150,6 +150,8 @@ class TensorParallelLinear(Function):
         weight_gradient: WeightGradient | None = ctx.weight_gradient
         exact: ExactProducts | AlignedProducts | None = ctx.exact
         grad_input = grad_weight = grad_bias = None
+        # An output may have a dtype of its own (``ProductsIn``).
+        grad_output = grad_output.to(weight.dtype)
 
         if parallelism is LinearParallelism.ROW_SEQUENCE:
             if ctx.overlaps and needs_input_grad:
@@ -225,8 +227,9 @@ def tensor_parallel_linear(
         sequence_length: ``s``, which COLUMN_SEQUENCE cannot see: shards are then of the balanced sizes. None if all
             ranks hold as many positions.
         weight_gradient: what becomes of the weight's gradient; autograd's if None.
-        exact: makes the products, in a group that sums over parts (``communication.trees``), of one rank too, and where
-            the output's rows are to lie aligned; PyTorch's products if None.
+        exact: makes the products, in a group that sums over parts (``communication.trees``), of one rank too, where
+            the output's rows are to lie aligned, and where the output has a dtype of its own; PyTorch's products if
+            None.
         overlaps: let the products of COLUMN_SEQUENCE and ROW_SEQUENCE be made as the ranks' rows come and go; nothing
             with the other two, and with ``exact``.
 
@@ -245,7 +248,8 @@ def tensor_parallel_linear(
         assert group is not None
         sizes = shard_sizes(input_, sequence_length, group)
     if isinstance(weight, QuantizedTensor):
-        return _quantized(input_, weight, bias, parallelism, group, sizes)
+        product = _quantized(input_, weight, bias, parallelism, group, sizes)
+        return product.to(exact.dtype) if isinstance(exact, ProductsIn) else product
     overlaps = overlaps and exact is None and parallelism in _OVERLAPPED
     local = parallelism is LinearParallelism.LOCAL
     if (local and weight_gradient is None and exact is None) or not torch.is_grad_enabled():

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.communication.trees import exact_parts
 from shardwise.initialization import InitMethod
 from shardwise.kernels.exact_products import ExactProducts
-from shardwise.kernels.products import AlignedProducts, needs_alignment
+from shardwise.kernels.products import AlignedProducts, ProductsIn, needs_alignment
 from shardwise.layers.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.layers.module import ShardedModule
 from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue
@@ -53,6 +53,8 @@ class ParallelLinear(ShardedModule):
     weight: Parameter | None
     bias: Parameter | None
     local_features: int
+    # That of the factors if None.
+    output_dtype: torch.dtype | None = None
     # How the layer multiplies in a group that sums over parts; None elsewhere.
     _exact: ExactProducts | None = None
     # What the layer communicates on several ranks: without sequence parallelism, and with it.
@@ -149,6 +151,8 @@ class ParallelLinear(ShardedModule):
         products: ExactProducts | AlignedProducts | None = self._exact
         if self.align_rows and products is None and torch.is_grad_enabled() and needs_alignment(input_, weight):
             products = AlignedProducts()
+        if self.output_dtype is not None and products is None:
+            products = ProductsIn(self.output_dtype)
         return tensor_parallel_linear(
             input_,
             weight,

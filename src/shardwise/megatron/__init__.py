@@ -47,12 +47,14 @@ _ALIASES = {
     "megatron.core.transformer.module": "shardwise.megatron.module",
     "megatron.core.transformer.transformer_config": "shardwise.megatron.config",
     "megatron.core.utils": "shardwise.megatron.utils",
-    "megatron.mpu.initialize": "shardwise.parallel_state",
+    "megatron.initialize": "shardwise.megatron.initialize",
+    "megatron.mpu": "shardwise.megatron.mpu",
+    "megatron.mpu.cross_entropy": "shardwise.tensor_parallel.cross_entropy",
+    "megatron.mpu.data": "shardwise.tensor_parallel.data",
 }
 
 _ALIASES |= {
-    f"megatron.{package}.{name}": f"shardwise.tensor_parallel.{name}"
-    for package in ("core.tensor_parallel", "mpu")
+    f"megatron.core.tensor_parallel.{name}": f"shardwise.tensor_parallel.{name}"
     for name in ("cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils")
 }
 
@@ -77,6 +79,11 @@ _ALIASES |= {
     for name in names.split()
 }
 
+_ALIASES |= {
+    f"megatron.mpu.{name}": f"shardwise.megatron.mpu.{name}"
+    for name in ("initialize", "layers", "mappings", "random", "utils")
+}
+
 # Packages that have names themselves, besides their modules: all that these offer.
 _OFFERED = {
     "megatron.core": ("shardwise.megatron.config", "shardwise.megatron.distributed"),
@@ -90,8 +97,6 @@ _OFFERED = {
     "megatron.core.transformer": tuple(
         f"shardwise.megatron.{name}" for name in ("config", "module", "spec_utils", "transformer_layer")
     ),
-    # Megatron-DeepSpeed's one package for what Megatron has in two.
-    "megatron.mpu": ("shardwise.parallel_state", "shardwise.tensor_parallel"),
 }
 
 # All that another name lies in.

@@ -15,6 +15,7 @@ from shardwise.sharding import ParamLayout
 _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS: dict[str, Any] = {
     "expert_tp": False,
     "is_qkv": False,
+    "qkv_split_shapes": None,
     "tensor_model_parallel": False,
     "partition_dim": -1,
     "partition_stride": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -14,6 +15,7 @@ from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.weight_gradient import WeightGradientQueue
 from shardwise.layout import I, Layout
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.sharding import Interval
 from shardwise.tensor_parallel.linear_functions import warn_of_connections
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
@@ -40,7 +42,10 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         tp_comm_buffer_name: kept as an attribute; nothing depends on it.
         disable_grad_reduce: leave the input gradient a partial sum, for the caller to reduce (without sequence
             parallelism).
-        tp_group: tensor-parallel group; the ambient one if None.
+        tp_group: tensor-parallel group; that of ``pg_collection`` if None, and the ambient one where it has none.
+        name: changes nothing.
+        output_dtype: of the output, whose sums are not rounded to a narrower one; that of the input if None.
+        pg_collection: process groups, of which the layer takes ``tp``, or ``expt_tp`` of an expert.
         sizes, intervals: as ``ColumnLinear``.
 
     Attributes:
@@ -50,7 +55,8 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
     Raises:
         TopologyError: no group given and none initialised.
         ShardingError: ``sizes`` do not sum to a section.
-        ConfigError: a deferred weight gradient without both buffers; ``intervals`` with what they exclude.
+        ConfigError: a deferred weight gradient without both buffers; ``intervals`` with what they exclude; an
+            ``output_dtype`` that is no floating-point dtype, or in a group that sums over parts.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
@@ -74,10 +80,15 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         tp_comm_buffer_name: str | None = None,
         disable_grad_reduce: bool = False,
         tp_group: ProcessGroup | None = None,
+        name: str | None = None,
+        output_dtype: torch.dtype | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         sizes: Sequence[int] | None = None,
         intervals: Sequence[Sequence[Interval]] | None = None,
     ) -> None:
-        arguments = self._arguments(config, tp_group, is_expert=is_expert, keep_master=keep_master_weight_for_test)
+        arguments = self._arguments(
+            config, tp_group, pg_collection, is_expert=is_expert, keep_master=keep_master_weight_for_test
+        )
         if intervals is not None and gather_output:
             raise ConfigError("intervals exclude gather_output, stride and sizes; leave those at their defaults")
         if (embedding_activation_buffer is None) != (grad_output_buffer is None):
@@ -105,6 +116,7 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
             sections=stride,
             intervals=intervals,
             own_weight=not skip_weight_param_allocation,
+            output_dtype=output_dtype,
             parallelism=LinearParallelism.LOCAL if communicates_nothing else None,
             weight_gradient_queue=queue,
             **arguments,

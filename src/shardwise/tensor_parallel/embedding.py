@@ -7,6 +7,7 @@ from torch.distributed import ProcessGroup
 from shardwise.initialization import InitMethod
 from shardwise.layers.embedding import VocabEmbedding
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.tensor_parallel.module import MegatronLayer
 
 
@@ -19,7 +20,9 @@ class VocabParallelEmbedding(MegatronLayer, VocabEmbedding):
         init_method: fills the whole weight in place.
         reduce_scatter_embeddings: return this rank's shard of the sequence, ``[s/t, b, h]``.
         config: dtype and initialisation; with ``deterministic_mode`` the gradient is summed in a fixed order.
-        tp_group: tensor-parallel group; the ambient one if None.
+        tp_group: tensor-parallel group; that of ``pg_collection`` if None, and the ambient one where it has none.
+        pg_collection: process groups, of which the layer takes ``tp``.
+        name: changes nothing.
 
     Attributes:
         weight: ``[v/t, h]``.
@@ -41,6 +44,8 @@ class VocabParallelEmbedding(MegatronLayer, VocabEmbedding):
         reduce_scatter_embeddings: bool = False,
         config: ModelParallelConfig,
         tp_group: ProcessGroup | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
     ) -> None:
         VocabEmbedding.__init__(
             self,
@@ -49,7 +54,7 @@ class VocabParallelEmbedding(MegatronLayer, VocabEmbedding):
             sequence_parallel=reduce_scatter_embeddings,
             init=init_method,
             deterministic=config.deterministic_mode,
-            **self._arguments(config, tp_group, linear=False),
+            **self._arguments(config, tp_group, pg_collection, linear=False),
         )
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.deterministic_mode = config.deterministic_mode

@@ -16,6 +16,7 @@ from shardwise.kernels.rms_norm import rms_norm
 from shardwise.layers.inference import InferenceColumnLinear, InferenceNormColumnLinear, InferenceRowLinear
 from shardwise.layers.norm import NormFunction
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.symmetric_exchanges import (  # noqa: F401
     are_tensors_nvls_eligible,
     fused_multimem_rs_add_norm_ag,
@@ -41,8 +42,8 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear)
 
     Args:
         input_size, output_size, config, init_method, gather_output, bias, skip_bias_add, is_expert, stride,
-            skip_weight_param_allocation, tp_comm_buffer_name, tp_group: as ``ColumnParallelLinear``. ``gather_output``
-            works with sequence parallelism too.
+            skip_weight_param_allocation, tp_comm_buffer_name, tp_group, name, pg_collection: as
+            ``ColumnParallelLinear``. ``gather_output`` works with sequence parallelism too.
 
     Attributes:
         skip_norm_and_all_gather: the row-parallel layer before this one is in fused mode, and has left the whole normed
@@ -72,6 +73,8 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear)
         skip_weight_param_allocation: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: ProcessGroup | None = None,
+        name: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         ColumnParallelLinear.__init__(
             self,
@@ -86,6 +89,8 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear)
             is_expert=is_expert,
             tp_comm_buffer_name=tp_comm_buffer_name,
             tp_group=tp_group,
+            name=name,
+            pg_collection=pg_collection,
         )
         self.gather_output = gather_output
         self._finish(config)
@@ -99,7 +104,8 @@ class InferenceLayerNormColumnParallelLinear(InferenceColumnParallelLinear, Infe
 
     Args:
         input_size, output_size, init_method, gather_output, bias, skip_bias_add, is_expert, stride,
-            skip_weight_param_allocation, tp_comm_buffer_name, tp_group: as ``InferenceColumnParallelLinear``.
+            skip_weight_param_allocation, tp_comm_buffer_name, tp_group, name, pg_collection: as
+            ``InferenceColumnParallelLinear``.
         config: a ``TransformerConfig``, which has ``normalization``, ``layernorm_epsilon`` and
             ``layernorm_zero_centered_gamma`` too.
 
@@ -124,7 +130,7 @@ class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
 
     Args:
         input_size, output_size, config, init_method, bias, input_is_parallel, skip_bias_add, is_expert,
-            tp_comm_buffer_name, tp_group: as ``RowParallelLinear``.
+            tp_comm_buffer_name, tp_group, name, pg_collection: as ``RowParallelLinear``.
 
     Attributes:
         next_layer_norm_weights: of the norm after this layer, which makes its mode fused; None at first.
@@ -144,6 +150,8 @@ class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
         is_expert: bool,
         tp_comm_buffer_name: str | None = None,
         tp_group: ProcessGroup | None = None,
+        name: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         RowParallelLinear.__init__(
             self,
@@ -157,6 +165,8 @@ class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
             is_expert=is_expert,
             tp_comm_buffer_name=tp_comm_buffer_name,
             tp_group=tp_group,
+            name=name,
+            pg_collection=pg_collection,
         )
 
     @property

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.errors import AssertedConfigError
 from shardwise.kernels import products
+from shardwise.kernels.products import ProductsIn
 from shardwise.layers.linear import LinearParallelism, TensorParallelLinear, tensor_parallel_linear
 from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue, compute_weight_gradients_
 from shardwise.megatron.config import ModelParallelConfig
@@ -35,6 +36,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     tp_group: ProcessGroup | None = None,
     *,
     sequence_length: int | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias``, the backward's communication overlapped with the weight gradient.
 
@@ -51,6 +53,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         async_grad_allreduce: deprecated and not used.
         tp_group: tensor-parallel group; the ambient one if None. Not looked at where nothing is communicated.
         sequence_length: ``s``, where the ranks do not divide it; None if all hold as many positions.
+        output_dtype: of the result, whose sums are not rounded to a narrower one; that of the input if None.
 
     Returns:
         ``[s, b, o/t]``.
@@ -72,6 +75,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         weight_gradient=_weight_gradient(
             weight, gradient_accumulation_fusion, grad_output_buffer, wgrad_deferral_limit
         ),
+        exact=None if output_dtype is None else ProductsIn(output_dtype),
     )
 
 
@@ -92,6 +96,7 @@ def linear_with_frozen_weight(
     async_grad_allreduce: bool | None = None,
     *,
     sequence_length: int | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` with a weight that gets no gradient: no input is saved, no weight gradient computed.
 
@@ -108,6 +113,7 @@ def linear_with_frozen_weight(
         grad_output_buffer, wgrad_deferral_limit: None, as nothing is put off.
         async_grad_allreduce: deprecated and not used.
         sequence_length: ``s``, where the ranks do not divide it; None if all hold as many positions.
+        output_dtype: of the result, whose sums are not rounded to a narrower one; that of the input if None.
 
     Returns:
         ``[s, b, o/t]``.
@@ -125,7 +131,13 @@ def linear_with_frozen_weight(
         )
     parallelism, group = _communication(allreduce_dgrad, sequence_parallel, tp_group)
     return tensor_parallel_linear(
-        input, weight.detach(), bias, parallelism=parallelism, group=group, sequence_length=sequence_length
+        input,
+        weight.detach(),
+        bias,
+        parallelism=parallelism,
+        group=group,
+        sequence_length=sequence_length,
+        exact=None if output_dtype is None else ProductsIn(output_dtype),
     )
 
 

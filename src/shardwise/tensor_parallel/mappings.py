@@ -1,4 +1,4 @@
-"""The moves between layouts under Megatron's names; a group that is None is the ambient tensor-parallel one.
+"""The moves between layouts under Megatron's names; a group that is left out is the ambient tensor-parallel one.
 
 What they do, and the table of layouts, stand in ``shardwise.communication.moves``.
 """
@@ -24,6 +24,7 @@ from shardwise.tensor_parallel.regions import (  # noqa: F401
     _gather_along_last_dim,
     _GatherFromModelParallelRegion,
     _GatherFromSequenceParallelRegion,
+    _given,
     _reduce,
     _reduce_scatter_along_first_dim,
     _reduce_scatter_along_last_dim,
@@ -271,25 +272,27 @@ def all_to_all(
     input_: Tensor,
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
+    use_nccl_stream: bool = False,
 ) -> Tensor:
     """Send a run of rows to every rank and receive one from each.
 
     Layout V -> V; the backward is the inverse exchange.
 
     Args:
-        group: the ranks; the ambient tensor-parallel group if None.
+        group: the ranks; must be given, as in Megatron.
         input_: ``[sum(input_split_sizes), ...]``.
         output_split_sizes_: rows received from each rank; equal parts if None.
         input_split_sizes: rows sent to each rank; equal parts if None.
+        use_nccl_stream: changes nothing; the result is there when the call returns.
 
     Returns:
         ``[sum(output_split_sizes_), ...]``.
 
     Raises:
-        TopologyError: no group given and none initialised.
+        AssertedTopologyError: ``group`` is None.
     """
     return moves.all_to_all(
-        input_, group=_resolve(group), output_sizes=output_split_sizes_, input_sizes=input_split_sizes
+        input_, group=_given(group), output_sizes=output_split_sizes_, input_sizes=input_split_sizes
     )
 
 

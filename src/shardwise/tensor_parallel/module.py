@@ -17,6 +17,7 @@ from shardwise.layers.linear import LinearParallelism, reduce_product
 from shardwise.layers.module import ShardedModule
 from shardwise.layers.parallel_linear import ParallelLinear
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.recompute import is_checkpointing
 from shardwise.sharding import ParamLayout
 from shardwise.tensor_parallel.attributes import mark_parameter
@@ -46,14 +47,18 @@ class MegatronLayer(ShardedModule):
         self,
         config: ModelParallelConfig,
         tp_group: ProcessGroup | None,
+        pg_collection: ProcessGroupCollection | None,
         *,
         linear: bool = True,
         is_expert: bool = False,
         keep_master: bool = False,
     ) -> dict[str, Any]:
         """The engine's arguments. What is set here is there when parameters are made."""
+        name = "expt_tp" if is_expert else "tp"
         if tp_group is None:
-            tp_group = parallel_state.get_topology().group("expt_tp" if is_expert else "tp")
+            tp_group = getattr(pg_collection, name, None)
+        if tp_group is None:
+            tp_group = parallel_state.get_topology().group(name)
         arguments = layer_arguments(config, group=tp_group, linear=linear)
         if linear and config.sequence_parallel and tp_group.size() == 1:
             warnings.warn(
@@ -174,6 +179,7 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
             wgrad_deferral_limit=limit,
             tp_group=self.group,
             **({} if sequence_length is None else {"sequence_length": sequence_length}),
+            **({} if self.output_dtype is None else {"output_dtype": self.output_dtype}),
         )
         return reduce_product(output, parallelism, self.group)
 

@@ -13,6 +13,7 @@ from shardwise.layers.linear import LinearParallelism
 from shardwise.layers.row import RowLinear
 from shardwise.layout import I, Layout
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
 
 
@@ -32,7 +33,9 @@ class RowParallelLinear(StatelessExtra, MegatronLinear, RowLinear):
         is_expert: the layer is part of an expert: its group is the expert-tensor one, and where experts' tokens are
             exchanged explicitly (several ranks per expert, or experts on several ranks) its output stays a partial sum.
         tp_comm_buffer_name: kept as an attribute; nothing depends on it.
-        tp_group: tensor-parallel group; the ambient one if None.
+        tp_group: tensor-parallel group; that of ``pg_collection`` if None, and the ambient one where it has none.
+        name: changes nothing.
+        pg_collection: process groups, of which the layer takes ``tp``, or ``expt_tp`` of an expert.
         sizes: input features of each rank, within one section; balanced if None.
 
     Attributes:
@@ -63,9 +66,13 @@ class RowParallelLinear(StatelessExtra, MegatronLinear, RowLinear):
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: ProcessGroup | None = None,
+        name: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        arguments = self._arguments(config, tp_group, is_expert=is_expert, keep_master=keep_master_weight_for_test)
+        arguments = self._arguments(
+            config, tp_group, pg_collection, is_expert=is_expert, keep_master=keep_master_weight_for_test
+        )
         if arguments["sequence_parallel"] and not input_is_parallel:
             raise ContradictionError("sequence_parallel needs input_is_parallel=True: the input is split over features")
         explicit_expert_comm = is_expert and self._has_expert_communication(config, arguments["group"])

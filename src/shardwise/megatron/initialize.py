@@ -1,0 +1,58 @@
+"""Megatron-DeepSpeed's ``megatron.initialize``: seeds; its command line is not read here."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from shardwise import parallel_state
+from shardwise.errors import ConfigError
+from shardwise.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+__all__ = ["initialize_megatron", "set_jit_fusion_options"]
+
+
+def initialize_megatron(*args: Any, **options: Any) -> NoReturn:
+    """Refused: Megatron reads its command line, and everything that follows asks for its arguments.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "megatron.initialize takes sizes and seed from Megatron's command line, which is not read here; call "
+        "torch.distributed.init_process_group(), initialize_model_parallel() with the sizes, and "
+        "model_parallel_cuda_manual_seed() with the seed"
+    )
+
+
+# Which asks for the same arguments.
+_initialize_distributed = initialize_megatron
+
+
+def set_jit_fusion_options() -> None:
+    """Nothing happens: no kernel here is TorchScript's."""
+
+
+def _set_random_seed(seed_: int, data_parallel_random_init: bool = False) -> None:
+    """Seed Python's, NumPy's and PyTorch's generators and the random streams, another way on each pipeline stage.
+
+    Args:
+        seed_: the same on every rank.
+        data_parallel_random_init: another way on each data-parallel rank too.
+
+    Raises:
+        ConfigError: ``seed_`` is not positive.
+        NotInitializedError: ``initialize_model_parallel`` was not called.
+    """
+    if seed_ is None or seed_ <= 0:
+        raise ConfigError(f"the seed is {seed_}; it must be a positive number")
+    seed = seed_ + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,230 @@
+"""The layers of ``mpu``: those of ``tensor_parallel``, made without a config, with the options and defaults of old."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import init
+
+from shardwise import tensor_parallel
+from shardwise.errors import ConfigError
+from shardwise.initialization import InitMethod
+from shardwise.megatron.config import ModelParallelConfig
+from shardwise.tensor_parallel import layers
+from shardwise.tensor_parallel.private_names import _initialize_affine_weight_cpu
+
+__all__ = [*layers.__all__, "LayerOutput"]
+
+
+class _Pair(NamedTuple):
+    output: Tensor
+    bias: None = None
+
+
+class LayerOutput(_Pair):
+    """The result of a layer that adds its bias: the pair of its output and None, which also serves as the output.
+
+    Layers of ``mpu`` return pairs. Those of Megatron's first release return tensors, and programs and tests are written
+    for either. Unpacking and indexing are those of the pair. Functions and operators of PyTorch, and attributes that a
+    tensor has and a tuple has not, are those of the output.
+
+    Attributes:
+        output: what the layer computed.
+        bias: None, as it is in the output.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return function(*_outputs(args), **{name: _outputs(value) for name, value in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self[0], name)
+
+
+def _outputs(value: Any) -> Any:
+    """``value`` with outputs instead of pairs, those in lists and tuples too."""
+    if isinstance(value, LayerOutput):
+        return value[0]
+    return type(value)(map(_outputs, value)) if type(value) in (list, tuple) else value
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: LayerOutput, *others: Any) -> Any:
+        return getattr(self[0], name)(*others)
+
+    return operate
+
+
+# By which Megatron's first release has it.
+_initialize_affine_weight = _initialize_affine_weight_cpu
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg"):
+    setattr(LayerOutput, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class VocabParallelEmbedding(tensor_parallel.VocabParallelEmbedding):
+    """``tensor_parallel.VocabParallelEmbedding``, made without a config.
+
+    Args:
+        num_embeddings: size of the vocabulary, of any size.
+        embedding_dim: width of an embedding, ``h``.
+        init_method: fills the whole weight in place.
+        config: dtype and initialisation; fp32 if None.
+        options: the others of ``tensor_parallel.VocabParallelEmbedding``.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: InitMethod = init.xavier_normal_,
+        *,
+        config: ModelParallelConfig | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            num_embeddings, embedding_dim, init_method=init_method, config=config or ModelParallelConfig(), **options
+        )
+
+
+class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
+    """``tensor_parallel.ColumnParallelLinear``, made without a config; it gathers its output if not told otherwise.
+
+    Args:
+        input_size: width of the input, ``i``.
+        output_size: width of the whole output, ``o``.
+        bias: whether there is a bias.
+        gather_output: return the whole output on every rank.
+        init_method: fills the whole weight in place; the bias starts at 0.
+        stride: number of equal sections of the output, each split by itself.
+        keep_master_weight_for_test: keep the whole weight as it starts, in ``master_weight``.
+        skip_bias_add: return the bias instead of adding it, for the caller to fuse.
+        moe: the layer is part of an expert, which the ranks do not split; on several ranks only with the next.
+        enable_expert_tensor_parallelism: the ranks split experts too.
+        config: dtype and initialisation; fp32 if None.
+        options: the others of ``tensor_parallel.ColumnParallelLinear``.
+
+    ``forward`` returns the output and the bias with ``skip_bias_add``, else a ``LayerOutput``.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ConfigError: ``moe`` without ``enable_expert_tensor_parallelism``, on several ranks.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        init_method: InitMethod = init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        moe: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        *,
+        config: ModelParallelConfig | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=config or ModelParallelConfig(),
+            init_method=init_method,
+            bias=bias,
+            gather_output=gather_output,
+            stride=stride,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+            skip_bias_add=skip_bias_add,
+            **options,
+        )
+        self.is_expert_without_slicing = _is_whole(moe and not enable_expert_tensor_parallelism, self.tp_size)
+
+    def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]  # A pair.
+        """``tensor_parallel.ColumnParallelLinear.forward``."""
+        return _result(*super().forward(*args, **options), skip_bias_add=self.skip_bias_add)
+
+
+class RowParallelLinear(tensor_parallel.RowParallelLinear):
+    """``tensor_parallel.RowParallelLinear``, made without a config; it splits its input if not told otherwise.
+
+    Args:
+        input_size: width of the whole input, ``i``.
+        output_size: width of the output, ``o``.
+        bias: whether there is a bias; every rank holds it whole.
+        input_is_parallel: the input is already this rank's part.
+        init_method, stride, keep_master_weight_for_test, skip_bias_add, moe, enable_expert_tensor_parallelism, config:
+            as ``ColumnParallelLinear``.
+        options: the others of ``tensor_parallel.RowParallelLinear``.
+
+    ``forward`` returns what that of ``ColumnParallelLinear`` does.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ConfigError: ``moe`` without ``enable_expert_tensor_parallelism``, on several ranks.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: InitMethod = init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        moe: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        *,
+        config: ModelParallelConfig | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=config or ModelParallelConfig(),
+            init_method=init_method,
+            bias=bias,
+            input_is_parallel=input_is_parallel,
+            skip_bias_add=skip_bias_add,
+            stride=stride,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+            **options,
+        )
+        self.is_expert_without_slicing = _is_whole(moe and not enable_expert_tensor_parallelism, self.tp_size)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]  # A pair.
+        """``tensor_parallel.RowParallelLinear.forward``."""
+        return _result(*super().forward(input_), skip_bias_add=self.skip_bias_add)
+
+
+def _is_whole(is_whole: bool, num_ranks: int) -> bool:
+    """Whether an expert is not split; an error where there are ranks that would split it."""
+    if is_whole and num_ranks > 1:
+        raise ConfigError(
+            f"moe=True keeps a layer whole on each of the {num_ranks} ranks, and this layer splits; set "
+            "enable_expert_tensor_parallelism=True, or use torch.nn.Linear"
+        )
+    return is_whole
+
+
+def _result(output: Tensor, bias: Tensor | None, *, skip_bias_add: bool) -> tuple[Tensor, Tensor | None]:
+    return (output, bias) if skip_bias_add else LayerOutput(output)
+
+
+def __getattr__(name: str) -> Any:
+    # The functions are those of tensor_parallel.
+    return getattr(layers, name)

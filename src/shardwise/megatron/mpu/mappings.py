@@ -1,0 +1,61 @@
+"""The moves between layouts; in ``mpu`` those without autograd, and the functions behind the others, need no group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.parallel_state import resolve_tensor_model_parallel_group as _resolve
+from shardwise.tensor_parallel import mappings, regions
+
+__all__ = list(mappings.__all__)
+
+
+def _reduce(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """The sum of every rank's tensor; the argument stays as it is. The group is the ambient one if None."""
+    return regions._reduce(input_, _resolve(group))
+
+
+def _split(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's part of the last dimension, likewise."""
+    return regions._split_along_last_dim(input_, _resolve(group))
+
+
+def _gather(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Every rank's tensor, side by side along the last dimension, likewise."""
+    return regions._gather_along_last_dim(input_, _resolve(group))
+
+
+class _AmbientGroup:
+    """An autograd function of a tensor and a group, whose group is the ambient one where it is left out."""
+
+    @classmethod
+    def apply(cls, input_: Tensor, group: ProcessGroup | None = None, *args: Any) -> Any:
+        return super().apply(input_, _resolve(group), *args)  # type: ignore[misc]  # The next class has it.
+
+    @classmethod
+    def symbolic(cls, graph: Any, input_: Tensor, group: ProcessGroup | None = None, *args: Any) -> Any:
+        return super().symbolic(graph, input_, _resolve(group), *args)  # type: ignore[misc]  # Likewise.
+
+
+class _CopyToModelParallelRegion(_AmbientGroup, regions._CopyToModelParallelRegion):
+    """I -> R."""
+
+
+class _ReduceFromModelParallelRegion(_AmbientGroup, regions._ReduceFromModelParallelRegion):
+    """P -> I."""
+
+
+class _ScatterToModelParallelRegion(_AmbientGroup, regions._ScatterToModelParallelRegion):  # type: ignore[misc]
+    """I -> V along the last dimension."""
+
+
+class _GatherFromModelParallelRegion(_AmbientGroup, regions._GatherFromModelParallelRegion):  # type: ignore[misc]
+    """V -> I along the last dimension."""
+
+
+def __getattr__(name: str) -> Any:
+    # The moves with autograd are those of tensor_parallel.
+    return getattr(mappings, name)

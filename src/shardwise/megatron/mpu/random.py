@@ -1,0 +1,79 @@
+"""Random streams and recomputation by the names of ``mpu``, whose ``checkpoint`` takes a function and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwise import parallel_state
+from shardwise.errors import AssertedConfigError
+from shardwise.tensor_parallel import random
+from shardwise.tensor_parallel.recomputation import checkpoint as _checkpoint
+from shardwise.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from shardwise.topology import Topology
+
+__all__ = [
+    *random.__all__,
+    "gather_split_1d_tensor",
+    "init_checkpointed_activations_memory_buffer",
+    "reset_checkpointed_activations_memory_buffer",
+    "split_tensor_into_1d_equal_chunks",
+]
+
+# Of which the buffer is; another topology has none.
+_topology_with_buffer: Topology | None = None
+
+
+def init_checkpointed_activations_memory_buffer() -> None:
+    """From now on ``checkpoint`` keeps of a function's first tensor this rank's chunk, until the topology is destroyed.
+
+    A chunk has memory of its own, which its backward frees, so that no sizes are needed, and several micro-batches may
+    wait for their backward. In Megatron the chunks of one micro-batch lie in one buffer, of sizes that it reads from
+    its command line.
+
+    Raises:
+        NotInitializedError: ``initialize_model_parallel`` was not called.
+        AssertedConfigError: it was called before.
+    """
+    global _topology_with_buffer
+    topology = parallel_state.get_topology()
+    if topology is _topology_with_buffer:
+        raise AssertedConfigError(
+            "the buffer of checkpointed activations is there already; call init_checkpointed_activations_memory_buffer "
+            "once after initialize_model_parallel"
+        )
+    _topology_with_buffer = topology
+
+
+def reset_checkpointed_activations_memory_buffer() -> None:
+    """Nothing happens: the chunks of a micro-batch are freed in its backward."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(*args)``, keep its arguments only, and call it again in backward.
+
+    With ``init_checkpointed_activations_memory_buffer`` the first tensor among ``args`` is changed: afterwards it is
+    this rank's flat chunk, and the backward makes it whole again; see ``tensor_parallel.checkpoint``.
+
+    Args:
+        function: must compute the same both times.
+        args: its arguments. If the first is True or False it is no argument: it says, as in later releases, whether the
+            first tensor is distributed, whatever ``init_checkpointed_activations_memory_buffer`` has said.
+
+    Returns:
+        What ``function`` returns.
+
+    Raises:
+        ConfigError: a tensor is to be distributed, and there is none, or the first is a view.
+    """
+    if args and isinstance(args[0], bool):
+        return _checkpoint(function, *args)
+    has_buffer = parallel_state.model_parallel_is_initialized() and (
+        parallel_state.get_topology() is _topology_with_buffer
+    )
+    return _checkpoint(function, has_buffer, *args)
+
+
+def __getattr__(name: str) -> Any:
+    # The streams are those of tensor_parallel.
+    return getattr(random, name)
