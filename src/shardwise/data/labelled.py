@@ -231,8 +231,8 @@ def _is_ignored(label: object) -> bool:
 
 
 def counted(count: int, noun: str) -> str:
-    """Such as ``"1 word"`` and ``"2 words"``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Such as ``"1 word"`` and ``"2,000 words"``."""
+    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _is_finite(value: object) -> bool:

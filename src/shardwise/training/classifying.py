@@ -148,8 +148,8 @@ class Classifying(Finetuning):
             *held_out.notes("--model.sequence-length", " held out"),
         )
         sha256 = hashlib.sha256("".join(_digest(text) for text in texts).encode()).hexdigest()
-        kinds = f"{len(labels)} labels" if labels.problem != "regression" else "numbers"
-        name = f"{name}, {len(texts):,} texts with {kinds}"
+        kinds = counted(len(labels), "label") if labels.problem != "regression" else "numbers"
+        name = f"{name}, {counted(len(texts), 'text')} with {kinds}"
         return LabelledTexts(name, sha256, self.tokenizer, labels, train.rows, held_out.rows, notes)
 
     def labelled_texts(self, paths: Sequence[str]) -> tuple[str, list[LabelledText]]:
