@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lora.tiny_models import save_model
 
-from shardwise.data import Example, SampleLoader
+from shardwise.data import Example, SampleDataset, SampleLoader
 from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.tokenizer import Tokenizer
@@ -187,7 +187,7 @@ def test_packed_is_unpacked(group, root, tmp_path, monkeypatch):
 
 @pytest.mark.ranks(1)
 def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
-    """The loss is that of each text by itself, as transformers' model has it."""
+    """The loss is that of each text by itself, as transformers' model has it, and so are all gradients."""
     settings = settings_of(root, tmp_path / "run", samples=SampleSettings(packing=True))
     settings = dataclasses.replace(settings, data=(str(root / "texts.jsonl"),))
     session = open_run(settings, root, monkeypatch)
@@ -206,7 +206,25 @@ def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
     # One is cut to be measured on.
     assert len(found - encoded) <= 1
     assert len(dataset) < 0.8 * len(found)
-    assert session.trainer.train_step(0, session.loader).loss == pytest.approx(loss_by_transformers(session), rel=1e-6)
+    expected = loss_by_transformers(session)
+    one, alone = on_one_rank(session)
+    results = []
+    for trainer, rows in (
+        (session.trainer, dataset),
+        (one, SampleDataset(dataset.samples, dataset.sequence_length, packing=False)),
+    ):
+        steps = recorded(trainer)
+        everything = dataclasses.replace(settings.training, global_batch_size=len(rows))
+        trainer.settings = dataclasses.replace(settings, training=everything)
+        results.append((trainer.train_step(0, SampleLoader(rows, len(rows), seed=0)).loss, steps[0]))
+    (loss, packed), (loss_apart, apart) = results
+    assert loss == pytest.approx(loss_apart, rel=1e-12)
+    for name, gradient in apart.items():
+        assert (packed[name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-14, name
+    session.topology.destroy()
+    alone.destroy()
+    session = open_run(settings, root, monkeypatch)
+    assert session.trainer.train_step(0, session.loader).loss == pytest.approx(expected, rel=1e-6)
     session.topology.destroy()
     one_stream = dataclasses.replace(settings, samples=SampleSettings(too_long="split"))
     with pytest.raises(ConfigError, match=r"--too-long split is for samples of their own, .* add --packing"):
