@@ -161,6 +161,7 @@ def test_adapters_of_a_quantised_base_are_merged_into_the_base_as_it_is(folder, 
             "--base-quantization nf4 without --lora-rank: a quantised",
         ),
         (["--data", "x"], "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ..."),
+        (["base", "--data", "x", "--optimizer.lr", "1"], "unknown flag --optimizer.lr; did you mean --optimizer.learn"),
         (["base"], "no text to train on; pass --data with files or folders, or --data stdlib"),
         (["base", "--data", "x", "--lora-rank", "0"], "--lora-rank is 0; it must be from 1 to 65,536"),
         (["base", "--data", "x", "--lora-alpha", "3"], "--lora-alpha without --lora-rank"),
@@ -285,6 +286,11 @@ def test_texts_are_shown_as_they_are_trained_on(chats, capsys, monkeypatch, tmp_
     _, (lines,) = shown("--packing", "--too-long", "split", name="long")
     assert re.fullmatch(r"\.\.\. [\d,]+ tokens not shown \.\.\.", lines[-2])
     assert sum(map(len, lines)) < 30_000
+
+
+def test_showing_leaves_nothing_to_go_on_from():
+    assert parse(["base", "--data", "a", "--show", "1"]).way_on() == ""
+    assert "run the same command again" in parse(["base", "--data", "a", "--out", "nowhere"]).way_on()
 
 
 def test_what_the_model_has_not_is_not_recomputed(chats, capsys):

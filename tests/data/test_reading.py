@@ -185,6 +185,7 @@ def test_a_character_across_the_first_look_is_whole(tmp_path):
     [
         ('{"text": "a"', "line 2: broken JSON: Expecting ',' delimiter at column 13"),
         ('{"text": "a"} {"text": "b"}', "line 2: broken JSON: Extra data at column 15"),
+        ('{"text": "a', "line 2: broken JSON: Unterminated string starting at column 10"),
         ("[" * 100_000, "line 2: JSON that cannot be read"),
         ('{"text": ' + "1" * 5000 + "}", "line 2: JSON that cannot be read"),
         ('["text"]', "line 2: not a JSON object but a list"),

@@ -196,6 +196,12 @@ def test_divergence_names_the_step(group, tmp_path, monkeypatch):
     )
     with pytest.raises(DivergenceError, match=r"the (loss|norm of the gradient) is (nan|inf) at step \d"):
         train(open_tiny(settings, monkeypatch, tmp_path))
+    session = open_tiny(dataclasses.replace(settings, out=str(tmp_path / "broken")), monkeypatch, tmp_path)
+    next(session.trainer.model.parameters()).data.fill_(torch.nan)
+    with pytest.raises(
+        DivergenceError, match=r"no step was made .*; if good weights fail .* the mistake is Shardwise's"
+    ):
+        train(session)
 
 
 @pytest.mark.ranks(2)
