@@ -92,7 +92,7 @@ class SelfAttention(GroupModule):
             raise ConfigError(
                 f"exact: num_query_groups is {num_groups}, fewer than the {group.size()} tensor-parallel ranks, which "
                 "hold copies of key-value heads, and the sum of their gradients has no exact form; use "
-                f"{1 << num_groups.bit_length() - 1} at most, or no exact mode"
+                f"tp {1 << num_groups.bit_length() - 1} at most, or no exact mode"
             )
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
