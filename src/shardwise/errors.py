@@ -31,6 +31,9 @@ RuntimeError for what is a ValueError here, the error is that as well.
 A message carries the values that broke the rule and says what to do.
 """
 
+REPORT = "if {}, the mistake is Shardwise's own: please report it"
+"""What the message of an error ends with whose cause may be ours; ``{}`` is how to tell."""
+
 
 class ShardwiseError(Exception):
     """Base of all errors raised on purpose by Shardwise."""

@@ -88,16 +88,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             size = os.fstat(descriptor).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise CheckpointError(f"{path} is truncated or not a safetensors file: its header is not all there")
+                raise _damaged(f"{path} is truncated or not a safetensors file: its header is not all there")
             if length > MAX_TABLE_BYTES:
-                raise CheckpointError(
+                raise _damaged(
                     f"{path} is not a safetensors file: its header has {length} bytes, more than {MAX_TABLE_BYTES}"
                 )
             header = parse_json(file.read(length))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is not a safetensors file: of its header, {error}") from error
+        raise _damaged(f"{path} is not a safetensors file: of its header, {error}") from error
     header.pop("__metadata__", None)
     tensors = {name: _stored_tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
     _check_filled(path, tensors.values(), 8 + length, size)
@@ -138,6 +138,10 @@ def read_box(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int])
     return result
 
 
+def _damaged(what: str) -> CheckpointError:
+    return CheckpointError(f"{what}; use another copy of it")
+
+
 def _contiguous(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First element and number of elements of each contiguous part of a box, in the box's order."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -162,7 +166,7 @@ def is_shape(value: Any) -> TypeGuard[list[int]]:
 
 def _stored_tensor(path: Path, name: str, entry: Any, begin: int, file_size: int) -> StoredTensor:
     def wrong(field: str, value: object, expected: str) -> CheckpointError:
-        return CheckpointError(f"{path}: {field} of tensor {shown(name)} is {shown(value)}; it must be {expected}")
+        return _damaged(f"{path}: {field} of tensor {shown(name)} is {shown(value)}; it must be {expected}")
 
     if not isinstance(entry, dict):
         raise wrong("the header's entry", entry, "an object")
@@ -175,11 +179,11 @@ def _stored_tensor(path: Path, name: str, entry: Any, begin: int, file_size: int
         raise wrong("data_offsets", offsets, "where its bytes begin and end")
     start, stop = offsets
     if begin + stop > file_size:
-        raise CheckpointError(
+        raise _damaged(
             f"tensor {name!r} is truncated: {path} has {file_size} bytes, and the tensor ends at {begin + stop}"
         )
     if dtype in DTYPES and stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise CheckpointError(f"{path}: tensor {name!r} of {dtype} and shape {shape} cannot have {stop - start} bytes")
+        raise _damaged(f"{path}: tensor {name!r} of {dtype} and shape {shape} cannot have {stop - start} bytes")
     return StoredTensor(name, path, dtype, tuple(shape), begin + start, stop - start)
 
 
@@ -188,14 +192,14 @@ def _check_filled(path: Path, tensors: Iterable[StoredTensor], begin: int, file_
     last = "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
         if tensor.start != begin:
-            raise CheckpointError(
+            raise _damaged(
                 f"{path} is not a safetensors file: tensor {tensor.name!r} begins at {tensor.start}, and {last} ends "
                 f"at {begin}"
             )
         begin += tensor.num_bytes
         last = f"tensor {tensor.name!r} before it"
     if begin != file_size:
-        raise CheckpointError(f"{path} has {file_size} bytes, and its last tensor ends at {begin}")
+        raise _damaged(f"{path} has {file_size} bytes, and its last tensor ends at {begin}")
 
 
 class TensorFile:

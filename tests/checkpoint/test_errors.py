@@ -97,6 +97,7 @@ def test_a_file_is_damaged(group: ProcessGroup, tmp_path: Path, name: str) -> No
         message = raised_everywhere(group, loading(path, group))
         assert message.startswith(f"checkpoint {path} is damaged: ")
         assert name in message
+        assert message.endswith("; use another copy of it, or remove the checkpoint to use an older one")
         with pytest.raises(CheckpointError, match=f"{name} has CRC-32"):
             verify(path)
         dist.barrier(group)
@@ -135,7 +136,9 @@ def test_meta_json_is_damaged(group: ProcessGroup, tmp_path: Path) -> None:
     assert "another Shardwise (format version 3, this one reads 2); upgrade shardwise" in newer
     older = message_after(lambda: rewrite(path, lambda meta: meta.update(version=1)))
     assert "another Shardwise (format version 1, this one reads 2); use the one that wrote it" in older
-    assert "checksum does not match" in message_after(lambda: rewrite(path, lambda meta: meta.update(step=2)))
+    changed = message_after(lambda: rewrite(path, lambda meta: meta.update(step=2)))
+    assert "checksum does not match" in changed
+    assert changed.endswith("; another copy of it may help")
 
 
 @pytest.mark.ranks(1)
@@ -285,7 +288,23 @@ def test_extra_files_that_fail(group: ProcessGroup, tmp_path: Path) -> None:
             group, lambda write=write: save(tmp_path, 2, {}, {}, group=group, extra_files=write)
         )
         assert expected in message
+        assert message.endswith("; earlier ones are untouched")
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.ranks(2)
+def test_what_is_left_of_earlier_ones(group: ProcessGroup, tmp_path: Path) -> None:
+    def remove_all(place: Path) -> None:
+        shutil.rmtree(place.parent)
+        raise ValueError("somebody tidied up")
+
+    saved(tmp_path, group, 1)
+    message = raised_everywhere(group, lambda: save(tmp_path, 2, {}, {}, group=group, extra_files=remove_all))
+    assert message.endswith(
+        "; the folder is gone, and what was in it: something removed it while the program was at work"
+    )
+    message = raised_everywhere(group, lambda: save(tmp_path, 2, {}, {"no": object()}, group=group))
+    assert message.endswith("; there is no earlier one")
 
 
 @pytest.mark.ranks(2)

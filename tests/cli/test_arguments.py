@@ -17,6 +17,7 @@ from shardwise.cli.export_hf import ExportArguments
 from shardwise.cli.finetune import FinetuneArguments
 from shardwise.cli.generate import GenerateArguments
 from shardwise.cli.import_hf import ImportArguments
+from shardwise.cli.plan import PlanArguments
 from shardwise.cli.train import TrainArguments
 from shardwise.errors import ConfigError
 from shardwise.training.settings import Settings
@@ -157,6 +158,7 @@ def test_a_mistake_in_the_flags_is_one_line(argv, message, capfd):
         ('[model]\ndropout = "x"', "run.toml: model.dropout is 'x'; it must be a number"),
         ("out = 3", "run.toml: out is 3; it must be a string"),
         ('data = "a"', 'run.toml: data is \'a\'; it must be a list of strings, such as ["a.txt", "b"]'),
+        ("data = [1, 2]", 'run.toml: data is [1, 2]; it must be a list of strings, such as ["a.txt", "b"]'),
         ('resume = "yes"', "run.toml: resume is 'yes'; it must be one of 'auto', 'never', 'restart'"),
         ("x =\ny = 2", "run.toml is not TOML: Invalid value (at line 1, column 4)"),
         ('data = ["a"]\n[model]\nnum_layers = 0', "model.num-layers is 0; it must be from 1 to 10,000"),
@@ -205,6 +207,15 @@ def test_help_explains_every_setting_with_its_default(capsys, monkeypatch):
             assert len(entry[0].split()) > 5, flag
     nproc = "ranks to start on this machine; as many as parallel.tp x parallel.pp if not given."
     assert f"--nproc INT {nproc}" in words
+
+
+@pytest.mark.parametrize("parse", [*PARSERS.values(), of(PlanArguments)], ids=[*PARSERS, "plan"])
+def test_help_has_no_docstring_in_it(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: shardwise ")
+    assert "Attributes:" not in text
 
 
 @pytest.mark.parametrize("parse", PARSERS.values(), ids=PARSERS)

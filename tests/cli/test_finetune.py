@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -160,6 +161,7 @@ def test_adapters_of_a_quantised_base_are_merged_into_the_base_as_it_is(folder, 
             "--base-quantization nf4 without --lora-rank: a quantised",
         ),
         (["--data", "x"], "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ..."),
+        (["base", "--data", "x", "--optimizer.lr", "1"], "unknown flag --optimizer.lr; did you mean --optimizer.learn"),
         (["base"], "no text to train on; pass --data with files or folders, or --data stdlib"),
         (["base", "--data", "x", "--lora-rank", "0"], "--lora-rank is 0; it must be from 1 to 65,536"),
         (["base", "--data", "x", "--lora-alpha", "3"], "--lora-alpha without --lora-rank"),
@@ -251,6 +253,50 @@ def test_what_is_shown_does_nothing_to_a_terminal(chats, capsys, tmp_path):
     out = capsys.readouterr().out
     assert not {"\033", "\a", "\u202e"} & set(out)
     assert r"\x1b[2J\x07" in out
+
+
+def test_texts_are_shown_as_they_are_trained_on(chats, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    texts = [f"{number} and one makes {number + 1}" for number in range(12)] + ["and so on " * 20_000]
+    for name, part in (("short", texts[:-1]), ("long", texts[-1:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in part))
+
+    def shown(*more, name="short"):
+        data = ("--data", str(tmp_path / f"{name}.jsonl"), "--device", "cpu", "--show", "3")
+        assert main([*chat_arguments(chats)[:2], *data, *more]) == 0
+        head, *samples = capsys.readouterr().out.split("\nsample ")
+        return head, [each.strip().split("\n") for each in samples]
+
+    # A stream without a gap: where one sample ends the next begins, whichever texts it is of.
+    head, samples = shown("--model.sequence-length", "32")
+    assert "one after the other, cut into " in head
+    ids = [[int(each.strip("[]")) for each in lines[-1].split()] for lines in samples]
+    assert [len(each) for each in ids] == [33] * 3
+    assert [ids[0][-1], ids[1][-1]] == [ids[1][0], ids[2][0]]
+    assert "<|im_end|>" in samples[0][1].removesuffix("<|im_end|>]]")
+    # Texts of their own.
+    head, samples = shown("--model.sequence-length", "64", "--packing")
+    assert head.startswith("12 samples in ")
+    assert [lines[1] for lines in samples] == [f"[[{each}<|im_end|>]]" for each in texts[:3]]
+    # What is cut is not trained on, and a text as long as a book is no help on a screen.
+    _, ((title, _, last),) = shown("--model.sequence-length", "16", "--packing", name="long")
+    assert title.endswith("; more than 17: --too-long cut")
+    assert len(last.split()) == 17
+    _, (lines,) = shown("--packing", "--too-long", "split", name="long")
+    assert re.fullmatch(r"\.\.\. [\d,]+ tokens not shown \.\.\.", lines[-2])
+    assert sum(map(len, lines)) < 30_000
+
+
+def test_showing_leaves_nothing_to_go_on_from():
+    assert parse(["base", "--data", "a", "--show", "1"]).way_on() == ""
+    assert "run the same command again" in parse(["base", "--data", "a", "--out", "nowhere"]).way_on()
+
+
+def test_what_the_model_has_not_is_not_recomputed(chats, capsys):
+    recompute = ("--recompute.granularity", "full", "--recompute.num-layers", "9")
+    assert main(chat_arguments(chats, *recompute, "--show", "1")) == 2
+    assert "recompute.num-layers 9 is more than the 2 layers of the model; use 2 at most" in capsys.readouterr().err
 
 
 @pytest.mark.slow

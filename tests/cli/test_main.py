@@ -187,8 +187,12 @@ def test_a_ctrl_c_is_one_line(capsys):
 
 
 def test_the_nearest_name():
-    known = ["model.num_layers", "parallel.tp", "training.steps", "optimizer.warmup_steps"]
+    known = ["model.num_layers", "parallel.tp", "training.steps", "optimizer.warmup_steps", "optimizer.name"]
+    known += ["optimizer.learning_rate", "optimizer.weight-decay"]
     assert nearest("tp", known) == "parallel.tp"
     assert nearest("optimizer.tp", known) == "parallel.tp"
     assert nearest("training.step", known) == "training.steps"
+    assert nearest("optimizer.lr", known) == nearest("lr", known) == "optimizer.learning_rate"
+    assert nearest("optimizer.wd", known) == "optimizer.weight-decay"
+    assert nearest("optimizer.zz", known) is nearest("optimizer.r", known) is None, "the group alone is no likeness"
     assert nearest("zzz", known) is None

@@ -103,6 +103,14 @@ def test_what_fits_is_listed_best_first(capsys):
         (["--tp", "8"], "tp 8 is more than the 4 attention heads"),
         (["--pp", "8"], "the model's 4 layers are fewer than the 8 parts"),
         (["nowhere"], "nowhere"),
+        (
+            ["--recompute.granularity", "full", "--recompute.num-layers", "5", "--fit", "1GiB"],
+            "recompute.num-layers 5 is more than the 4 layers of the model",
+        ),
+        (
+            ["--exact-parts", "4", "--fit", "1GiB"],
+            "parallel.exact-parts 4 is for exact runs, and parallel.exact is off",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(capsys, argv, message):

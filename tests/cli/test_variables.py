@@ -7,6 +7,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 import shardwise
 from shardwise.cli.main import main
 from shardwise.cli.variables import VARIABLES
@@ -35,6 +37,14 @@ def test_the_source_has_these_variables_and_no_others():
 def test_the_page_has_them_with_their_meaning():
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
     assert rows == VARIABLES
+
+
+@pytest.mark.parametrize("name", ["ONEDNN", "TRITON", "SHARED_MEMORY", "CUDA_GRAPHS"])
+def test_a_switch_is_0_or_1(capsys, monkeypatch, name):
+    monkeypatch.setenv(f"SHARDWISE_{name}", "maybe")
+    assert main(["env"]) == 2
+    message = f"the environment has SHARDWISE_{name}=maybe, which must be 0 or 1; change it, or unset it"
+    assert capsys.readouterr() == ("", f"shardwise env: error: {message}\n")
 
 
 def test_the_command_shows_them(capsys, monkeypatch):

@@ -155,6 +155,15 @@ def test_binary_files(tmp_path, content, what, name):
         assert error_of(path.parent) == error_of(path)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.TSV"])
+def test_a_table_as_text_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("question,answer\n1,2\n")
+    with pytest.raises(
+        DataError, match=rf"{name}' is a table \({name[1:].lower()}\), .* make JSON lines of it .* \.txt"
+    ):
+        read_corpus(tmp_path / name)
+
+
 def test_a_binary_file_as_large_as_a_disk_is_not_read_whole(tmp_path, monkeypatch):
     class Disk(io.BytesIO):
         def read(self, size=-1):
@@ -176,6 +185,7 @@ def test_a_character_across_the_first_look_is_whole(tmp_path):
     [
         ('{"text": "a"', "line 2: broken JSON: Expecting ',' delimiter at column 13"),
         ('{"text": "a"} {"text": "b"}', "line 2: broken JSON: Extra data at column 15"),
+        ('{"text": "a', "line 2: broken JSON: Unterminated string starting at column 10"),
         ("[" * 100_000, "line 2: JSON that cannot be read"),
         ('{"text": ' + "1" * 5000 + "}", "line 2: JSON that cannot be read"),
         ('["text"]', "line 2: not a JSON object but a list"),

@@ -146,5 +146,5 @@ def test_models_that_have_no_view(group):
 
     model = make_model(Shape(), group)
     model.decoder.layers[1].mlp.linear_fc2.__class__ = Adapted
-    with pytest.raises(ConfigError, match="is made from a RowLinear, and this is a Adapted; use the training layers"):
+    with pytest.raises(ConfigError, match="is made from a RowLinear, and this layer is of another class, Adapted; use"):
         inference_view(model, fused=False)

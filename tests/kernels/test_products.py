@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from harness.operators import Operators
 from torch._subclasses import FakeTensorMode
 
+from shardwise.errors import ConfigError
 from shardwise.kernels import host_memory, products
 
 # n, i, o, and how many of the forward's, input gradient's and weight gradient's products oneDNN computes; dividing
@@ -151,6 +152,9 @@ def test_a_large_output_lies_in_huge_pages(biased: bool, monkeypatch: pytest.Mon
 def test_a_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_ONEDNN", "0")
     assert products.why_not_onednn.__wrapped__() == "SHARDWISE_ONEDNN is 0"
+    monkeypatch.setenv("SHARDWISE_ONEDNN", "maybe")
+    with pytest.raises(ConfigError, match="SHARDWISE_ONEDNN=maybe, which must be 0 or 1"):
+        products.why_not_onednn.__wrapped__()
 
 
 def test_the_reason_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

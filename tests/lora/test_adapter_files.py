@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.huggingface import load_pretrained, read_config
+from shardwise.inference import inference_view
 from shardwise.lora import (
     LoraConfig,
     add_lora_,
@@ -194,6 +195,9 @@ def test_adapters_of_one_stage_only(group, folders, tmp_path):
         model = load_pretrained(folders / "llama", groups=groups)
         add_lora_(model, LoraConfig(r=3, target_modules=(target,)), architecture)
         assert bool(list(lora_layers(model))) == (group.rank() == stage)
+        if group.rank() == stage:
+            with pytest.raises(ConfigError, match="layers for inference have no adapters, and this model has; merge"):
+                inference_view(model, fused=False)
         save_adapter(model, tmp_path / str(stage), architecture)
         dist.barrier(group=group)
         stored = load_file(tmp_path / str(stage) / "adapter_model.safetensors")

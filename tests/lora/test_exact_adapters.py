@@ -21,6 +21,7 @@ CONFIG = {
     "alpha_pattern": {"v_proj": 3},
     "rank_pattern": {"gate_proj": 17},
     "bias": "all",
+    "modules_to_save": ("embed_tokens", "post_attention_layernorm"),
 }
 
 
@@ -51,7 +52,10 @@ def test_adapters(group, dtype):
 def test_what_has_no_exact_form_is_refused(group):
     for options, message in (
         ({"use_dora": True}, "use_dora has no exact form"),
-        ({"target_modules": ("embed_tokens",), "rank_pattern": {}, "alpha_pattern": {}}, "on the embedding has no"),
+        (
+            {"target_modules": ("embed_tokens",), "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": ()},
+            "on the embedding has no",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             check("llama", [], lambda model, options=options: adapted(model, **options))

@@ -284,6 +284,10 @@ def test_what_cannot_be_is_said_on_every_rank(group, root, tmp_path, monkeypatch
     )
     refused(ConfigError, "is the model's own folder", out=root / "gpt2")
     refused(ConfigError, r"has a config\.json, which no run put there", out=root / "llama")
+    if group.rank() == 0:
+        (tmp_path / "adapters").mkdir()
+        (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    refused(ConfigError, r"has an adapter_config\.json, which no run put there", out=tmp_path / "adapters")
     refused(ConfigError, "of 2 data-parallel|multiple of the 2 data-parallel", tp=1, global_batch_size=3)
     bare = tmp_path / "bare"
     first = group.rank() == 0

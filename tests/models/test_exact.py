@@ -36,14 +36,17 @@ LLAMA = {
 KINDS = {
     "llama": (COMMON | LLAMA, {"position_embedding_type": "rope"}),
     "gpt": (COMMON | {"ffn_hidden_size": 200}, {"share_embeddings_and_output_weights": True}),
+    "alibi": (COMMON | {"ffn_hidden_size": 200}, {"position_embedding_type": "alibi"}),
 }
-# Norms of each head, caps of scores and logits; norms of all heads together, weight gradients computed apart.
+# Norms of each head, caps of scores and logits; norms of all heads together, weight gradients computed apart; windows.
 OPTIONS = {
     "llama": [
         {"qk_layernorm": True, "attention_logit_softcap": 2.0, "final_logit_softcap": 3.0, "logits_scaling": 1.7},
         {"qk_layernorm": True, "qk_layernorm_over_heads": True, "delay_wgrad_compute": True},
+        {"window_size": (5, 0)},
     ],
     "gpt": [{"qk_layernorm": True, "delay_wgrad_compute": True}],
+    "alibi": [{"window_size": (5, 0)}],
 }
 
 
@@ -95,6 +98,10 @@ def test_loss_and_gradients(group, kind, options, monkeypatch):
     [
         ({"exact_parts": 6}, "exact_parts is 6; it must be a power of two"),
         ({"exact_parts": 8, "ffn_hidden_size": 130}, "the largest exact_parts that works is 2$"),
+        (
+            {"exact_parts": 8, "num_query_groups": 1},
+            "num_query_groups is 1, fewer than the 2 tensor-parallel ranks, .*; use tp 1 at most, or no exact mode$",
+        ),
         ({"exact_parts": 8, "defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute has no exact form"),
     ],
 )

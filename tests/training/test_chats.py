@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lora.tiny_models import save_model
 
-from shardwise.data import SampleLoader
+from shardwise.data import Example, SampleDataset, SampleLoader
 from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.tokenizer import Tokenizer
@@ -54,6 +54,8 @@ def root(tmp_path_factory):
             ]
         chats.append({"messages": turns, "number": number})
     (root / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    texts = [{"text": " ".join(turn["content"] for turn in chat["messages"])} for chat in chats]
+    (root / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     tokenizer = Tokenizer.train([json.dumps(chats), "user\n assistant\n" * 9], 300, names)
     for kind in KINDS:
@@ -181,6 +183,52 @@ def test_packed_is_unpacked(group, root, tmp_path, monkeypatch):
         assert packed_loss == pytest.approx(loss, rel=1e-12)
         for name, gradient in gradients.items():
             assert (packed[name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-14, (kind, name)
+
+
+@pytest.mark.ranks(1)
+def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
+    """The loss is that of each text by itself, as transformers' model has it, and so are all gradients."""
+    settings = settings_of(root, tmp_path / "run", samples=SampleSettings(packing=True))
+    settings = dataclasses.replace(settings, data=(str(root / "texts.jsonl"),))
+    session = open_run(settings, root, monkeypatch)
+    dataset, texts = session.loader.dataset, (root / "texts.jsonl").read_text().splitlines()
+    encoded = {
+        tuple(session.recipe.encoder().encode(Example("", None, json.loads(each)["text"])).ids) for each in texts
+    }
+    found = set()
+    for index in range(len(dataset)):
+        tokens, labels, positions, documents = dataset.row(index)
+        for document in range(documents.max() + 1):
+            here = documents == document
+            found.add((*tokens[here], labels[here][-1]))
+            assert (positions[here] == range(here.sum())).all()
+            assert (labels[here] >= 0).all(), "all of a text is learned"
+    # One is cut to be measured on.
+    assert len(found - encoded) <= 1
+    assert len(dataset) < 0.8 * len(found)
+    expected = loss_by_transformers(session)
+    one, alone = on_one_rank(session)
+    results = []
+    for trainer, rows in (
+        (session.trainer, dataset),
+        (one, SampleDataset(dataset.samples, dataset.sequence_length, packing=False)),
+    ):
+        steps = recorded(trainer)
+        everything = dataclasses.replace(settings.training, global_batch_size=len(rows))
+        trainer.settings = dataclasses.replace(settings, training=everything)
+        results.append((trainer.train_step(0, SampleLoader(rows, len(rows), seed=0)).loss, steps[0]))
+    (loss, packed), (loss_apart, apart) = results
+    assert loss == pytest.approx(loss_apart, rel=1e-12)
+    for name, gradient in apart.items():
+        assert (packed[name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-14, name
+    session.topology.destroy()
+    alone.destroy()
+    session = open_run(settings, root, monkeypatch)
+    assert session.trainer.train_step(0, session.loader).loss == pytest.approx(expected, rel=1e-6)
+    session.topology.destroy()
+    one_stream = dataclasses.replace(settings, samples=SampleSettings(too_long="split"))
+    with pytest.raises(ConfigError, match=r"--too-long split is for samples of their own, .* add --packing"):
+        open_run(one_stream, root, monkeypatch)
 
 
 @pytest.mark.slow

@@ -224,6 +224,12 @@ def test_what_labels_are():
     assert labels_of([text_of(0.5), text_of(1)]) == Labels(("LABEL_0",), "regression")
     with pytest.raises(DataError, match="all labels in the data are 'b'; a classifier needs two"):
         labels_of([text_of("b"), text_of("b")])
+    for given, message in (
+        ([True, False], "here: the label is a boolean, True; write 0 and 1, or names"),
+        ([0, -1], "here: the label is -1, and labels are names, or integers from 0; number them anew"),
+    ):
+        with pytest.raises(DataError, match=message):
+            labels_of([text_of(each) for each in given])
     several = labels_of([text_of(["x", "y"]), text_of([])])
     assert several == Labels(("x", "y"), "multi_label_classification")
     assert several.encode(text_of(["y"])).tolist() == [0.0, 1.0]

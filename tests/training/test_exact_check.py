@@ -137,7 +137,8 @@ def test_products_that_differ_are_named(group, monkeypatch):
             "linear",
             linear,
             r"the product for the output of a linear layer, \[16, 64\] by \[192, 64\], on each of 4 ranks, has other "
-            r"bits: 768 of 768 elements; the largest exact-parts that works is 2; use it, another device",
+            r"bits: 768 of 768 elements; the largest exact-parts that works is 2; use it, another device, other "
+            "sizes, or no --exact; if other devices refuse it too, the mistake is Shardwise's own: please report it$",
         ),
         ("linear", of_biases, r"\[16, 64\] by \[136, 64\], on each of 2 ranks, .* by \[192, 64\], on each of 2 ranks"),
         (

@@ -144,7 +144,7 @@ def test_a_resumed_run_has_the_same_bits(group, tmp_path, monkeypatch):
 @pytest.mark.ranks(2)
 def test_runs_go_on_in_another_precision(group, tmp_path, monkeypatch):
     """fp32 weights are kept; where a checkpoint has none, they are made from what it has, and it is said."""
-    steps = 0
+    steps, before = 0, None
     for number, dtype in enumerate(["float32", "bfloat16", "float16", "pure-bfloat16", "bfloat16", "float32"]):
         steps += 2
         settings = tiny_settings(tmp_path, tp=2, dtype=dtype, steps=steps, resume="auto")
@@ -154,4 +154,7 @@ def test_runs_go_on_in_another_precision(group, tmp_path, monkeypatch):
         dist.barrier(group=group)
         said = "has no fp32 weights: they are made from its bfloat16 ones" in printed.getvalue()
         assert said == (number == 4 and dist.get_rank() == 0), dtype
+        changed = f"note   the run was in {before}, and goes on in {dtype} (--training.dtype)" in printed.getvalue()
+        assert changed == (number > 0 and dist.get_rank() == 0), dtype
+        before = dtype
     assert len(losses(tmp_path / "run")) == steps

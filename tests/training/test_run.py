@@ -196,6 +196,12 @@ def test_divergence_names_the_step(group, tmp_path, monkeypatch):
     )
     with pytest.raises(DivergenceError, match=r"the (loss|norm of the gradient) is (nan|inf) at step \d"):
         train(open_tiny(settings, monkeypatch, tmp_path))
+    session = open_tiny(dataclasses.replace(settings, out=str(tmp_path / "broken")), monkeypatch, tmp_path)
+    next(session.trainer.model.parameters()).data.fill_(torch.nan)
+    with pytest.raises(
+        DivergenceError, match=r"no step was made .*; if good weights fail .* the mistake is Shardwise's"
+    ):
+        train(session)
 
 
 @pytest.mark.ranks(2)
@@ -205,9 +211,10 @@ def test_parity_holds_and_would_not_if_a_collective_were_missing(
     group, tmp_path, monkeypatch, architecture, sequence_parallel
 ):
     settings = tiny_settings(tmp_path, tp=2, sequence_parallel=sequence_parallel, model={"architecture": architecture})
+    session = open_tiny(settings, monkeypatch, tmp_path)
     # Into more parts the sizes of this model cannot be cut.
     settings = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, exact_parts=2))
-    session = open_tiny(settings, monkeypatch, tmp_path)
+    session = dataclasses.replace(session, settings=settings)
     before = [param.detach().clone() for param in session.trainer.model.parameters()]
     parity = check_parity(session)
     assert "tp=2 equals tp=1" in parity.line()

@@ -124,7 +124,7 @@ def test_a_share_is_held_out_whole_and_equal_ones_together(tokenizer, monkeypatc
         ]
         assert [len(each) for each in texts] == [6, 1]
         assert not texts[0] & texts[1]
-    with pytest.raises(DataError, match=r"2 sample\(s\), all of them equal, cannot be divided .* \(--held-out\)"):
+    with pytest.raises(DataError, match=r"2 samples, all equal, cannot be divided .* \(--held-out\)"):
         prepared([chat(1)] * 2, encoder, monkeypatch, tmp_path)
 
 

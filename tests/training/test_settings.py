@@ -72,6 +72,26 @@ def test_the_world_must_fit():
         settings.check_world(4)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"parallel": ParallelSettings(exact_parts=4)},
+            "parallel.exact-parts 4 is for exact runs, and parallel.exact is off; add --exact, or leave exact-parts "
+            "out",
+        ),
+        (
+            {"recompute": RecomputeSettings("full", num_layers=5)},
+            "recompute.num-layers 5 is more than the 4 layers of the model; use 4 at most",
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_an_error(settings, message):
+    """Not before ranks are there: checkpoints of earlier versions hold such settings."""
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        Settings(data=("x",), **settings).check_world(1)
+
+
 def test_settings_survive_json():
     settings = Settings(data=("a", "b"), model=ModelSettings(num_query_groups=2), training=TrainingSettings(steps=7))
     assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings

@@ -172,8 +172,9 @@ def test_a_run_goes_on_at_other_stages(group, tmp_path, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_parity_is_proved_in_stages_too(group, tmp_path, monkeypatch):
-    settings = staged_settings(tmp_path, ParallelSettings(pp=2, exact_parts=2))
-    session = open_tiny(settings, monkeypatch, tmp_path)
+    session = open_tiny(staged_settings(tmp_path, ParallelSettings(pp=2)), monkeypatch, tmp_path)
+    settings = dataclasses.replace(session.settings, parallel=ParallelSettings(pp=2, exact_parts=2))
+    session = dataclasses.replace(session, settings=settings)
     parity = check_parity(session, steps=2)
     assert parity.line().startswith("tp=1 pp=2 equals tp=1 over 2 steps")
     training = dataclasses.replace(settings.training, dtype="float32")

@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.models.classification import Classification
 from shardwise.tokenizer import Tokenizer
 from shardwise.training.entities import entities, mark_entities
-from shardwise.training.finetune_settings import LabelSettings
+from shardwise.training.finetune_settings import LabelSettings, PretrainedSettings
 from shardwise.training.labelling import HeldOutLabels
 from shardwise.training.settings import ParallelSettings
 
@@ -87,6 +87,23 @@ def test_ten_steps_are_those_of_transformers(group, root, tmp_path, monkeypatch,
         losses = [session.trainer.train_step(step, session.loader).loss for step in range(STEPS)]
         assert losses == pytest.approx(expected, rel=2e-6), parallel
         assert set(session.trainer.evaluate(session.windows)) == {"held_out_accuracy", "held_out_f1", "held_out_loss"}
+
+
+@pytest.mark.ranks(2)
+def test_no_dropout_is_none_of_the_head_either(group, root, tmp_path, monkeypatch):
+    """Whose class drops a tenth where nothing is said, and each data-parallel rank another one."""
+    losses = []
+    for parallel in (ParallelSettings(tp=2), ParallelSettings()):
+        settings = settings_of(root, tmp_path / "run", "llama-lm", parallel, labels=TASK | {"pad_token": None})
+        settings = dataclasses.replace(settings, model=PretrainedSettings(dropout=0.0))
+        session = open_run(settings, root, monkeypatch)
+        losses.append([session.trainer.train_step(step, session.loader).loss for step in range(2)])
+        session.topology.destroy()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    own = dataclasses.replace(settings, model=PretrainedSettings(dropout=0.25))
+    session = open_run(own, root, monkeypatch)
+    head = session.recipe.head
+    assert (head.dropout, session.trainer.model.classifier.spec.dropout) == (0.25, 0.25)
 
 
 def check_labels(tokenizer, batches, data):
@@ -256,7 +273,7 @@ def test_names_and_integers():
     assert labels_of(named, problem="single_label_classification").names == ("B-PER", "O")
     with pytest.raises(DataError, match="here: the label is 1, and others are names"):
         labels_of([*named, text_of(["O", 1])], problem="single_label_classification")
-    with pytest.raises(DataError, match="no label in the data counts: none is over -100"):
+    with pytest.raises(DataError, match="no label in the data counts: all are -100"):
         labels_of([text_of([-100, -100])], problem="single_label_classification")
 
 

@@ -247,6 +247,9 @@ def test_fp32_copies_and_tied_stages_are_loaded_bit_for_bit(group, tmp_path, mon
 
 @pytest.mark.ranks(1)
 def test_one_rank_hears_that_it_does_nothing(group, tmp_path, monkeypatch):
-    session = open_tiny(tiny_settings(tmp_path, zero=1), monkeypatch, tmp_path)
-    assert "data parallel 1 (--zero 1 does nothing with one data-parallel rank)" in banner(session)
+    session = open_tiny(tiny_settings(tmp_path, zero=1, sequence_parallel=True), monkeypatch, tmp_path)
+    lines = banner(session).splitlines()
+    assert "data parallel 1 (--zero 1 does nothing with one data-parallel rank)" in lines[2]
+    assert "sequence parallel" not in lines[2]
+    assert lines[3] == "note   --sequence-parallel does nothing with one tensor-parallel rank"
     assert session.trainer.zero is None

@@ -10,6 +10,7 @@ from shardwise.accounting.fit import Choice
 from shardwise.accounting.parameters import parameters_of, parts_of
 from shardwise.accounting.plan import Plan
 from shardwise.accounting.workload import Layout
+from shardwise.data.labelled import counted
 from shardwise.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}}
@@ -129,8 +130,8 @@ def plan_as_table(plan: Plan) -> str:
         + (", with fp32 copies" if workload.has_masters else "")
         + f", {workload.optimizer}",
         f"ranks  {layout.world_size}: {layout}",
-        f"step   {workload.global_batch_size} samples of {workload.sequence_length:,} tokens: on each rank {number} "
-        f"micro-batch{'es' if number > 1 else ''} of {layout.micro_batch_size}"
+        f"step   {counted(workload.global_batch_size, 'sample')} of {workload.sequence_length:,} tokens: on each "
+        f"rank {number} micro-batch{'es' if number > 1 else ''} of {layout.micro_batch_size}"
         + (f", {_in_flight(plan)} in flight at a time" if layout.pp > 1 else ""),
         "",
         aligned(rows),

@@ -23,8 +23,11 @@ MANIFEST_NAME = "meta.json"
 FORMAT = "shardwise checkpoint"
 FORMAT_VERSION = 2
 
-REMEDY = "use an older checkpoint or another copy"
+REMEDY = "use another copy of it, or remove the checkpoint to use an older one"
 """What to do about contents that are not what was saved."""
+
+# Of a manifest: its readers say what else may be done.
+_ANOTHER_COPY = "another copy of it may help"
 
 _READ_SIZE = 1 << 22
 
@@ -165,7 +168,7 @@ class Manifest:
         try:
             value = parse_json(text.encode() if isinstance(text, str) else text)
         except ValueError as error:
-            raise CheckpointError(f"it cannot be read: {error}") from error
+            raise CheckpointError(f"it cannot be read: {error}; {_ANOTHER_COPY}") from error
         top = Entry("", value)
         if value.get("format") != FORMAT:
             raise CheckpointError(f"it is JSON, but not of the format {FORMAT!r}")
@@ -178,7 +181,9 @@ class Manifest:
             )
         body = {key: top.present(key) for key in ("step", "serial", "meta", "files", "tensors")}
         if value.get("crc32") != _checksum(body):
-            raise CheckpointError("its checksum does not match: it was changed or damaged after it was written")
+            raise CheckpointError(
+                f"its checksum does not match: it was changed or damaged after it was written; {_ANOTHER_COPY}"
+            )
         files, tensors = top.inner("files"), top.inner("tensors")
         return cls(
             step=top.count("step"),

@@ -113,7 +113,7 @@ class SafetensorsReader(FolderStorage, StorageReader):
         try:
             return read_header(self.folder / name)
         except CheckpointError as error:
-            raise damaged(self.folder, str(error)) from error
+            raise damaged(self.folder, f"{error}, or remove the checkpoint to use an older one") from error
 
     def _read(self, header: Mapping[str, StoredTensor], box: Slice) -> Tensor:
         chunk, dtype = self._place[box.chunk], self._manifest.tensors[box.chunk.fqn].dtype

@@ -275,8 +275,14 @@ class PendingSave:
                 raise
         except CheckpointError as error:
             raise CheckpointError(
-                f"cannot save a checkpoint in {self._root}: {error}; earlier ones are untouched"
+                f"cannot save a checkpoint in {self._root}: {error}; {self._what_is_left()}"
             ) from error
+
+    def _what_is_left(self) -> str:
+        if self._partial is not None and not self._root.is_dir():
+            return "the folder is gone, and what was in it: something removed it while the program was at work"
+        is_first = not any(self._root.glob("step-*"))
+        return "there is no earlier one" if is_first else "earlier ones are untouched"
 
     @checkpoint_errors()
     def _clear(self) -> None:

@@ -164,12 +164,9 @@ def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
         SystemExit: help was asked for and printed.
     """
     if "-h" in argv or "--help" in argv:
-        # Two spaces keep tyro from joining the lines, some of which are examples.
-        text = (
-            textwrap.indent((inspect.getdoc(cls) or "").replace("\n\n", "\n"), "  ")
-            if issubclass(cls, SettingsArguments)
-            else None
-        )
+        # Two spaces keep tyro from joining the lines, some of which are examples. It shows the attributes as flags.
+        summary = (inspect.getdoc(cls) or "").partition("\n\nAttributes:\n")[0]
+        text = textwrap.indent(summary.replace("\n\n", "\n"), "  ") if issubclass(cls, SettingsArguments) else None
         tyro.cli(cls, prog=prog, description=text, args=["--help"], config=(tyro.conf.DisallowNone,))
     values = FlagReader(cls).read(argv)
     if issubclass(cls, SettingsArguments):

@@ -27,7 +27,7 @@ from shardwise.data import (
     labelled_words_of,
     read_records,
 )
-from shardwise.data.labelled import ProblemType
+from shardwise.data.labelled import ProblemType, counted
 from shardwise.errors import ConfigError, DataError, DivergenceError
 from shardwise.huggingface.architectures.classifier import label_names
 from shardwise.huggingface.fields import Fields
@@ -238,6 +238,6 @@ def evaluate_labels(arguments: EvalArguments, ranks: Ranks, opened: Opened) -> N
     if not math.isfinite(measured["held_out_loss"]):
         raise DivergenceError(f"the loss on {name} is {measured['held_out_loss']}: the model's weights have diverged")
     if ranks.is_first:
-        print(f"data            {name}: {len(texts):,} texts")
+        print(f"data            {name}: {counted(len(texts), 'text')}")
         for key, value in measured.items():
             print(f"{objective.titles.get(key, key.removeprefix('held_out_')):<15} {value:.6f}")

@@ -26,6 +26,7 @@ from shardwise.data import (
     read_records,
 )
 from shardwise.data.examples import has_text, is_plain_text
+from shardwise.data.labelled import counted
 from shardwise.data.reading import corpus_of
 from shardwise.errors import ConfigError, DivergenceError
 from shardwise.models.gpt import GPT
@@ -84,7 +85,9 @@ def open_data(arguments: EvalArguments, opened: OpenCheckpoint, tokenizer: Token
             dataset = SampleDataset(samples, length, packing=True, too_long="split")
             windows = EvaluationSamples(dataset)
             notes = tuple(left_out_notes(examples, left_out, "to measure on"))
-            return Measure(f"{name}, {len(samples):,} samples", windows, windows.num_labels, dataset.num_bytes, notes)
+            return Measure(
+                f"{name}, {counted(len(samples), 'sample')}", windows, windows.num_labels, dataset.num_bytes, notes
+            )
         corpus = corpus_of(name, records, key)
     stream = TokenStream.from_corpus(corpus, tokenizer, parse_special=arguments.special_tokens)
     return Measure(corpus.name, EvaluationWindows(stream, length), stream.num_tokens, stream.num_bytes)

@@ -51,6 +51,10 @@ class FinetuneArguments(RunArguments):
         if not self.show:
             super().check()
 
+    def way_on(self) -> str:
+        """See ``RunArguments.way_on``; to show samples begins anew as it is."""
+        return "" if self.show else super().way_on()
+
     def work(self) -> Callable[[], object]:
         """Fine-tune, or show."""
         if self.show:

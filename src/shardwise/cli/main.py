@@ -12,6 +12,7 @@ import shardwise
 from shardwise.cli.reporting import run_command
 from shardwise.cli.streams import lasting_outputs, open_closed_streams
 from shardwise.errors import ConfigError
+from shardwise.switches import check_switches
 from shardwise.training.plain_values import nearest
 from shardwise.training.stopping import Interrupted
 
@@ -88,6 +89,7 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
 
     module = importlib.import_module(f"shardwise.cli.{name.replace('-', '_')}")
     arguments = parse_command(getattr(module, COMMANDS[name].arguments), argv, f"shardwise {name}")
+    check_switches()
     try:
         with lasting_outputs() if arguments.lasts else contextlib.nullcontext():
             code: int | None = start_ranks(name, argv, arguments)

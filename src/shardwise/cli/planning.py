@@ -22,7 +22,7 @@ def print_plan(settings: PlanSettings, folder: str | None, world_size: int, *, a
     """Print what a run of ``settings`` on ``world_size`` ranks needs.
 
     Raises:
-        ConfigError, CheckpointError: the model is not to be had, or cannot be split so.
+        ConfigError, CheckpointError: the model is not to be had, or cannot be split so; a setting without effect.
     """
     workload = _workload(settings, folder)
     plan = make_plan(workload, layout_of(settings, world_size))
@@ -81,4 +81,5 @@ def _workload(settings: PlanSettings, folder: str | None) -> Workload:
     if on_cuda:
         settings = settings.on_device("cuda")
     model = planned_model(settings, folder)
+    settings.check_effect(model.num_layers)
     return workload_of(settings, model, adaptation_of(settings.lora, model, folder))

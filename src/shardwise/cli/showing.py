@@ -8,14 +8,21 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardwise.cli.streams import allow_any_character
-from shardwise.data import Encoded, UnusableExampleError
+from shardwise.data import TokenDataset, UnusableExampleError
+from shardwise.data.labelled import counted
 from shardwise.errors import DataError
 from shardwise.tokenizer import Tokenizer
 from shardwise.training.classifying import Classifying
 from shardwise.training.finetune import Finetuning
 from shardwise.training.finetune_settings import FinetuneSettings
+from shardwise.training.texts import Texts
 
+# Of one sample: more are a wall of text.
+_MOST_TOKENS = 2000
 _LEARNED, _READ, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
@@ -31,12 +38,15 @@ def show_samples(recipe_of: Callable[[Any], Finetuning], settings: FinetuneSetti
         ShardwiseError: what a run would raise; or no sample can be trained on.
     """
     recipe = recipe_of(settings)
-    examples, encoder = recipe.examples(), recipe.encoder()
+    examples, longest = recipe.to_show(), recipe.settings.sequence_length + 1
     colours = _has_colours()
     allow_any_character()
     key = f"{_LEARNED}learned{_PLAIN}, {_READ}only read{_PLAIN}" if colours else "[[learned]], only read"
-    print(f"{len(examples):,} samples in {', '.join(settings.data)}; {key}")
-    longest = recipe.settings.sequence_length + 1
+    if isinstance(examples, Texts):
+        _show_stream(examples, longest - 1, count, key, colours)
+        return
+    encoder = recipe.encoder()
+    print(f"{counted(len(examples), 'sample')} in {', '.join(settings.data)}; {key}")
     shown = 0
     for number, example in enumerate(examples, 1):
         try:
@@ -45,17 +55,34 @@ def show_samples(recipe_of: Callable[[Any], Finetuning], settings: FinetuneSetti
             print(f"\nsample {number} ({_printable(example.where)}) is left out: {_printable(str(error))}")
             continue
         for name, each in zip(("",) if len(encoded) == 1 else (", chosen", ", rejected"), encoded, strict=True):
-            length = len(each.ids)
-            too_long = f"; more than {longest}: --too-long {settings.samples.too_long}" if length > longest else ""
+            ids, learned = each.ids, each.learned
+            length, past = len(ids), settings.samples.too_long
+            too_long = f"; more than {longest}: --too-long {past}" if length > longest else ""
+            if past == "cut" and not name:
+                ids, learned = ids[:longest], learned[:longest]
             print(
-                f"\nsample {number} ({_printable(example.where)}){name}: {length} tokens, {each.learned.sum()} of them "
-                f"learned{too_long}\n{_text(each, encoder.tokenizer, colours)}\n{_ids(each, colours)}"
+                f"\nsample {number} ({_printable(example.where)}){name}: {counted(length, 'token')}, {learned.sum():,} "
+                f"of them learned{too_long}\n{_tokens(ids, learned, encoder.tokenizer, colours)}"
             )
         shown += 1
         if shown == count:
             return
     if not shown:
-        raise DataError(f"nothing can be learned from any of the {len(examples)} samples")
+        raise DataError(f"nothing can be learned from any of the {counted(len(examples), 'sample')}")
+
+
+def _show_stream(texts: Texts, length: int, count: int, key: str, colours: bool) -> None:
+    """Print samples of so many tokens, cut from texts one after the other."""
+    dataset = TokenDataset(texts.train_tokens, length)
+    print(
+        f"{texts.name}: texts one after the other, cut into {counted(len(dataset), 'sample')} of "
+        f"{counted(length, 'token')}, elsewhere in each pass over them (--packing keeps them apart); {key}"
+    )
+    for number in range(min(count, len(dataset))):
+        ids, labels = dataset[number]
+        ids = np.append(ids, labels[-1:])
+        learned = np.arange(len(ids)) > 0
+        print(f"\nsample {number + 1}:\n{_tokens(ids, learned, texts.tokenizer, colours)}")
 
 
 def show_labelled(settings: FinetuneSettings, count: int) -> None:
@@ -64,7 +91,7 @@ def show_labelled(settings: FinetuneSettings, count: int) -> None:
     name, texts = recipe.labelled_texts(settings.data)
     labels = recipe.labels_of(texts)
     allow_any_character()
-    print(f"{name}, {len(texts):,} texts; {labels.problem}: {_printable(', '.join(labels.names))}")
+    print(f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}")
     encoded = recipe.encoded(texts[:count], labels)
     for index, text in enumerate(encoded.texts):
         ids, label, *_ = encoded.rows.row(index)
@@ -72,17 +99,26 @@ def show_labelled(settings: FinetuneSettings, count: int) -> None:
         print(f"\nsample {index + 1} ({_printable(text.where)}): label {label.tolist()}\n{shown}\n{ids.tolist()}")
 
 
-def _text(encoded: Encoded, tokenizer: Tokenizer, colours: bool) -> str:
-    return "".join(_marked(_printable(tokenizer.decode(ids)), learned, colours) for learned, ids in _runs(encoded))
+def _tokens(ids: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Tokenizer, colours: bool) -> str:
+    """The text of a sample, and its ids below; of a long one the first and the last."""
+    parts, left_out = [_runs(ids, learned)], len(ids) - _MOST_TOKENS
+    if left_out > 0:
+        half = _MOST_TOKENS // 2
+        parts = [_runs(ids[:half], learned[:half]), _runs(ids[-half:], learned[-half:])]
+    texts = (
+        "".join(_marked(_printable(tokenizer.decode(run)), is_learned, colours) for is_learned, run in part)
+        for part in parts
+    )
+    numbers = (
+        " ".join(_marked(" ".join(map(str, run)), is_learned, colours) for is_learned, run in part) for part in parts
+    )
+    gap = f"\n... {counted(left_out, 'token')} not shown ...\n"
+    return f"{gap.join(texts)}\n{gap.join(numbers)}"
 
 
-def _ids(encoded: Encoded, colours: bool) -> str:
-    return " ".join(_marked(" ".join(map(str, ids)), learned, colours) for learned, ids in _runs(encoded))
-
-
-def _runs(encoded: Encoded) -> list[tuple[bool, list[int]]]:
+def _runs(ids: NDArray[np.int64], learned: NDArray[np.bool_]) -> list[tuple[bool, list[int]]]:
     """Tokens, one run after the other of those that are learned and of those that are not."""
-    pairs = zip(encoded.learned.tolist(), encoded.ids.tolist(), strict=True)
+    pairs = zip(learned.tolist(), ids.tolist(), strict=True)
     return [(learned, [token for _, token in run]) for learned, run in groupby(pairs, key=lambda pair: pair[0])]
 
 

@@ -107,7 +107,7 @@ def _records_of_array(content: str, start: int, file: Path) -> Iterator[Record]:
             if error.msg.startswith("Unterminated string") or _skip_blank(content, error.pos) == len(content):
                 raise DataError(f"{where}: the file ends within it; it is cut off, or a quote is missing") from error
             raise DataError(
-                f"{where}: broken JSON: {error.msg} at {_position(content, error.pos)}; repair the file"
+                f"{where}: broken JSON: {_problem(error)} at {_position(content, error.pos)}; repair the file"
             ) from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: JSON that cannot be read: {error}; repair or remove the record") from error
@@ -129,6 +129,11 @@ def _records_of_array(content: str, start: int, file: Path) -> Iterator[Record]:
             f"{str(file)!r}, {_position(content, after)}: {content[after]!r} after the end of the array; a .json file "
             f"is one array of records or JSON lines, not both"
         )
+
+
+def _problem(error: json.JSONDecodeError) -> str:
+    """What is wrong, without the place: "Invalid control character", not "Invalid control character at"."""
+    return error.msg.removesuffix(" at")
 
 
 def _begins_object_of_lines(content: str, start: int) -> bool:
@@ -156,7 +161,7 @@ def _value_of_line(line: str, where: str) -> Any:
         return json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}: broken JSON: {error.msg} at column {error.colno}; repair or remove the line"
+            f"{where}: broken JSON: {_problem(error)} at column {error.colno}; repair or remove the line"
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: JSON that cannot be read: {error}; repair or remove the line") from error

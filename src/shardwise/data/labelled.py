@@ -203,13 +203,26 @@ def labels_of(
         return Labels(tuple(names), problem)
     if problem == "multi_label_classification":
         return _usual(num_labels or max(map(len, given), default=1), problem)
-    largest = max((label for label in flat if type(label) is int), default=0)
+    for text in texts:
+        for label in text.label if text.words is not None else [text.label]:
+            if text.words is None or not _is_ignored(label):
+                _check_integer(label, text.where)
+    largest = max(flat, default=0)
     if largest < 0:
-        raise DataError(f"no label in the data counts: none is over {largest}; give names, or integers from 0")
+        raise DataError(f"no label in the data counts: all are {largest}; give names, or integers from 0")
     count = largest + 1 if num_labels is None else num_labels
     if num_labels is None and count < 2:
         raise DataError("all labels in the data are 0; a classifier needs two, or --num-labels")
     return _usual(count, problem)
+
+
+def _check_integer(label: object, where: str) -> None:
+    """Raise DataError unless a label that is no name is an integer from 0."""
+    if type(label) is not int:
+        hint = "write 0 and 1, or names" if isinstance(label, bool) else "give names, or integers from 0"
+        raise DataError(f"{where}: the label is {kind_of(label)}, {_shown(label)}; {hint}")
+    if label < 0:
+        raise DataError(f"{where}: the label is {label}, and labels are names, or integers from 0; number them anew")
 
 
 def usual_problem(texts: Sequence[LabelledText], num_labels: int | None = None) -> ProblemType:
@@ -231,8 +244,8 @@ def _is_ignored(label: object) -> bool:
 
 
 def counted(count: int, noun: str) -> str:
-    """Such as ``"1 word"`` and ``"2 words"``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Such as ``"1 word"`` and ``"2,000 words"``."""
+    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _is_finite(value: object) -> bool:

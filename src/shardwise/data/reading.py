@@ -4,7 +4,7 @@ A file is one document, except that each line of a JSON-lines file (``.jsonl``, 
 a ``.json`` file (an array of objects or strings, or JSON lines), and each row of a Parquet or Arrow file. In a folder,
 the files with a suffix of ``TEXT_SUFFIXES``, ``JSONL_SUFFIXES`` or ``.parquet`` are read, in all folders below it, in
 the order of their paths; what begins with a dot is not. A folder that the library ``datasets`` saved is read as it
-says. A file that is named itself is read whatever its suffix.
+says. A file that is named itself is read whatever its suffix, but for tables as text (``.csv``, ``.tsv``).
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ _SOURCE_SUFFIXES = (
     ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .cs .go .rs .swift .m .js .mjs .jsx .ts .tsx .rb "
     ".pl .php .lua .jl .r .hs .ml .ex .erl .clj .el .lisp .scm .f90 .sql .sh .bash .toml .yaml .yml .ini .cfg"
 )
-# Files named .json and .csv in a folder are seldom text to learn from (a config.json), so they must be named
-# explicitly.
+# Files named .json in a folder are seldom text to learn from (a config.json), so they must be named explicitly.
 TEXT_SUFFIXES = frozenset(_PROSE_SUFFIXES.split() + _SOURCE_SUFFIXES.split())
 """Files of a folder that are read as one document each (in either case)."""
+
+# Tables as text, of which a model would learn commas and quotes; there is no one way to read them.
+_TEXT_TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 
 # A binary file named by mistake may be as large as a disk, so this much is examined before the rest is read.
 _FIRST_LOOK_BYTES = 1 << 16
@@ -56,8 +58,8 @@ def read_corpus(paths: AnyPath | Iterable[AnyPath], *, text_key: str = "text") -
         The corpus; its name and hash do not depend on where the paths lie.
 
     Raises:
-        DataError: a path that is missing, unreadable or without text, a file that is not text, a line or record of JSON
-            that has no text. The message names the file, and the line or byte.
+        DataError: a path that is missing, unreadable or without text, a file that is not text or is a table of it, a
+            line or record of JSON that has no text. The message names the file, and the line or byte.
         ConfigError: no paths given.
     """
     name, records = read_records(paths, has_text=lambda record: bool(text_of(record, text_key)))
@@ -176,6 +178,11 @@ def _records_of(file: Path) -> list[Record]:
     suffix = file.suffix.lower()
     if suffix in TABLE_SUFFIXES:
         return list(records_of_table(file))
+    if suffix in _TEXT_TABLE_SUFFIXES:
+        raise DataError(
+            f"data file {str(file)!r} is a table ({suffix}), which is not read; make JSON lines of it (one of each "
+            "row) or Parquet, or name it .txt if its characters are the text"
+        )
     try:
         with file.open("rb") as opened:
             content = opened.read(_FIRST_LOOK_BYTES)

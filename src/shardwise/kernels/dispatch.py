@@ -8,7 +8,6 @@ tensor subclasses, and all that ``torch.compile`` traces, for which the compiler
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shardwise import switches
 from shardwise.errors import ConfigError
 from shardwise.kernels import loss_reference
 
 # Of flash attention, and of ours to a cache.
 WIDEST_HEAD = 256
-_TRITON_SWITCH, _GRAPH_SWITCH = "SHARDWISE_TRITON", "SHARDWISE_CUDA_GRAPHS"
 # Of a row in the type in which it is computed: with more, a program's registers do not hold it.
 _MAX_NORM_BYTES = 1 << 15
 
@@ -165,8 +164,8 @@ def _no_kernel(name: str, call: Call) -> str | None:
 @cache
 def _no_triton(device_index: int) -> str | None:
     """Why Triton's kernels do not run on a CUDA device; None if they do. The smallest is tried."""
-    if os.environ.get(_TRITON_SWITCH) == "0":
-        return f"{_TRITON_SWITCH} is 0"
+    if not switches.is_on(switches.TRITON):
+        return f"{switches.TRITON} is 0"
     try:
         _module("loss_triton")
     # Whatever is wrong with an optional package, the reference runs.
@@ -238,7 +237,9 @@ CUDA_GRAPHS = FastPath(
     "in generation, where Triton attends to the cache",
     "cuda",
     missing=lambda call: (
-        None if os.environ.get(_GRAPH_SWITCH) == "1" else f"nobody has run it on a GPU yet; {_GRAPH_SWITCH}=1 tries it"
+        None
+        if switches.is_on(switches.CUDA_GRAPHS)
+        else f"nobody has run it on a GPU yet; {switches.CUDA_GRAPHS}=1 tries it"
     ),
 )
 RMS_NORM = FastPath("RMSNorm in few passes", "for fp32 and fp64", "cpu", (torch.float32, torch.float64))

@@ -11,7 +11,6 @@ terms (the logits of a narrow model) is worth more than the quicker product.
 
 from __future__ import annotations
 
-import os
 import platform
 from functools import cache
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise import switches
 from shardwise.kernels import dispatch
 from shardwise.kernels.host_memory import empty_in_huge_pages
 
@@ -32,7 +32,6 @@ _MIN_WIDE = 2048
 _MAX_TEMPORARY_BYTES = 4 << 20
 # What CUDA's widest loads take, and cuBLAS's tensor cores ask of addresses.
 _ALIGNED_BYTES = 16
-_SWITCH = "SHARDWISE_ONEDNN"
 
 
 def autocast(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -51,8 +50,8 @@ def autocast(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
 @cache
 def why_not_onednn() -> str | None:
     """Why fp32 products on the CPU are left to PyTorch's choice; None if large ones go to oneDNN."""
-    if os.environ.get(_SWITCH) == "0":
-        return f"{_SWITCH} is 0"
+    if not switches.is_on(switches.ONEDNN):
+        return f"{switches.ONEDNN} is 0"
     if _vendor() != "AuthenticAMD":
         return "PyTorch's own products are used on processors other than AMD's"
     if not torch.backends.mkldnn.is_available():

@@ -421,9 +421,14 @@ class InferenceRowLinear(RowLinear):
 
 
 def _plain(linear: nn.Module, kind: type[M]) -> M:
+    if (addition := getattr(linear, "addition", None)) is not None:
+        raise ConfigError(
+            f"layers for inference have no {addition}, and this model has; merge them into it, or use the training "
+            "layers"
+        )
     if type(linear) is not kind:
         raise ConfigError(
-            f"an inference layer is made from a {kind.__name__}, and this is a {type(linear).__name__}; use the "
-            "training layers for this model"
+            f"an inference layer is made from a {kind.__name__}, and this layer is of another class, "
+            f"{type(linear).__name__}; use the training layers for this model"
         )
     return linear

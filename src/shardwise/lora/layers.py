@@ -54,8 +54,10 @@ class LoraLayer(ShardedModule):
         lora_enabled: whether the adapters take part in ``forward``.
         lora_merged: whether their product is part of ``weight`` now.
         layer_number: whose random numbers dropout draws; None for those of what is in no layer.
+        addition: what stands next to the layer, for messages of rooms that know no adapters.
     """
 
+    addition = "adapters"
     layer_number: int | None = None
     weight: Any
     lora: nn.ModuleDict

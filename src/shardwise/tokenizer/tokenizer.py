@@ -224,7 +224,9 @@ class Tokenizer:
         except OSError as error:
             raise DataError(f"cannot read the tokenizer {str(file)!r}: {error.strerror or error}") from error
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{str(file)!r} is not a tokenizer.json of the Hugging Face format: {error}") from error
+            raise DataError(
+                f"{str(file)!r} is not a tokenizer.json of the Hugging Face format: {error}; use another copy"
+            ) from error
         declared = DeclaredTokens(file.parent)
         if eos_token is None:
             eos_token = declared.eos_token

@@ -203,6 +203,8 @@ def _shown(value: Any) -> str:
     # Python refuses to write out an integer of thousands of digits.
     if isinstance(value, int) and value.bit_length() > 4 * _LONGEST_SHOWN:
         return f"an integer of {value.bit_length()} bits"
+    # As a file has it, which has no tuples.
+    value = list(value) if isinstance(value, tuple) else value
     text = str(value) if isinstance(value, int | float) else repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 

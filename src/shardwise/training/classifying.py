@@ -148,8 +148,8 @@ class Classifying(Finetuning):
             *held_out.notes("--model.sequence-length", " held out"),
         )
         sha256 = hashlib.sha256("".join(_digest(text) for text in texts).encode()).hexdigest()
-        kinds = f"{len(labels)} labels" if labels.problem != "regression" else "numbers"
-        name = f"{name}, {len(texts):,} texts with {kinds}"
+        kinds = counted(len(labels), "label") if labels.problem != "regression" else "numbers"
+        name = f"{name}, {counted(len(texts), 'text')} with {kinds}"
         return LabelledTexts(name, sha256, self.tokenizer, labels, train.rows, held_out.rows, notes)
 
     def labelled_texts(self, paths: Sequence[str]) -> tuple[str, list[LabelledText]]:
@@ -183,8 +183,10 @@ class Classifying(Finetuning):
 
     @property
     def head(self) -> Classification:
-        """The head that the model is to have."""
-        return head_of(self.folder, self.task, self.labels, self.pad_id)
+        """The head that the model is to have, with the dropout of the settings where its class has any."""
+        head, dropout = head_of(self.folder, self.task, self.labels, self.pad_id), self.settings.model.dropout
+        drops = self.folder.architecture.classifier_of(self.task).dropout is not None
+        return head if dropout is None or not drops else dataclasses.replace(head, dropout=dropout)
 
     def describe(self, vocab_size: int) -> ModelDescription:
         """The folder's model with its head."""

@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.checkpoint.comparing import StoredCheckpoint, TensorDifference, tensor_differences
 from shardwise.checkpoint.folder import checkpoints
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
+from shardwise.data.labelled import counted
 from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.json_files import shown
 from shardwise.training.metrics import MetricsFile, scan_metrics
@@ -89,7 +90,7 @@ def _compare_metrics(runs: tuple[Path, Path]) -> tuple[list[str], int, bool]:
                 alone.setdefault((name, runs[0] if name in both[0] else runs[1]), []).append(step)
     lines = _difference_lines(differences)
     if common and not differences and all(name == "metrics" for name, _ in alone):
-        lines = [f"metrics of {len(common)} steps: the same bits"]
+        lines = [f"metrics of {counted(len(common), 'step')}: the same bits"]
     for (name, folder), steps in alone.items():
         of = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps):,} steps, the first of them step {steps[0]}"
         lines.append(f"only {folder} has {name} of {of}")
@@ -137,7 +138,8 @@ def _checkpoint_differences(step: int, one: Path, other: Path) -> list[str]:
     differences = tensor_differences(*stored)
     if first := list(itertools.islice(differences, _TENSORS_SHOWN)):
         more = sum(1 for _ in differences)
-        lines.append(f"checkpoints of step {step}: {len(first) + more} tensors differ")
+        verb = "differ" if len(first) + more > 1 else "differs"
+        lines.append(f"checkpoints of step {step}: {counted(len(first) + more, 'tensor')} {verb}")
         lines += (f"  {_line(difference)}" for difference in first)
         if more:
             lines.append(f"  and {more} more")

@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.errors import ConfigError
+from shardwise.errors import REPORT, ConfigError
 
+_REPORT = REPORT.format("other devices refuse it too")
 # A prime.
 _NUM_RANDOM = 65537
 # No tensor of a trial is made wider than this, unless it is what one rank of a step has anyway.
@@ -37,7 +38,8 @@ def require_same_bits(found: Tensor, expected: Tensor, what: str) -> None:
         compare(found, expected, what)
     except OtherBits as error:
         raise ConfigError(
-            f"exact: on this device ({expected.device}) {error}; use another device, other sizes, or no --exact"
+            f"exact: on this device ({expected.device}) {error}; use another device, other sizes, or no "
+            f"--exact; {_REPORT}"
         ) from None
 
 
@@ -122,7 +124,7 @@ class Trials:
         remedy = f"the largest exact-parts that works is {self._fitting}" if self._fitting else "no exact-parts works"
         raise ConfigError(
             f"exact: on this device ({self.device}) {'; '.join(self._failures)}; {remedy}; use "
-            f"{'it, ' if self._fitting else ''}another device, other sizes, or no --exact"
+            f"{'it, ' if self._fitting else ''}another device, other sizes, or no --exact; {_REPORT}"
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,17 +43,44 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.tokenizer import ChatTemplate, PaddedTokenizer
 from shardwise.topology import Groups
 from shardwise.training.build import config_fields
-from shardwise.training.finetune_settings import FinetuneSettings
+from shardwise.training.finetune_settings import FinetuneSettings, SampleSettings
 from shardwise.training.lora_settings import LoraSettings
 from shardwise.training.model_card import model_card
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
 from shardwise.training.samples import prepare_samples
 from shardwise.training.session import Session
+from shardwise.training.settings import CorpusSettings
 from shardwise.training.texts import STDLIB, Texts, TrainingData, encode_texts, read_data, share_texts
 
 _USUAL_SEQUENCE_LENGTH = 512
 _LOOKED_AT_BYTES = 1 << 20
+
+
+class _Documents(NamedTuple):
+    """Plain texts to train on, and others to measure on; a share of the former if None."""
+
+    corpus: Corpus
+    held_out: Corpus | None
+
+    def split(self, settings: CorpusSettings) -> tuple[Corpus, Corpus]:
+        """Those to train on, and those to measure on."""
+        if self.held_out is not None:
+            return self.corpus, self.held_out
+        return self.corpus.split(held_out_fraction=settings.held_out_fraction)
+
+
+class _Examples(NamedTuple):
+    """Examples by the name of their data, and others to measure on; a share of the former if None."""
+
+    name: str
+    examples: list[Example]
+    held_out: list[Example] | None
+
+
+def _examples_of(corpus: Corpus) -> list[Example]:
+    """Documents as examples of their own."""
+    return [Example(f"text {number}", None, each) for number, each in enumerate(corpus.documents, 1)]
 
 
 class FolderTokenizer(PaddedTokenizer):
@@ -107,6 +134,7 @@ class Finetuning(Recipe):
                 f"the tokenizer of {path} has {self.tokenizer.vocab_size} ids, more than the {description.vocab_size} "
                 "of the model's vocabulary; it is another model's"
             )
+        settings.check_effect(description.num_layers)
         self.identity = {"base_sha256": digest_of(self.folder)}
         longest = description.max_sequence_length
         length = settings.model.sequence_length or min(_USUAL_SEQUENCE_LENGTH, longest)
@@ -163,22 +191,23 @@ class Finetuning(Recipe):
             "base_quantization": self.settings.lora.base_quantization,
         }
 
-    def examples(self) -> list[Example]:
-        """What the data has to learn from, in its order. Raises as ``read_records`` and ``example_of``."""
-        settings, key = self.settings, self.settings.corpus.text_key
-        if STDLIB in settings.data:
-            return [Example(STDLIB, None, each) for each in read_data(settings.data, settings.corpus).documents]
-        return [example_of(record, key) for record in self._records(settings.data)[1]]
+    def to_show(self) -> list[Example] | Texts:
+        """What is trained on, in its order: examples, or one stream of texts. Raises as a run."""
+        data = self._read()
+        if not isinstance(data, _Documents):
+            return data.examples
+        return _examples_of(data.corpus) if self.settings.samples.packing else self._stream(data)
 
     def _records(self, paths: Sequence[str]) -> tuple[str, list[Record]]:
         return read_records(paths, has_text=partial(has_text, text_key=self.settings.corpus.text_key))
 
-    def _prepare(self) -> TrainingData:
+    def _read(self) -> _Documents | _Examples:
+        """The data: documents, if all of it is plain text."""
         settings, key = self.settings, self.settings.corpus.text_key
         measured = settings.samples.held_out
         if STDLIB in (*settings.data, *measured):
             held_out = read_data(measured, settings.corpus) if measured else None
-            return self._texts(read_data(settings.data, settings.corpus), held_out)
+            return _Documents(read_data(settings.data, settings.corpus), held_out)
         name, records = self._records(settings.data)
         for record in records:
             # Some data sets have what their preferences are made of beside them.
@@ -186,12 +215,24 @@ class Finetuning(Recipe):
                 raise DataError(f"{record.where}: a preference ('chosen' and 'rejected'); use shardwise dpo")
         others = self._records(measured)[1] if measured else None
         if all(is_plain_text(record) for record in (*records, *(others or ()))):
-            held_out = None if others is None else corpus_of("held out", others, key)
-            return self._texts(corpus_of(name, records, key), held_out)
-        return prepare_samples(
+            return _Documents(
+                corpus_of(name, records, key), None if others is None else corpus_of("held out", others, key)
+            )
+        return _Examples(
             name,
             [example_of(record, key) for record in records],
             None if others is None else [example_of(record, key) for record in others],
+        )
+
+    def _prepare(self) -> TrainingData:
+        settings, data = self.settings, self._read()
+        if isinstance(data, _Documents):
+            if not settings.samples.packing:
+                return self._stream(data)
+            train, held_out = data.split(settings.corpus)
+            data = _Examples(data.corpus.name, _examples_of(train), _examples_of(held_out))
+        return prepare_samples(
+            *data,
             self.encoder(),
             settings.samples,
             sequence_length=settings.sequence_length,
@@ -200,10 +241,19 @@ class Finetuning(Recipe):
             multiple_of=settings.parallel.exact_parts if settings.parallel.exact else 1,
         )
 
-    def _texts(self, corpus: Corpus, held_out: Corpus | None) -> Texts:
-        settings = self.settings
+    def _stream(self, documents: _Documents) -> Texts:
+        settings, too_long = self.settings, self.settings.samples.too_long
+        if too_long != SampleSettings.too_long:
+            raise ConfigError(
+                f"--too-long {too_long} is for samples of their own, and plain texts are one stream, cut where a "
+                "sample is full; add --packing, which keeps texts apart, or leave it out"
+            )
         return encode_texts(
-            corpus, self.tokenizer, settings.corpus, parse_special=settings.special_tokens, held_out=held_out
+            documents.corpus,
+            self.tokenizer,
+            settings.corpus,
+            parse_special=settings.special_tokens,
+            held_out=documents.held_out,
         )
 
     def describe(self, vocab_size: int) -> ModelDescription:
@@ -348,7 +398,8 @@ def _check_out(out: Path, base: Path) -> None:
         return
     for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME):
         if (out / name).exists():
-            raise ConfigError(f"--out {out} has a {name}, which no run put there; choose another folder")
+            article = "an" if name[0] in "aeiou" else "a"
+            raise ConfigError(f"--out {out} has {article} {name}, which no run put there; choose another folder")
 
 
 # What a reader looks for first comes first, so that a folder half emptied is one without a model.

@@ -23,8 +23,8 @@ class PretrainedSettings(Checked, prefix="model."):
 
     Attributes:
         sequence_length: tokens in a training sample; 512, or the model's longest if that is less, if not given.
-        dropout: probability of dropping an element of residual branches and attention weights; what the folder's
-            config.json says if not given.
+        dropout: probability of dropping an element of residual branches, of attention weights, and of what a
+            classification head looks at; what the folder's config.json says of each if not given.
     """
 
     sequence_length: Annotated[int | None, SEQUENCE] = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.data import EvaluationPairs, Example, PairDataset, PreferenceEncoder, SampleLoader
 from shardwise.data.encoding import UnusableExampleError, common_length
+from shardwise.data.labelled import counted
 from shardwise.tokenizer import Tokenizer
 from shardwise.training.finetune_settings import SampleSettings
 from shardwise.training.samples import LOOKED_AT, encode_parts, template_digest
@@ -70,14 +71,14 @@ def prepare_pairs(
         if dataset.num_too_long:
             past = "cut" if settings.too_long == "cut" else "dropped"
             notes.append(
-                f"{dataset.num_too_long} of {len(samples) // 2} pairs {what} {past}, as they are longer than "
-                f"{sequence_length + 1} tokens (--too-long, --model.sequence-length)"
+                f"{dataset.num_too_long} of {counted(len(samples) // 2, 'pair')} {what} {past}, as they are longer "
+                f"than {sequence_length + 1} tokens (--too-long, --model.sequence-length)"
             )
         if dataset.num_equal:
-            notes.append(f"{dataset.num_equal} pairs {what} left out since the cut leaves no difference")
+            notes.append(f"{counted(dataset.num_equal, 'pair')} {what} left out since the cut leaves no difference")
     train, measured = datasets
     identity = {"too_long": settings.too_long, "chat_template_sha256": template_digest(encoder)}
-    shown = f"{name}, {len(examples):,} pairs"
+    shown = f"{name}, {counted(len(examples), 'pair')}"
     return Pairs(shown, parts.sha256, encoder.tokenizer, train, measured, tuple(dict.fromkeys(notes)), identity)
 
 

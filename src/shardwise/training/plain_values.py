@@ -88,10 +88,22 @@ def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that ``name`` was most likely meant to be, or None.
 
-    ``tp`` finds ``parallel.tp``: a name whose last part is the same comes first.
+    ``tp`` finds ``parallel.tp``: a name whose last part is the same comes first, then one of which that is the initials
+    (``optimizer.lr``). Of a name with a group the last part alone is compared with those of the group.
     """
     known = list(known)
-    last = name.rpartition(".")[2]
-    same_last = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
-    close = get_close_matches(name, same_last, 1, 0.0) or get_close_matches(name, known, 1)
+    group, _, last = name.rpartition(".")
+    for wanted in (lambda of: of == last, lambda of: _initials(of) == last):
+        if close := get_close_matches(name, [each for each in known if wanted(each.rpartition(".")[2])], 1, 0.0):
+            return close[0]
+    of_group = {each.removeprefix(f"{group}."): each for each in known if group and each.startswith(f"{group}.")}
+    if of_group:
+        close = get_close_matches(last, of_group, 1)
+        return of_group[close[0]] if close else None
+    close = get_close_matches(name, known, 1)
     return close[0] if close else None
+
+
+def _initials(name: str) -> str:
+    words = name.replace("_", "-").split("-")
+    return "".join(word[:1] for word in words) if len(words) > 1 else ""

@@ -90,7 +90,7 @@ class PreferenceTuning(Finetuning):
         template = ChatTemplate.load(self.folder.path)
         return PreferenceEncoder(self.tokenizer, template, parse_special=self.settings.special_tokens)
 
-    def examples(self) -> list[Example]:
+    def to_show(self) -> list[Example]:
         """The pairs of the data, in its order. Raises as ``read_records`` and ``preference_of``."""
         return self._pairs(self.settings.data)[1]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.communication.agreement import agree, decide
 from shardwise.communication.collectives import all_reduce
 from shardwise.data import Batch, EvaluationPairs, PairDataset
+from shardwise.data.labelled import counted
 from shardwise.errors import CheckpointError, DivergenceError
 from shardwise.files import open_regular, write_atomically
 from shardwise.training.session import Session
@@ -57,7 +58,7 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
     if values is None:
         if session.ranks.is_first:
             count = sum(map(len, datasets.values()))
-            print(f"reference log-probabilities of {count:,} pairs are computed once, for {path}", flush=True)
+            print(f"reference log-probabilities of {counted(count, 'pair')} are computed once, for {path}", flush=True)
         with session.ranks.phase("computing the reference's log-probabilities"):
             values = {name: log_probs(session.trainer, dataset) for name, dataset in datasets.items()}
         found = values

@@ -17,7 +17,7 @@ from shardwise.communication.accounting import CollectiveCounter
 from shardwise.communication.agreement import agree
 from shardwise.communication.collectives import all_reduce
 from shardwise.communication.context import validated_calls
-from shardwise.errors import DivergenceError
+from shardwise.errors import REPORT, DivergenceError
 from shardwise.files import write_atomically
 from shardwise.folder_lock import cannot_write
 from shardwise.kernels.host_memory import keep_freed_memory
@@ -253,7 +253,7 @@ class _Training:
             # No weight was touched, so that no learning rate is to blame.
             return (
                 "no step was made before; what the run begins with is broken (weights, a teacher's too), or too large "
-                "for --training.dtype"
+                f"for --training.dtype; {REPORT.format('good weights fail in float32 too')}"
             )
         rate = f"a lower optimizer.learning-rate than {self.session.settings.optimizer.learning_rate:g}"
         if self.saves.newest is None:

@@ -28,6 +28,7 @@ from shardwise.data import (
     TokenSamples,
     UnusableExampleError,
 )
+from shardwise.data.labelled import counted
 from shardwise.errors import DataError
 from shardwise.files import write_atomically
 from shardwise.tokenizer import Tokenizer
@@ -128,7 +129,7 @@ def prepare_samples(
         "too_long": settings.too_long,
         "chat_template_sha256": template_digest(encoder),
     }
-    shown = f"{name}, {len(examples):,} samples"
+    shown = f"{name}, {counted(len(examples), 'sample')}"
     return Samples(shown, parts.sha256, encoder.tokenizer, train, measured, tuple(dict.fromkeys(notes)), identity)
 
 
@@ -226,8 +227,8 @@ def held_out_indices(digests: Sequence[str], fraction: float) -> set[int]:
         groups.setdefault(digest, []).append(index)
     if len(groups) < 2:
         raise DataError(
-            f"{len(digests)} sample(s), all of them equal, cannot be divided into some to train on and some to measure "
-            "on; give more, or name a file to measure on (--held-out)"
+            f"{counted(len(digests), 'sample')}, all equal, cannot be divided into some to train on and some to "
+            "measure on; give more, or name a file to measure on (--held-out)"
         )
     target = max(1, round(fraction * len(digests)))
     picked: set[int] = set()
@@ -306,7 +307,8 @@ def encode_examples(examples: Sequence[Example], encoder: ExampleEncoder, name: 
             left_out[error.reason] = (count + 1, first)
     if not encoded:
         raise DataError(
-            f"nothing can be learned from any of the {len(examples)} samples of {name}: {_reasons(examples, left_out)}"
+            f"nothing can be learned from any of the {counted(len(examples), 'sample')} of {name}: "
+            f"{_reasons(examples, left_out)}"
         )
     return TokenSamples.of(name, encoded, encoder.tokenizer.eos_id), left_out
 
@@ -324,7 +326,7 @@ def left_out_notes(examples: Sequence[Example], left_out: _Left, what: str) -> l
     if not left_out:
         return []
     total = sum(count for count, _ in left_out.values())
-    return [f"{total} of {len(examples)} samples {what} left out: {_reasons(examples, left_out)}"]
+    return [f"{total} of {counted(len(examples), 'sample')} {what} left out: {_reasons(examples, left_out)}"]
 
 
 def _notes_on_lengths(dataset: SampleDataset, settings: SampleSettings, what: str) -> list[str]:
@@ -332,11 +334,12 @@ def _notes_on_lengths(dataset: SampleDataset, settings: SampleSettings, what: st
     if dataset.num_too_long:
         past = {"cut": "cut", "split": "split", "drop": "dropped"}[settings.too_long]
         notes.append(
-            f"{dataset.num_too_long} of {len(dataset.samples)} samples {what} {past}, as they are longer than "
-            f"{dataset.sequence_length + 1} tokens (--too-long, --model.sequence-length)"
+            f"{dataset.num_too_long} of {counted(len(dataset.samples), 'sample')} {what} {past}, as they are longer "
+            f"than {dataset.sequence_length + 1} tokens (--too-long, --model.sequence-length)"
         )
     if dataset.num_masked:
         notes.append(
-            f"{dataset.num_masked} samples {what}, or parts of them, left out since the cut leaves nothing to learn"
+            f"{counted(dataset.num_masked, 'sample')} {what}, or parts of them, left out since the cut leaves nothing "
+            "to learn"
         )
     return notes

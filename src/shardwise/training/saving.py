@@ -154,7 +154,7 @@ def start_or_resume(session: Session) -> tuple[int, Path | None]:
     agree(lambda: _restore_scaling_(trainer, meta), group=control)
     # A skipped step is none of the optimizer's.
     trainer.optimizer.set_step_(step - trainer.num_skipped)
-    if session.ranks.is_first and (note := _note_on_precision(trainer, newest)):
+    if session.ranks.is_first and (note := _note_on_precision(trainer, newest, meta)):
         print(f"note   {note}", flush=True)
     return step, newest
 
@@ -174,13 +174,16 @@ def _restore_scaling_(trainer: Trainer, meta: Mapping[str, Any]) -> None:
         trainer.loss_scale.restore_(meta["loss_scale"])
 
 
-def _note_on_precision(trainer: Trainer, path: Path) -> str | None:
-    """What is to be said where weights come from a checkpoint of fewer bits than they are kept in."""
+def _note_on_precision(trainer: Trainer, path: Path, meta: Mapping[str, Any]) -> str:
+    """What is to be said where a run goes on in another dtype, or its weights come from fewer bits than they have."""
+    was, now = meta["settings"].get("training", {}).get("dtype"), trainer.settings.training.dtype
+    changed = f"the run was in {was}, and goes on in {now} (--training.dtype)" if was not in (None, now) else ""
     stored = {tensor.dtype for name, tensor in Manifest.read(path).tensors.items() if name.startswith("model.")}
     narrow = stored & {torch.bfloat16, torch.float16}
-    if not narrow or not PRECISIONS[trainer.settings.training.dtype].has_masters:
-        return None
-    return f"{path} has no fp32 weights: they are made from its {str(narrow.pop()).removeprefix('torch.')} ones"
+    if not narrow or not PRECISIONS[now].has_masters:
+        return changed
+    made = f"{path} has no fp32 weights: they are made from its {str(narrow.pop()).removeprefix('torch.')} ones"
+    return f"{changed}; {made}" if changed else made
 
 
 def find_newest(settings: RunSettings) -> Path | None:

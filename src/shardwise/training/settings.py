@@ -336,12 +336,36 @@ class RunSettings(Checked):
         usual: Literal["bfloat16", "float32"] = "bfloat16" if device_type == "cuda" else "float32"
         return dataclasses.replace(self, training=dataclasses.replace(self.training, dtype=usual))
 
+    def check_effect(self, num_layers: int | None = None) -> None:
+        """Check that no setting is without effect for the lack of another.
+
+        Args:
+            num_layers: of the model; None where it is not known yet.
+
+        Raises:
+            ConfigError: one is; the message names the setting to change.
+        """
+        parts, usual = self.parallel.exact_parts, ParallelSettings.exact_parts
+        require(
+            self.parallel.exact or parts == usual,
+            f"parallel.exact-parts {parts} is for exact runs, and parallel.exact is off; add --exact, or leave "
+            "exact-parts out",
+        )
+        number = self.recompute.num_layers
+        require(
+            num_layers is None or number <= num_layers,
+            f"recompute.num-layers {number} is more than the {num_layers} layers of the model; use {num_layers} at "
+            "most",
+        )
+
     def check_world(self, world_size: int) -> None:
         """Check the settings against the number of ranks.
 
         Raises:
-            ConfigError: ``tp`` and ``pp`` do not divide the ranks, or the batch cannot be shared out.
+            ConfigError: ``tp`` and ``pp`` do not divide the ranks, the batch cannot be shared out, or a setting is
+                without effect.
         """
+        self.check_effect()
         tp, pp = self.parallel.tp, self.parallel.pp
         split = f"parallel.tp {tp}" if pp == 1 else f"parallel.tp {tp} x parallel.pp {pp}"
         require(
@@ -416,6 +440,7 @@ class Settings(RunSettings):
         Raises:
             ConfigError: as ``RunSettings.check_world``; or one rank's weights are more than the memory there is.
         """
+        self.check_effect(self.model.num_layers)
         super().check_world(world_size)
         if "SC_PHYS_PAGES" not in os.sysconf_names:
             return

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.communication.overlap import Way
     from shardwise.training.finishing import Outcome
     from shardwise.training.session import Session
+    from shardwise.training.settings import RunSettings
 
 
 def banner(session: Session) -> str:
@@ -37,13 +38,21 @@ def banner(session: Session) -> str:
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
         f"data parallel {dp}"
         + shared
-        + (", sequence parallel" if session.trainer.model.config.sequence_parallel else "")
+        + (", sequence parallel" if settings.parallel.sequence_parallel and tp > 1 else "")
         + (f", through {session.transport}" if tp > 1 else "")
         + (f", exact in {settings.parallel.exact_parts} parts" if settings.parallel.exact else "")
+        + _idle(settings, tp)
         + _device(session)
         + _ways(session)
         + speed(session)
     )
+
+
+def _idle(settings: RunSettings, tp: int) -> str:
+    """Settings that do nothing here, which scripts for several layouts may have all the same."""
+    if settings.parallel.sequence_parallel and tp == 1:
+        return "\nnote   --sequence-parallel does nothing with one tensor-parallel rank"
+    return ""
 
 
 def _device(session: Session) -> str:

@@ -15,6 +15,7 @@ from torch.nn.attention import sdpa_kernel
 from shardwise.communication import moves
 from shardwise.config import ModelConfig
 from shardwise.dropout import sharded_dropout
+from shardwise.errors import ConfigError
 from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
@@ -73,7 +74,7 @@ class SelfAttention(GroupModule):
         rotates: whether this layer rotates queries and keys.
 
     Raises:
-        ConfigError: fewer query heads than ranks.
+        ConfigError: fewer query heads than ranks, or with ``config.exact_parts`` fewer key-value heads.
     """
 
     def __init__(
@@ -88,6 +89,12 @@ class SelfAttention(GroupModule):
         group = tp_group
         num_heads, num_groups, head_dim = config.heads
         split = split_heads(num_heads, num_groups, group.size())
+        if config.exact_parts is not None and num_groups < group.size():
+            raise ConfigError(
+                f"exact: num_query_groups is {num_groups}, fewer than the {group.size()} tensor-parallel ranks, which "
+                "hold copies of key-value heads, and the sum of their gradients has no exact form; use "
+                f"tp {1 << num_groups.bit_length() - 1} at most, or no exact mode"
+            )
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.head_dim = head_dim

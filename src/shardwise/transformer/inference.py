@@ -43,7 +43,9 @@ class InferenceLayer(TransformerLayer):
         if type(layer) is not TransformerLayer or type(layer.self_attention) is not SelfAttention:
             raise ConfigError("layers for inference are made of TransformerLayer with SelfAttention, of no other class")
         if type(layer.mlp) is not MLP:
-            raise ConfigError(f"layers for inference are made of MLP, and this is a {type(layer.mlp).__name__}")
+            raise ConfigError(
+                f"layers for inference are made of MLP, and this is of another class, {type(layer.mlp).__name__}"
+            )
         has_other_norms = layer.post_mlp_layernorm is not None or layer.residual_is_normed
         if layer.input_layernorm is None or layer.pre_mlp_layernorm is None or has_other_norms or layer.is_parallel:
             raise ConfigError(

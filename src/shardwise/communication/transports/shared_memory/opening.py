@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise import switches
 from shardwise.communication.accounting import uncounted
 from shardwise.communication.agreement import gather_objects
 from shardwise.communication.backend import is_gloo, time_limit
@@ -22,7 +23,7 @@ from shardwise.communication.transports.shared_memory.channel import channel_byt
 from shardwise.communication.transports.shared_memory.transport import SharedMemory
 from shardwise.processes import Process, machine, temporary_prefix
 
-SWITCH = "SHARDWISE_SHARED_MEMORY"
+SWITCH = switches.SHARED_MEMORY
 """Environment variable; 0 leaves everything to gloo."""
 
 _MAX_RANKS = 8
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 def why_not_here() -> str | None:
     """Why this process cannot communicate through shared memory; None if it can."""
-    if os.environ.get(SWITCH, "1") == "0":
+    if not switches.is_on(SWITCH):
         return f"{SWITCH}=0"
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"on {platform.machine()} stores may become visible out of order"
