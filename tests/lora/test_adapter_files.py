@@ -124,6 +124,72 @@ def test_an_adapter_for_a_pattern_is_written_with_it(group, folders, tmp_path):
         assert_close_to(logits_of(model, ids), theirs(ids).logits, rtol_of_norm=CLOSE)
 
 
+CHOICES = (
+    {"target_modules": ("q_proj", "down_proj"), "layers_to_transform": (1,)},
+    {"target_modules": ("q_proj", "layers.0.mlp.down_proj", "lm_head"), "layers_to_transform": (0, 5)},
+    {"target_modules": ("model.layers.0.mlp.up_proj", "v_proj"), "layers_to_transform": (1,)},
+    {"target_modules": ("q_proj",), "layers_to_transform": (1,), "layers_pattern": ("blocks", "layers")},
+    {"target_modules": ("q_proj",), "layers_to_transform": (1,), "layers_pattern": ("blocks",)},
+    {"target_modules": ("q_proj", "lm_head"), "layers_to_transform": ()},
+    {
+        "target_modules": ("q_proj", "down_proj", "up_proj"),
+        "exclude_modules": ("layers.0.self_attn.q_proj", "proj", "up_proj"),
+    },
+    {"target_modules": r".*_proj", "exclude_modules": r".*mlp.*"},
+)
+
+
+def test_which_layers_get_adapters_is_what_peft_chooses():
+    import peft
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    names = ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+    paths = [f"model.layers.{number}.{name}" for number in range(2) for name in names]
+    for choice in CHOICES:
+        ours = LoraConfig(**choice)
+        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in choice.items()}
+        theirs = peft.LoraConfig(**lists)
+        expected = [path for path in (*paths, "lm_head") if check_target_module_exists(theirs, path)]
+        assert [path for path in (*paths, "lm_head") if ours.chooses(path, in_layers=path in paths)] == expected, choice
+
+
+@pytest.mark.ranks(2)
+def test_adapters_of_some_layers_are_those_of_peft(group, folders, tmp_path):
+    """With what chooses layers, and with what leaves them out; and a file that contradicts it is refused."""
+    architecture = read_config(folders / "llama").architecture
+    ids = load_file(folders / "llama" / "expected")["ids"]
+    for number in (0, 6):
+        choice = dict(CHOICES[number])
+        theirs = with_adapters(make_model("llama"), targets=choice.pop("target_modules"), **{name: list(value) for name, value in choice.items()})  # fmt: skip # noqa: E501
+        folder = tmp_path / str(number)
+        if group.rank() == 0:
+            theirs.save_pretrained(folder)
+        dist.barrier(group=group)
+        model = load(folders / "llama", group)
+        load_adapter_(model, folder, architecture)
+        with torch.no_grad():
+            assert_close_to(logits_of(model, ids), theirs(ids).logits, rtol_of_norm=CLOSE)
+        save_adapter(model, tmp_path / "again", architecture)
+        dist.barrier(group=group)
+        for name in ("layers_to_transform", "layers_pattern", "exclude_modules"):
+            one, two = (json.loads((each / "adapter_config.json").read_text())[name] for each in (folder, tmp_path / "again"))  # fmt: skip # noqa: E501
+            assert (one and sorted(one)) == (two and sorted(two))
+        assert load_file(tmp_path / "again" / "adapter_model.safetensors").keys() == load_file(folder / "adapter_model.safetensors").keys()  # fmt: skip # noqa: E501
+        dist.barrier(group=group)
+    model = load(folders / "llama", group)
+    for options, message in (
+        ({"layers_to_transform": (0, 2)}, "layers_to_transform has 2, .* it has layers 0 to 1"),
+        ({"layers_to_transform": (0,), "layers_pattern": ("h",)}, r"no such layer; it has none by \('h',\)"),
+        ({"exclude_modules": r".*"}, r"no layer to adapt by target_modules \('q_proj',\), exclude_modules '\.\*'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            add_lora_(model, LoraConfig(target_modules=("q_proj",), **options), architecture)
+    add_lora_(model, LoraConfig(layers_to_transform=(1,), exclude_modules=("o_proj",)), architecture)
+    names = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up", "mlp.down")
+    adapted = {site.path for site in sites_of(model, architecture) if site.adapter is not None}
+    assert adapted == {f"model.layers.1.{name}_proj" for name in names}
+
+
 @pytest.fixture(scope="module")
 def folders_of_variants(tmp_path_factory):
     """DoRA with other ranks and strengths for some layers, by peft: logits, and the gradient of each factor."""
@@ -289,6 +355,26 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
     refused(CheckpointError, r"has 'base_model.model.model.layers.7.*', for which this model has no place",
             lambda config, tensors: tensors.update({first.replace("0", "7"): tensors[first].clone()}))  # fmt: skip
     refused(CheckpointError, "lacks every tensor", lambda config, tensors: tensors.clear())
+    q_proj, more = (
+        r"of model\.layers\.0\.self_attn\.q_proj, model\.layers\.1\.self_attn\.q_proj",
+        "in adapter_config.json there",
+    )
+    refused(CheckpointError, rf"adapters {q_proj}; by target_modules \('v_proj', 'up_proj', 'down_proj'\) {more}",
+            lambda config, tensors: config.update(target_modules=["v_proj", "up_proj", "down_proj"]))  # fmt: skip
+    refused(CheckpointError, r"q_proj and 1 more; by .*layers_to_transform \(1,\) in adapter_config\.json there",
+            lambda config, tensors: config.update(layers_to_transform=1))  # fmt: skip
+    refused(CheckpointError, rf"adapters {q_proj}; by .*exclude_modules \('q_proj',\) {more}",
+            lambda config, tensors: config.update(exclude_modules=["q_proj"]))  # fmt: skip
+    refused(CheckpointError, rf"adapters {q_proj}; by .*modules_to_save \('q_proj',\) {more}",
+            lambda config, tensors: config.update(modules_to_save=["q_proj"]))  # fmt: skip
+    refused(CheckpointError, r"lacks base_model\.model\.model\.layers\.0\.mlp\.gate_proj\.lora_A\.weight",
+            lambda config, tensors: config["target_modules"].append("gate_proj"))  # fmt: skip
+    refused(CheckpointError, 'layers_to_transform is "1"; it must be a list of layers\' numbers',
+            lambda config, tensors: config.update(layers_to_transform="1"))  # fmt: skip
+    refused(ConfigError, r"layers_to_transform is \(1,\) and target_modules is '\.\*_proj'",
+            lambda config, tensors: config.update(layers_to_transform=[1], target_modules=".*_proj"))  # fmt: skip
+    refused(ConfigError, r"layers_pattern is \('layers',\) without layers_to_transform",
+            lambda config, tensors: config.update(layers_pattern="layers"))  # fmt: skip
     refused(ConfigError, "the LoRA rank is 0", lambda config, tensors: config.update(r=0))
     refused(CheckpointError, r"lacks 'base_model.*lora_magnitude_vector'|lacks base_model.*lora_magnitude_vector",
             lambda config, tensors: config.update(use_dora=True))  # fmt: skip

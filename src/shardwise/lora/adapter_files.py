@@ -223,15 +223,21 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         chosen[place] = stored
     paths = {place[0] for place in chosen if isinstance(place, tuple)}
     tensors = {place for place in chosen if isinstance(place, str)}
+    named = {each for each in chosen_paths(config, in_layers, outer) if not config.saves(each)}
+    if unnamed := sorted(paths - named):
+        raise CheckpointError(
+            f"{str(path)!r} has adapters of {_some(unnamed)}; by {config.choice} in {CONFIG_NAME} there are none; "
+            "correct the configuration, or take these tensors out of the file"
+        )
     trained = trained_tensors(config, known, paths)
     lacking = [_key_of_base(name, paths) for name in trained - tensors] + [
         _key_of(each, name)
-        for each in paths
+        for each in named
         for name in _factors(outer.get(each, ("", ""))[0] not in ("", "output_layer"), config)
         if (each, name) not in chosen
     ]
     if lacking or not paths:
-        raise CheckpointError(f"{str(path)!r} lacks {min(lacking) if lacking else 'every tensor'}")
+        raise CheckpointError(f"{str(path)!r} lacks {min(lacking) if paths else 'every tensor'}")
     for name in tensors - trained:
         if name.removesuffix(".weight") not in outer:
             raise CheckpointError(
@@ -250,6 +256,11 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         {place: tensor for place, tensor in whole.items() if isinstance(place, tuple)},
         {place: tensor for place, tensor in whole.items() if isinstance(place, str)},
     )
+
+
+def _some(paths: list[str]) -> str:
+    """The first paths, and the number of those left out."""
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 @torch.no_grad()

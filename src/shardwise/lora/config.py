@@ -39,9 +39,14 @@ class LoraConfig:
         bias: which biases of the model are trained too: none, all, or those of layers with adapters.
         modules_to_save: modules that are trained whole, by the ends of their Hugging Face paths, such as ``("lm_head",
             "embed_tokens")``; of a tied weight the one that is named becomes one of its own.
+        layers_to_transform: numbers of the transformer layers that get adapters, from 0; None or empty: all. A target
+            that is a whole path counts in any layer, and the embedding and the output layer get none.
+        layers_pattern: the names of the list of layers whose numbers count, such as ``("layers",)``, each a regular
+            expression; empty: any list.
+        exclude_modules: layers that get no adapter, in the manner of ``target_modules``.
 
     Raises:
-        ConfigError: a value out of range, or a regular expression that is none.
+        ConfigError: a value out of range, a regular expression that is none, or layers beside one.
 
     Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for ``use_rslora``; Liu et al. 2024
     (arXiv:2402.09353), section 4, for ``use_dora``.
@@ -57,6 +62,9 @@ class LoraConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     bias: Biases = "none"
     modules_to_save: tuple[str, ...] = ()
+    layers_to_transform: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
+    exclude_modules: tuple[str, ...] | str = ()
 
     def __post_init__(self) -> None:
         for rank in (self.r, *self.rank_pattern.values()):
@@ -68,6 +76,16 @@ class LoraConfig:
         for name, alpha in alphas.items():
             if not math.isfinite(alpha):
                 raise ConfigError(f"{name} is {alpha}; it must be a finite number")
+        if isinstance(self.target_modules, str) and (self.layers_to_transform is not None or self.layers_pattern):
+            name = "layers_pattern" if self.layers_to_transform is None else "layers_to_transform"
+            raise ConfigError(
+                f"{name} is {getattr(self, name)!r} and target_modules is {self.target_modules!r}, which chooses "
+                "layers by itself; leave one of them out, or make target_modules a list of names"
+            )
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ConfigError(
+                f"layers_pattern is {self.layers_pattern!r} without layers_to_transform; give the layers' numbers"
+            )
         if self.target_modules == ALL_LINEAR:
             object.__setattr__(self, "target_modules", (ALL_LINEAR,))
         if not self.target_modules or not all(self.target_modules):
@@ -78,10 +96,10 @@ class LoraConfig:
             raise ConfigError(f"the biases to train are {self.bias!r}; use one of {', '.join(get_args(Biases))}")
         if isinstance(self.modules_to_save, str) or not all(self.modules_to_save):
             raise ConfigError(f"modules_to_save is {self.modules_to_save!r}; it must be a tuple of names")
-        targets = [self.target_modules] if isinstance(self.target_modules, str) else []
-        for pattern in (*targets, *self.rank_pattern, *self.alpha_pattern):
+        whole = [each for each in (self.target_modules, self.exclude_modules) if isinstance(each, str)]
+        for pattern in (*whole, *self.rank_pattern, *self.alpha_pattern, *self.layers_pattern):
             try:
-                re.compile(pattern)
+                re.compile(pattern if pattern in whole else f"({pattern})")
             except re.error as error:
                 raise ConfigError(f"{pattern!r} is no regular expression: {error}") from error
 
@@ -92,11 +110,24 @@ class LoraConfig:
 
     def chooses(self, path: str, *, in_layers: bool = True) -> bool:
         """Whether the layer of that path gets an adapter; ``in_layers`` if it is a linear one of a layer."""
-        if isinstance(self.target_modules, str):
-            return re.fullmatch(self.target_modules, path) is not None
-        return any(
-            in_layers if target == ALL_LINEAR else f".{path}".endswith(f".{target}") for target in self.target_modules
-        )
+        if _names(self.exclude_modules, path):
+            return False
+        if isinstance(self.target_modules, str) or path in self.target_modules:
+            return _names(self.target_modules, path)
+        is_target = (in_layers and ALL_LINEAR in self.target_modules) or _names(self.target_modules, path)
+        return is_target and (not self.layers_to_transform or self.layer_of(path) in self.layers_to_transform)
+
+    def layer_of(self, path: str) -> int | None:
+        """The number of the transformer layer that a path is in, by ``layers_pattern``; None if it is in none."""
+        lists = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern] or [r".*?\.[^.]*"]
+        found = (re.match(rf"{each}\.(\d+)\.", path) for each in lists)
+        return next((int(match[match.re.groups]) for match in found if match is not None), None)
+
+    @property
+    def choice(self) -> str:
+        """The fields that say which layers get adapters, with their values."""
+        names = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save")
+        return ", ".join(f"{name} {value!r:.200}" for name in names if (value := getattr(self, name)))
 
     def saves(self, path: str) -> bool:
         """Whether a module of that path, or one that it is in, is trained whole."""
@@ -108,6 +139,13 @@ class LoraConfig:
         rank = self.rank_pattern.get(_pattern_of(self.rank_pattern, path) or "", self.r)
         alpha = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, path) or "", self.lora_alpha)
         return dataclasses.replace(self, r=rank, lora_alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+
+def _names(modules: tuple[str, ...] | str, path: str) -> bool:
+    """Whether a regular expression is all of a path, or the path ends with one of several names."""
+    if isinstance(modules, str):
+        return bool(modules) and re.fullmatch(modules, path) is not None
+    return any(f".{path}".endswith(f".{name}") for name in modules)
 
 
 def _pattern_of(patterns: Iterable[str], path: str) -> str | None:

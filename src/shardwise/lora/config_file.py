@@ -74,11 +74,14 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
 
 
 def _lora_arguments(fields: Fields) -> dict[str, Any]:
-    targets = fields.values.get("target_modules")
-    if not isinstance(targets, str):
-        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-            raise fields.error("target_modules", targets, "a list of names, or a regular expression")
-        targets = tuple(targets)
+    layers = fields.values.get("layers_to_transform")
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        layers = [layers]
+    if layers is not None and (
+        not isinstance(layers, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in layers)
+    ):
+        raise fields.error("layers_to_transform", layers, "a list of layers' numbers")
+    pattern = _modules(fields, "layers_pattern", or_none=True)
     saved = fields.values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise fields.error("modules_to_save", saved, "a list of names")
@@ -86,14 +89,29 @@ def _lora_arguments(fields: Fields) -> dict[str, Any]:
         "r": fields.get(int, "r"),
         "lora_alpha": fields.get(float, "lora_alpha"),
         "lora_dropout": fields.get(float, "lora_dropout", default=0.0),
-        "target_modules": targets,
+        "target_modules": _modules(fields, "target_modules"),
         "use_rslora": fields.get(bool, "use_rslora", default=False),
         "use_dora": fields.get(bool, "use_dora", default=False),
         "rank_pattern": _pattern(fields, "rank_pattern", int),
         "alpha_pattern": _pattern(fields, "alpha_pattern", float),
         "bias": fields.get(str, "bias", default="none"),
         "modules_to_save": tuple(saved),
+        "layers_to_transform": None if layers is None else tuple(layers),
+        "layers_pattern": ((pattern,) if pattern else ()) if isinstance(pattern, str) else pattern,
+        "exclude_modules": _modules(fields, "exclude_modules", or_none=True),
     }
+
+
+def _modules(fields: Fields, name: str, *, or_none: bool = False) -> tuple[str, ...] | str:
+    """A list of names, or a regular expression."""
+    value = fields.values.get(name)
+    if value is None and or_none:
+        return ()
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise fields.error(name, value, "a list of names, or a regular expression")
+    return tuple(value)
 
 
 def _pattern(fields: Fields, name: str, kind: type[Any]) -> dict[str, Any]:
@@ -132,6 +150,12 @@ def config_json(
         "target_modules": targets,
         "bias": config.bias,
         "modules_to_save": list(config.modules_to_save) or None,
+        "layers_to_transform": None if config.layers_to_transform is None else list(config.layers_to_transform),
+        "layers_pattern": list(config.layers_pattern) or None,
+        "exclude_modules": (
+            config.exclude_modules if isinstance(config.exclude_modules, str) else sorted(config.exclude_modules)
+        )
+        or None,
         "fan_in_fan_out": transposed,
         "init_lora_weights": True,
     }

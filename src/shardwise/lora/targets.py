@@ -44,10 +44,11 @@ def check_targets(
     names = sorted({path.rpartition(".")[2] for path in paths})
     known = ", ".join(names)
     targets = config.target_modules
+    every = dataclasses.replace(config, layers_to_transform=None, layers_pattern=(), exclude_modules=())
     for target in [targets] if isinstance(targets, str) else targets:
         if target == ALL_LINEAR:
             continue
-        alone = dataclasses.replace(config, target_modules=targets if isinstance(targets, str) else (target,))
+        alone = dataclasses.replace(every, target_modules=targets if isinstance(targets, str) else (target,))
         if not chosen_paths(alone, in_layers, outer):
             near = difflib.get_close_matches(target, names, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -56,12 +57,19 @@ def check_targets(
             elif (other := next((path for path in modules if alone.chooses(path)), None)) is not None:
                 hint = f" ({other} is none)"
             raise ConfigError(f"the model has no linear layer {target!r} to adapt{hint}; it has {known}")
-        other = next((path for path in modules if path not in paths and alone.chooses(path)), None)
+        other = next((path for path in modules if path not in paths and config.chooses(path)), None)
         if other is not None and isinstance(targets, str):
             raise ConfigError(
                 f"the pattern {target!r} names {other} too, which cannot have an adapter; write one that names only "
                 f"layers that can ({known}), such as '.*{names[0]}'"
             )
+    for number in config.layers_to_transform or ():
+        if all(config.layer_of(path) != number for path in in_layers):
+            numbers = sorted({each for path in in_layers if (each := config.layer_of(path)) is not None})
+            has = f"layers {numbers[0]} to {numbers[-1]}" if numbers else f"none by {config.layers_pattern}"
+            raise ConfigError(f"layers_to_transform has {number}, and the model has no such layer; it has {has}")
+    if not chosen_paths(config, in_layers, outer):
+        raise ConfigError(f"the model has no layer to adapt by {config.choice}; leave out what excludes them all")
     for name in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, name):
             one = dataclasses.replace(config, r=1, lora_alpha=0.0, rank_pattern={pattern: 2}, alpha_pattern={})
