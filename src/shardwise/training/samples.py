@@ -226,8 +226,9 @@ def held_out_indices(digests: Sequence[str], fraction: float) -> set[int]:
     for index, digest in enumerate(digests):
         groups.setdefault(digest, []).append(index)
     if len(groups) < 2:
+        equal = ", all equal," if len(digests) > 1 else ""
         raise DataError(
-            f"{counted(len(digests), 'sample')}, all equal, cannot be divided into some to train on and some to "
+            f"{counted(len(digests), 'sample')}{equal} cannot be divided into some to train on and some to "
             "measure on; give more, or name a file to measure on (--held-out)"
         )
     target = max(1, round(fraction * len(digests)))
