@@ -134,7 +134,11 @@ BAD: list[tuple[Callable[[Path], object], type[ShardwiseError], str]] = [
         "tensor 'model.norm.weight' .* is of dtype I8",
     ),
     (truncated, CheckpointError, "tensor 'model.* is truncated: .*model.safetensors has"),
-    (only_a_header_length, CheckpointError, "model.safetensors is truncated or not a safetensors file"),
+    (
+        only_a_header_length,
+        CheckpointError,
+        r"model.safetensors is truncated or not a safetensors file: .*; use another copy of it$",
+    ),
     (not_even_json, CheckpointError, "model.safetensors is not a safetensors file"),
     (without_a_file, CheckpointError, "-of-00002.safetensors is missing, which holds tensor"),
     (without_the_index, CheckpointError, "but no model.safetensors.index.json that says which tensor is where"),

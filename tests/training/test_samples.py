@@ -126,6 +126,8 @@ def test_a_share_is_held_out_whole_and_equal_ones_together(tokenizer, monkeypatc
         assert not texts[0] & texts[1]
     with pytest.raises(DataError, match=r"2 samples, all equal, cannot be divided .* \(--held-out\)"):
         prepared([chat(1)] * 2, encoder, monkeypatch, tmp_path)
+    with pytest.raises(DataError, match=r"^1 sample cannot be divided"):
+        prepared([chat(1)], encoder, monkeypatch, tmp_path)
 
 
 def test_a_template_or_tokenizer_of_another_model(tokenizer):

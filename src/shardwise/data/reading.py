@@ -36,7 +36,7 @@ _SOURCE_SUFFIXES = (
 TEXT_SUFFIXES = frozenset(_PROSE_SUFFIXES.split() + _SOURCE_SUFFIXES.split())
 """Files of a folder that are read as one document each (in either case)."""
 
-# Tables as text, of which a model would learn commas and quotes; there is no one way to read them.
+# Tables as text: a model would learn their commas and quotes, and there is no one way to read them.
 _TEXT_TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 
 # A binary file named by mistake may be as large as a disk, so this much is examined before the rest is read.

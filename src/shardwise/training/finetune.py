@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from shardwise.communication.agreement import agree
-from shardwise.data import Corpus, Example, ExampleEncoder, example_of, read_records
+from shardwise.data import Example, ExampleEncoder, example_of, read_records
 from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.json_records import Record
 from shardwise.data.preferences import is_preference
@@ -48,39 +48,12 @@ from shardwise.training.lora_settings import LoraSettings
 from shardwise.training.model_card import model_card
 from shardwise.training.ranks import Ranks
 from shardwise.training.recipe import Recipe
-from shardwise.training.samples import prepare_samples
+from shardwise.training.samples import Documents, Examples, as_examples, prepare_samples
 from shardwise.training.session import Session
-from shardwise.training.settings import CorpusSettings
 from shardwise.training.texts import STDLIB, Texts, TrainingData, encode_texts, read_data, share_texts
 
 _USUAL_SEQUENCE_LENGTH = 512
 _LOOKED_AT_BYTES = 1 << 20
-
-
-class _Documents(NamedTuple):
-    """Plain texts to train on, and others to measure on; a share of the former if None."""
-
-    corpus: Corpus
-    held_out: Corpus | None
-
-    def split(self, settings: CorpusSettings) -> tuple[Corpus, Corpus]:
-        """Those to train on, and those to measure on."""
-        if self.held_out is not None:
-            return self.corpus, self.held_out
-        return self.corpus.split(held_out_fraction=settings.held_out_fraction)
-
-
-class _Examples(NamedTuple):
-    """Examples by the name of their data, and others to measure on; a share of the former if None."""
-
-    name: str
-    examples: list[Example]
-    held_out: list[Example] | None
-
-
-def _examples_of(corpus: Corpus) -> list[Example]:
-    """Documents as examples of their own."""
-    return [Example(f"text {number}", None, each) for number, each in enumerate(corpus.documents, 1)]
 
 
 class FolderTokenizer(PaddedTokenizer):
@@ -194,20 +167,20 @@ class Finetuning(Recipe):
     def to_show(self) -> list[Example] | Texts:
         """What is trained on, in its order: examples, or one stream of texts. Raises as a run."""
         data = self._read()
-        if not isinstance(data, _Documents):
+        if not isinstance(data, Documents):
             return data.examples
-        return _examples_of(data.corpus) if self.settings.samples.packing else self._stream(data)
+        return as_examples(data.corpus) if self.settings.samples.packing else self._stream(data)
 
     def _records(self, paths: Sequence[str]) -> tuple[str, list[Record]]:
         return read_records(paths, has_text=partial(has_text, text_key=self.settings.corpus.text_key))
 
-    def _read(self) -> _Documents | _Examples:
+    def _read(self) -> Documents | Examples:
         """The data: documents, if all of it is plain text."""
         settings, key = self.settings, self.settings.corpus.text_key
         measured = settings.samples.held_out
         if STDLIB in (*settings.data, *measured):
             held_out = read_data(measured, settings.corpus) if measured else None
-            return _Documents(read_data(settings.data, settings.corpus), held_out)
+            return Documents(read_data(settings.data, settings.corpus), held_out)
         name, records = self._records(settings.data)
         for record in records:
             # Some data sets have what their preferences are made of beside them.
@@ -215,10 +188,10 @@ class Finetuning(Recipe):
                 raise DataError(f"{record.where}: a preference ('chosen' and 'rejected'); use shardwise dpo")
         others = self._records(measured)[1] if measured else None
         if all(is_plain_text(record) for record in (*records, *(others or ()))):
-            return _Documents(
+            return Documents(
                 corpus_of(name, records, key), None if others is None else corpus_of("held out", others, key)
             )
-        return _Examples(
+        return Examples(
             name,
             [example_of(record, key) for record in records],
             None if others is None else [example_of(record, key) for record in others],
@@ -226,11 +199,11 @@ class Finetuning(Recipe):
 
     def _prepare(self) -> TrainingData:
         settings, data = self.settings, self._read()
-        if isinstance(data, _Documents):
+        if isinstance(data, Documents):
             if not settings.samples.packing:
                 return self._stream(data)
             train, held_out = data.split(settings.corpus)
-            data = _Examples(data.corpus.name, _examples_of(train), _examples_of(held_out))
+            data = Examples(data.corpus.name, as_examples(train), as_examples(held_out))
         return prepare_samples(
             *data,
             self.encoder(),
@@ -241,7 +214,7 @@ class Finetuning(Recipe):
             multiple_of=settings.parallel.exact_parts if settings.parallel.exact else 1,
         )
 
-    def _stream(self, documents: _Documents) -> Texts:
+    def _stream(self, documents: Documents) -> Texts:
         settings, too_long = self.settings, self.settings.samples.too_long
         if too_long != SampleSettings.too_long:
             raise ConfigError(

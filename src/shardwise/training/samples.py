@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -18,6 +18,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from shardwise.data import (
+    Corpus,
     Encoded,
     EvaluationSamples,
     Example,
@@ -33,7 +34,7 @@ from shardwise.errors import DataError
 from shardwise.files import write_atomically
 from shardwise.tokenizer import Tokenizer
 from shardwise.training.finetune_settings import SampleSettings
-from shardwise.training.settings import RunSettings
+from shardwise.training.settings import CorpusSettings, RunSettings
 from shardwise.training.texts import with_cache
 
 _CACHE_FORMAT = 1
@@ -81,6 +82,32 @@ class Samples:
     def windows(self, settings: RunSettings) -> EvaluationSamples:
         """The held-out rows."""
         return EvaluationSamples(self.held_out)
+
+
+class Documents(NamedTuple):
+    """Plain texts to train on, and others to measure on; a share of the former if None."""
+
+    corpus: Corpus
+    held_out: Corpus | None
+
+    def split(self, settings: CorpusSettings) -> tuple[Corpus, Corpus]:
+        """Those to train on, and those to measure on."""
+        if self.held_out is not None:
+            return self.corpus, self.held_out
+        return self.corpus.split(held_out_fraction=settings.held_out_fraction)
+
+
+class Examples(NamedTuple):
+    """Examples by the name of their data, and others to measure on; a share of the former if None."""
+
+    name: str
+    examples: list[Example]
+    held_out: list[Example] | None
+
+
+def as_examples(corpus: Corpus) -> list[Example]:
+    """The documents as examples of their own."""
+    return [Example(f"text {number}", None, each) for number, each in enumerate(corpus.documents, 1)]
 
 
 def prepare_samples(
@@ -226,8 +253,9 @@ def held_out_indices(digests: Sequence[str], fraction: float) -> set[int]:
     for index, digest in enumerate(digests):
         groups.setdefault(digest, []).append(index)
     if len(groups) < 2:
+        equal = ", all equal," if len(digests) > 1 else ""
         raise DataError(
-            f"{counted(len(digests), 'sample')}, all equal, cannot be divided into some to train on and some to "
+            f"{counted(len(digests), 'sample')}{equal} cannot be divided into some to train on and some to "
             "measure on; give more, or name a file to measure on (--held-out)"
         )
     target = max(1, round(fraction * len(digests)))
