@@ -96,3 +96,10 @@ def test_measuring_counts_every_label_once(packing):
     assert labels == samples.tokens[samples.learned].tolist()
     assert windows.num_labels == len(labels)
     assert windows.bits_per_byte(np.log(2) * 3 * len(labels)) == pytest.approx(1.0)
+    with_lengths = [batch for rank in range(2) for batch in evaluation_batches(windows, 3, rank, 2, with_lengths=True)]
+    for (tokens, _, *others), batch in zip(with_lengths, batches, strict=True):
+        assert len(others) == (2 if packing else 1)
+        assert torch.equal(tokens, batch[0])
+    if not packing:
+        # What only fills a batch has the last row's length.
+        assert [batch[2].flatten().tolist() for batch in with_lengths] == [[4, 8, 2], [2] * 3, [6, 3, 12], [2] * 3]

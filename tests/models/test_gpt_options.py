@@ -184,6 +184,8 @@ def test_texts_are_rotated_as_if_they_were_alone(group, kind):
             assert_close_to(grad, expected[1][name], rtol_of_norm=1e-11, name=name)
     # A batch of which nothing is said is all of one length, as in transformers.
     assert not torch.allclose(model(filled)[:5, 0], logits[:5])
+    with pytest.raises(ShardingError, match=r"document_ids have shape \[1, 15\]"):
+        model(packed, positions, document_ids=document_ids[:, 1:])
     with pytest.raises(ShardingError, match=r"lengths have shape \[2\]; they must be \[3\], one for each row"):
         model(filled, lengths=lengths[:2])
 

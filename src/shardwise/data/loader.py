@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError
 
 Batch = tuple[Tensor, ...]
 """``(tokens [b, s], labels [b, s])``, of packed samples also ``position_ids`` and ``document_ids`` ``[b, s]``, and of
-others at wish ``lengths`` ``[b, 1]``, places that each takes; int64, on the CPU."""
+others on request ``lengths`` ``[b, 1]``, places that each takes; int64, on the CPU."""
 
 
 class Windows(Protocol):

@@ -120,7 +120,7 @@ class GPT(TransformerModel):
             ),
             cache=cache,
             sequence_length=s,
-            **self._rotary(position_ids, s, hidden, self._own_lengths(lengths, document_ids, hidden.size(1))),
+            **self._rotary(position_ids, s, hidden, self._own_lengths(lengths, document_ids, (hidden.size(1), s))),
         )
         if not self.post_process:
             return hidden
@@ -132,15 +132,27 @@ class GPT(TransformerModel):
         loss = self._loss(hidden, labels, s)
         return loss if first is None else first.move_back(loss)
 
-    def _own_lengths(self, lengths: Tensor | None, document_ids: Tensor | None, b: int) -> Tensor | None:
-        """``[b, 1]`` or ``[b, s]``: of the text of each token; None where nobody asks, or the batch's is meant."""
+    def _own_lengths(
+        self, lengths: Tensor | None, document_ids: Tensor | None, shape: tuple[int, int]
+    ) -> Tensor | None:
+        """``[b, 1]`` or ``[b, s]``: of the text of each token; None if no position reads it, or for that of the batch.
+
+        Args:
+            lengths, document_ids: see ``forward``.
+            shape: ``b`` and ``s``.
+        """
+        if lengths is not None and lengths.shape != shape[:1]:
+            raise ShardingError(
+                f"lengths have shape {list(lengths.shape)}; they must be [{shape[0]}], one for each row"
+            )
         if not self.depends_on_length:
             return None
-        if lengths is None:
-            return None if document_ids is None else document_lengths(document_ids)
-        if lengths.shape != (b,):
-            raise ShardingError(f"lengths have shape {list(lengths.shape)}; they must be [{b}], one for each row")
-        return lengths.unsqueeze(1)
+        if lengths is not None:
+            return lengths.unsqueeze(1)
+        if document_ids is None or document_ids.shape != shape:
+            # Attention refuses numbers of another shape.
+            return None
+        return document_lengths(document_ids)
 
     def _classify(
         self,
