@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import REHEARSED
 
-from shardwise.kernels import loss_reference, loss_triton
+from shardwise.kernels import loss_reference, loss_triton, triton_trial
 from shardwise.kernels.rms_norm import add_rms_norm
 from shardwise.kernels.swiglu import swiglu
 
@@ -50,6 +50,15 @@ def test_a_kernel_equals_its_definition(one_rank, device, name):
     finally:
         for path, device_type in paths:
             path.device_type = device_type
+
+
+@pytest.mark.parametrize("name", triton_trial.NAMES)
+def test_the_trial_of_a_kernel_succeeds_whatever_the_default_device(device, name):
+    """By it ranks choose whether to use the kernel at all."""
+    dtypes = [torch.float32] if REHEARSED else [torch.float32, torch.bfloat16, torch.float16]
+    with torch.device("meta"):
+        for dtype in dtypes:
+            assert all(triton_trial.outcomes(name, dtype, device)), dtype
 
 
 def of_rows(tensor, rows):

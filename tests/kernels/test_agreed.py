@@ -7,11 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, gather_all
+from training.tiny import tiny_settings
 
 from shardwise.config import ModelConfig
 from shardwise.kernels import agreed, compiled, dispatch
 from shardwise.models.gpt import GPT
 from shardwise.topology import Groups
+from shardwise.training.ranks import Ranks
+from shardwise.training.session import open_session
+from shardwise.training.wording import speed
 
 
 @contextlib.contextmanager
@@ -64,3 +68,16 @@ def test_norms_of_a_rank_without_a_compiler_are_those_of_the_others(group, monke
         # Once: a later pass asks nobody.
         monkeypatch.setattr(agreed, "gather_objects", None)
         model(ids)
+
+
+@pytest.mark.ranks(2)
+def test_a_run_agrees_at_its_start_and_its_banner_says_so(group, monkeypatch, tmp_path):
+    """Data-parallel ranks too, which exchange no activations; and no warning says it a second time."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    with nothing_known(monkeypatch):
+        if group.rank() == 1:
+            monkeypatch.setattr(compiled, "_compiler", lambda: None)
+        settings = tiny_settings(tmp_path, model={"num_layers": 1, "hidden_size": 128, "sequence_length": 256})
+        session = open_session(settings, Ranks(group.rank(), group.rank(), 2, torch.device("cpu")))
+        assert "\n       no compiled SwiGLU, rotary and RMSNorm: rank 1 of 2, on " in speed(session)
+        assert "cannot run it: no C compiler: neither $CC nor cc, gcc or clang is there" in speed(session)

@@ -16,9 +16,11 @@ from shardwise.kernels.dispatch import LOSS_CPU, LOSS_TRITON, PATHS, Call, FastP
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered():
-    dispatch._no_triton.cache_clear()
+    for cached in (dispatch._no_triton, dispatch._no_kernel):
+        cached.cache_clear()
     yield
-    dispatch._no_triton.cache_clear()
+    for cached in (dispatch._no_triton, dispatch._no_kernel):
+        cached.cache_clear()
 
 
 PATH = FastPath("a", "for b", "xpu", (torch.float32, torch.int8), 10, "apples", missing=lambda call: "it is not here")
@@ -128,14 +130,12 @@ def test_each_kernel_of_triton_is_tried_before_a_tensor_needs_it(monkeypatch, tr
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setitem(trial._TRIALS, "loss", swap)
-    trial.why_not_kernel.cache_clear()
     expected = {
         "a failure": "Triton cannot run loss of torch.bfloat16 here: RuntimeError: out of resource: shared memory",
         "wrong numbers": "the kernels of Triton that are compiled here compute wrong numbers",
         "none": None,
     }[trouble]
     assert LOSS_TRITON.why_not(Call("cuda", torch.bfloat16)) == expected
-    trial.why_not_kernel.cache_clear()
 
 
 def test_what_another_rank_cannot_run_and_what_fails_after_all():

@@ -38,16 +38,18 @@ def agree_on_kernels(like: Tensor, *, group: ProcessGroup) -> list[str]:
     Raises:
         DesyncError: a rank is gone, or does not come within the group's time limit.
     """
-    agreed, key = context_of(group).agreed_kernels, (like.device, like.dtype)
-    if group.size() == 1 or key in agreed or torch.compiler.is_compiling() or type(like) not in (Tensor, Parameter):
+    # What compilers trace, and what has no memory of its own, takes no fast path.
+    if group.size() == 1 or torch.compiler.is_compiling() or type(like) not in (Tensor, Parameter):
         return []
-    device = like.device
+    agreed, device = context_of(group).agreed_kernels, like.device
+    if (device, like.dtype) in agreed:
+        return []
     call = Call(device.type, like.dtype, device_index=device.index or 0)
     paths = [path for path in (*PATHS, REDUCE_NORM) if path.device_type == device.type and path not in _ROUND_ALIKE]
     own = platform.node(), [path.try_out(call) for path in paths]
     with accounting.uncounted():
         every = gather_objects(own, "which kernels each can run", group=group)
-    agreed.add(key)
+    agreed.add((device, like.dtype))
     lines = [_settle(path, [(host, whys[place]) for host, whys in every]) for place, path in enumerate(paths)]
     return [line for line in lines if line is not None]
 

@@ -153,11 +153,12 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"shardwise.kernels.{name}")
 
 
-def _no_kernel(name: str, call: Call) -> str | None:
-    """Why a kernel of Triton's does not run for ``call``; None if it does. It is tried on few numbers."""
-    why_not = _no_triton(call.device_index)
+@cache
+def _no_kernel(name: str, dtype: torch.dtype | None, device_index: int) -> str | None:
+    """Why a kernel of Triton's does not run on a CUDA device; None if it does. It is tried on few numbers."""
+    why_not = _no_triton(device_index)
     if why_not is None:
-        why_not = _module("triton_trial").why_not_kernel(name, call.dtype or torch.float32, call.device_index)
+        why_not = _module("triton_trial").why_not_kernel(name, dtype or torch.float32, device_index)
     return why_not
 
 
@@ -199,7 +200,7 @@ LOSS_TRITON = FastPath(
     _TRITON_DTYPES,
     unit="logits",
     in_autocast=True,
-    missing=lambda call: _no_kernel("loss", call),
+    missing=lambda call: _no_kernel("loss", call.dtype, call.device_index),
 )
 ELEMENTWISE = FastPath(
     "compiled SwiGLU, rotary and RMSNorm",
@@ -216,21 +217,21 @@ ELEMENTWISE_TRITON = FastPath(
     "cuda",
     _TRITON_DTYPES,
     in_autocast=True,
-    missing=lambda call: _no_kernel("elementwise", call),
+    missing=lambda call: _no_kernel("elementwise", call.dtype, call.device_index),
 )
 ADD_NORM_TRITON = FastPath(
     "Triton residual addition with RMSNorm",
     "where a layer adds and then norms",
     "cuda",
     _TRITON_DTYPES,
-    missing=lambda call: _no_kernel("add_rms_norm", call),
+    missing=lambda call: _no_kernel("add_rms_norm", call.dtype, call.device_index),
 )
 DECODE_TRITON = FastPath(
     "Triton attention of a token to a cache",
     "in generation, with even groups of queries",
     "cuda",
     (torch.bfloat16, torch.float16, torch.float32),
-    missing=lambda call: _no_kernel("decode_attention", call),
+    missing=lambda call: _no_kernel("decode_attention", call.dtype, call.device_index),
 )
 CUDA_GRAPHS = FastPath(
     "CUDA graph of a token's pass",
@@ -274,7 +275,7 @@ REDUCE_NORM = FastPath(
     "in fused mode with sequence parallelism, where the ranks reach each other's memory",
     "cuda",
     _TRITON_DTYPES,
-    missing=lambda call: _no_kernel("reduce_norm", call),
+    missing=lambda call: _no_kernel("reduce_norm", call.dtype, call.device_index),
 )
 
 

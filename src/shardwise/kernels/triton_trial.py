@@ -11,7 +11,6 @@ This module needs Triton: ``dispatch`` imports it where it can be had.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -35,15 +34,14 @@ def _double_kernel(numbers, SIZE: tl.constexpr):
 def why_not(device_index: int) -> str | None:
     """Why no kernel of Triton's runs on a CUDA device, in one line; None if one does."""
 
-    def double() -> Iterator[tuple[Tensor, Tensor]]:
+    def double() -> Iterator[bool]:
         numbers = torch.ones(_SIZE, device="cuda")
         _double_kernel[(1,)](numbers, SIZE=_SIZE)
-        yield numbers, torch.full((_SIZE,), 2.0)
+        yield numbers.tolist() == [2.0] * _SIZE
 
     return _tried(double, device_index, "a kernel")
 
 
-@cache
 def why_not_kernel(name: str, dtype: torch.dtype, device_index: int) -> str | None:
     """Why a kernel does not run on a CUDA device, in one line; None if it does.
 
@@ -52,15 +50,20 @@ def why_not_kernel(name: str, dtype: torch.dtype, device_index: int) -> str | No
         dtype: of what it reads.
         device_index: of several devices.
     """
-    return _tried(lambda: _TRIALS[name](dtype, torch.device("cuda")), device_index, f"{name} of {dtype}")
+    return _tried(lambda: outcomes(name, dtype, torch.device("cuda")), device_index, f"{name} of {dtype}")
 
 
-def _tried(trial: Callable[[], Iterator[tuple[Tensor, Tensor]]], device_index: int, what: str) -> str | None:
+def outcomes(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[bool]:
+    """Of each result of a kernel's trial whether it is that of the definition; arguments as ``why_not_kernel``'s."""
+    return (_agree(found, expected) for found, expected in _TRIALS[name](dtype, device))
+
+
+def _tried(trial: Callable[[], Iterator[bool]], device_index: int, what: str) -> str | None:
     """Why a trial fails, or gives other numbers than are expected; None if it does neither."""
     try:
         # What a caller's modes do with tensors is not tried here.
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device_index):
-            agrees = all(_agree(*pair) for pair in trial())
+            agrees = all(trial())
     # Whatever is wrong with an optional package and its compilers, PyTorch's own operations run.
     except Exception as error:
         reason = (str(error).strip() or "failed").splitlines()[0]
@@ -74,15 +77,15 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 
 
 def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
-    """On the CPU, where the definitions compute what is expected."""
+    """On the CPU, whatever the default device: there the definitions compute what is expected, and no kernel does."""
     size = torch.Size(shape).numel()
-    return (torch.arange(size) % 13 / 6.0 - 1.0).view(shape).to(dtype)
+    return (torch.arange(size, device="cpu") % 13 / 6.0 - 1.0).view(shape).to(dtype)
 
 
 def _try_loss(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     from shardwise.kernels import loss_reference, loss_triton
 
-    logits, target = _numbers(2, 40, dtype=dtype), torch.tensor([3, -1])
+    logits, target = _numbers(2, 40, dtype=dtype), torch.tensor([3, -1], device="cpu")
     expected = loss_reference.row_statistics(logits, target, want_sum=True)
     yield loss_triton.row_statistics(logits.to(device), target.to(device), want_sum=True), expected
     rows = (target, expected[:, 0], expected[:, 1].reciprocal(), -expected[:, 1].reciprocal())
@@ -135,7 +138,7 @@ def _try_decode_attention(dtype: torch.dtype, device: torch.device) -> Iterator[
     from shardwise.kernels import decode_attention, decode_attention_triton
 
     query, keys = _numbers(1, 4, 1, 16, dtype=dtype), _numbers(1, 2, 8, 16, dtype=dtype)
-    values, position = keys.flip(2), torch.tensor([5])
+    values, position = keys.flip(2), torch.tensor([5], device="cpu")
     expected = decode_attention.attend_to_cache(query, keys, values, position, scale=0.25)
     query, keys, values, position = (each.to(device) for each in (query, keys, values, position))
     yield decode_attention_triton.attend_to_cache(query, keys, values, position, 0.25, -1, None, None), expected
@@ -160,3 +163,5 @@ _TRIALS = {
     "decode_attention": _try_decode_attention,
     "reduce_norm": _try_reduce_norm,
 }
+NAMES = tuple(_TRIALS)
+"""The kernels that are tried."""
