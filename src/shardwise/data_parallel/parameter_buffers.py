@@ -3,8 +3,8 @@
 Parameters lie as their gradients do, bucket by bucket. When every rank has updated its interval of each bucket, the
 buckets are gathered in place, in about the order in which the forward uses them. Each is waited for just before the
 first module that has a parameter in it runs, and the next one starts then: one gather is in flight while the forward
-computes. No more are, since a GPU with one queue starts kernels in the order in which they were launched, and the
-forward would begin behind the last gather.
+computes. No more are, since a GPU with one queue starts kernels in the order of their launches, and the forward would
+begin behind the last gather.
 
 Buckets start in one order on every rank, whatever order a rank reads them in, and all have started before the first
 gradient is reduced in the same group.
@@ -114,20 +114,21 @@ class ParameterBuffers:
             self._flats.append(flat)
             self._pending.append(None)
         self._buckets_of = _buckets_of(model, of_param)
-        self._modules_of: dict[Parameter, list[nn.Module]] = {param: [] for param in of_param}
+        owners: dict[Parameter, list[nn.Module]] = {param: [] for param in of_param}
         for module in self._buckets_of:
             for param in module.parameters(recurse=False):
-                if param in of_param:
-                    self._modules_of[param].append(module)
+                if param in owners:
+                    owners[param].append(module)
             self._handles.append(module.register_forward_pre_hook(_hook(self, ParameterBuffers._before_module)))
         self._inside: dict[nn.Module, set[nn.Module]] = {}
         for root in [model] if isinstance(model, nn.Module) else model:
             self._inside[root] = self._buckets_of.keys() & set(root.modules())
             hook = _hook(self, ParameterBuffers._before_forward)
             self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
-        for param in of_param:
+        self._owners = list(owners.values())
+        for place, param in enumerate(owners):
             tensor: Any = param
-            tensor.wait_for_values = _hook(self, ParameterBuffers._before_reading, param)
+            tensor.wait_for_values = _hook(self, ParameterBuffers._before_reading, place)
         self._gradients = gradients
         gradients.before_reducing = _hook(self, ParameterBuffers.start)
 
@@ -201,8 +202,8 @@ class ParameterBuffers:
         self._called.add(module)
         self._wait_for(self._buckets_of[module])
 
-    def _before_reading(self, param: Parameter) -> None:
-        for module in self._modules_of[param]:
+    def _before_reading(self, place: int) -> None:
+        for module in self._owners[place]:
             self._before_module(module)
 
 

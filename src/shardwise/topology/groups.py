@@ -211,7 +211,7 @@ def _new_group(
         with _unbound() if len(ranks) == 1 else contextlib.nullcontext() as device:
             group: Any = dist.new_group(list(ranks), timeout=timeout, group_desc=f"shardwise.{name}")
         if own_rank in ranks and device is not None:
-            # Where a barrier takes place.
+            # A barrier takes place there.
             group.bound_device_id = device
     except Exception as error:
         raise TopologyError(
@@ -225,8 +225,8 @@ def _new_group(
 def _unbound() -> Iterator[torch.device | None]:
     """Within the block a new group makes no communicator; its first collective does.
 
-    Where the default group is bound to a device (yielded), ``new_group`` makes NCCL's at once: it splits the default
-    group's, for which every rank of the world is waited for, whether or not it is in the new group.
+    If the default group is bound to a device, which is yielded, ``new_group`` makes NCCL's at once: it splits the
+    default group's, which is a collective of all ranks of the world, those outside the new group included.
     """
     world: Any = dist.group.WORLD
     device: torch.device | None = world.bound_device_id

@@ -119,7 +119,7 @@ def _compared(session: Session, settings: RunSettings, topology: Topology, steps
                 )
 
         agree(tried, group=session.ranks.control)
-    # On one rank alone there is nobody to share samples with. No run shares a sequence.
+    # One rank alone shares samples with no other. The ranks of a run never share a sequence, so this group has one.
     alone = topology.group("cp")
     whole = fresh(Groups(tp=alone, dp=alone))
     if _weight_difference(split, whole, session.ranks.world) != 0.0:
