@@ -84,7 +84,7 @@ def test_packages_that_name_what_their_modules_hold():
     assert mpu.ColumnParallelLinear is mpu.layers.ColumnParallelLinear is tensor_parallel.ColumnParallelLinear
 
 
-# What real programs import beside: by module of Megatron's, the names.
+# What real programs import, by module of Megatron's.
 IMPORTED = {
     "core": "DistributedDataParallel ModelParallelConfig mpu parallel_state tensor_parallel utils",
     "core.dist_checkpointing.mapping": "ShardedObject ShardedStateDict ShardedTensor",

@@ -40,12 +40,12 @@ from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.transformer.rotary import RotaryScaling
 
-V, S, B, H = 23, 7, 2, 12
+V, S, B, H, D = 23, 7, 2, 12, 4
 
 
 def config_of(**settings):
-    sizes = {"num_layers": 2, "hidden_size": H, "num_attention_heads": 6, "num_query_groups": 3, "init_method_std": 0.3}
-    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    sizes = {"num_layers": 2, "hidden_size": H, "num_attention_heads": 6, "num_query_groups": 3, "kv_channels": D}
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.3}
     return TransformerConfig(**sizes | dropout | {"params_dtype": torch.float64} | settings)
 
 
@@ -150,6 +150,7 @@ def test_a_program_s_own_mlp_and_norm_equal_the_dense_ones(group, sequence_paral
     assert type(norm) is OwnNorm
     assert norm.eps == config.layernorm_epsilon
     assert block.up.tp_group is group
+    torch.nn.init.normal_(block.down.bias, generator=torch.Generator().manual_seed(2))
     hidden = torch.randn(2 * B, 1, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     shard = hidden.chunk(2)[group.rank()] if sequence_parallel else hidden
     # The dense one, of whole weights.
@@ -219,7 +220,7 @@ def test_layers_alone_equal_the_engine_s(group, interleaved):
     hidden = torch.randn(8, 1, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     shard = hidden.chunk(group.size())[group.rank()]
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 8]))
-    angles = RotaryEmbedding(H // 6, 1.0, rotary_interleaved=interleaved)
+    angles = RotaryEmbedding(D, 1.0, rotary_interleaved=interleaved)
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
     engine_rotary = attention_rotary(positions)
     documents = torch.tensor([[0] * 3 + [1] * 5])
@@ -277,8 +278,8 @@ def test_layers_alone_equal_the_engine_s(group, interleaved):
 
 
 def attention_rotary(positions):
-    """Cosine and sine of heads of width 2, from the formula."""
-    angles = positions.double()[:, None, None, None]
+    """Cosine and sine of heads of width 4, from the formula."""
+    angles = (positions.double()[:, None] * torch.tensor([1.0, 0.01], dtype=torch.float64))[:, None, None, :]
     return angles.float().cos().double(), angles.float().sin().double()
 
 
