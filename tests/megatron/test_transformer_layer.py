@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 
@@ -159,6 +160,7 @@ def test_a_program_s_own_mlp_and_norm_equal_the_dense_ones(group, sequence_paral
     expected = torch.tanh(hidden @ up.t() + up_bias) @ down.t() + block.down.bias
     actual = block(shard, sequence_length=None)
     assert_close_to(actual, expected.chunk(2)[group.rank()] if sequence_parallel else expected, rtol_of_norm=1e-13)
+    assert_bit_equal(copy.deepcopy(own).mlp(shard), actual, name="a copy's")
     # The layer's sharded state has its parameters by their names in the program's module.
     state = layer_state_of(own)
     assert state["mlp.up.weight"].global_shape == (config.ffn_hidden_size, H)
@@ -341,6 +343,15 @@ def test_where_a_stage_s_layers_begin():
         get_transformer_layer_offset(chunks, pp_rank=0)
     with pytest.raises(ConfigError, match=r"vp_stage is 2; it must be from 0 to 1"):
         get_transformer_layer_offset(chunks, 2, 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_counts_those_of_earlier_stages(group):
+    parallel_state.initialize_model_parallel(1, 2)
+    config, parts = config_of(num_layers=8, pipeline_model_parallel_size=2), get_gpt_layer_local_spec().submodules
+    assert TransformerLayer(config, parts, 2).layer_number == 2 + 4 * group.rank()
+    assert TransformerLayer(config, parts, 2, pp_layer_offset=3).layer_number == 5
+    assert TransformerLayer(config, parts, 2, add_layer_offset=False).layer_number == 2
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
