@@ -94,7 +94,7 @@ def test_packages_that_name_what_their_modules_hold():
     assert initialize_megatron is shardwise.megatron.initialize.initialize_megatron
 
 
-# What real programs import beside: by module of Megatron's, the names.
+# What real programs import, by module of Megatron's.
 IMPORTED = {
     "core": "DistributedDataParallel ModelParallelConfig mpu parallel_state tensor_parallel utils",
     "core.dist_checkpointing.mapping": "ShardedObject ShardedStateDict ShardedTensor",

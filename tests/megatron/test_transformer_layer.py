@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 
@@ -40,12 +41,12 @@ from shardwise.transformer.layer import TransformerLayerSpec
 from shardwise.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.transformer.rotary import RotaryScaling
 
-V, S, B, H = 23, 7, 2, 12
+V, S, B, H, D = 23, 7, 2, 12, 4
 
 
 def config_of(**settings):
-    sizes = {"num_layers": 2, "hidden_size": H, "num_attention_heads": 6, "num_query_groups": 3, "init_method_std": 0.3}
-    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    sizes = {"num_layers": 2, "hidden_size": H, "num_attention_heads": 6, "num_query_groups": 3, "kv_channels": D}
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.3}
     return TransformerConfig(**sizes | dropout | {"params_dtype": torch.float64} | settings)
 
 
@@ -150,6 +151,7 @@ def test_a_program_s_own_mlp_and_norm_equal_the_dense_ones(group, sequence_paral
     assert type(norm) is OwnNorm
     assert norm.eps == config.layernorm_epsilon
     assert block.up.tp_group is group
+    torch.nn.init.normal_(block.down.bias, generator=torch.Generator().manual_seed(2))
     hidden = torch.randn(2 * B, 1, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     shard = hidden.chunk(2)[group.rank()] if sequence_parallel else hidden
     # The dense one, of whole weights.
@@ -158,6 +160,7 @@ def test_a_program_s_own_mlp_and_norm_equal_the_dense_ones(group, sequence_paral
     expected = torch.tanh(hidden @ up.t() + up_bias) @ down.t() + block.down.bias
     actual = block(shard, sequence_length=None)
     assert_close_to(actual, expected.chunk(2)[group.rank()] if sequence_parallel else expected, rtol_of_norm=1e-13)
+    assert_bit_equal(copy.deepcopy(own).mlp(shard), actual, name="a copy's")
     # The layer's sharded state has its parameters by their names in the program's module.
     state = layer_state_of(own)
     assert state["mlp.up.weight"].global_shape == (config.ffn_hidden_size, H)
@@ -219,7 +222,7 @@ def test_layers_alone_equal_the_engine_s(group, interleaved):
     hidden = torch.randn(8, 1, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     shard = hidden.chunk(group.size())[group.rank()]
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 8]))
-    angles = RotaryEmbedding(H // 6, 1.0, rotary_interleaved=interleaved)
+    angles = RotaryEmbedding(D, 1.0, rotary_interleaved=interleaved)
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
     engine_rotary = attention_rotary(positions)
     documents = torch.tensor([[0] * 3 + [1] * 5])
@@ -277,8 +280,8 @@ def test_layers_alone_equal_the_engine_s(group, interleaved):
 
 
 def attention_rotary(positions):
-    """Cosine and sine of heads of width 2, from the formula."""
-    angles = positions.double()[:, None, None, None]
+    """Cosine and sine of heads of width 4, from the formula."""
+    angles = (positions.double()[:, None] * torch.tensor([1.0, 0.01], dtype=torch.float64))[:, None, None, :]
     return angles.float().cos().double(), angles.float().sin().double()
 
 
@@ -340,6 +343,15 @@ def test_where_a_stage_s_layers_begin():
         get_transformer_layer_offset(chunks, pp_rank=0)
     with pytest.raises(ConfigError, match=r"vp_stage is 2; it must be from 0 to 1"):
         get_transformer_layer_offset(chunks, 2, 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_counts_those_of_earlier_stages(group):
+    parallel_state.initialize_model_parallel(1, 2)
+    config, parts = config_of(num_layers=8, pipeline_model_parallel_size=2), get_gpt_layer_local_spec().submodules
+    assert TransformerLayer(config, parts, 2).layer_number == 2 + 4 * group.rank()
+    assert TransformerLayer(config, parts, 2, pp_layer_offset=3).layer_number == 5
+    assert TransformerLayer(config, parts, 2, add_layer_offset=False).layer_number == 2
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])

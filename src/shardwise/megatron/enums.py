@@ -10,9 +10,10 @@ __all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
 
 
 class ModelType(Enum):
-    """Kind of model: one stack of layers."""
+    """Kind of model: one stack of layers; or two, which programs for earlier versions ask about, and none is here."""
 
     encoder_or_decoder = 1
+    encoder_and_decoder = 2
 
 
 class LayerType(Enum):

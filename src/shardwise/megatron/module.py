@@ -35,13 +35,14 @@ class MegatronModule(GroupModule):
     """Base of a program's own modules, and of the models and layers here.
 
     Args:
-        config: kept, unless None, as a class leaves it that is one of the engine's too and has its config from there.
+        config: kept. A class that is one of the engine's too sets it afterwards.
     """
+
+    config: Any
 
     def __init__(self, config: TransformerConfig | None = None) -> None:
         super().__init__()
-        if config is not None:
-            self.config = config
+        self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """``state_dict``, which a program's own module may override for its checkpoints."""

@@ -127,7 +127,7 @@ def reconfigure_num_microbatches_calculator(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> None:
-    """Make the calculator that the functions of this module ask, in place of the one that there may be.
+    """Make the calculator that the functions of this module ask; one that was there is forgotten.
 
     Args:
         rank: accepted; nothing is logged.

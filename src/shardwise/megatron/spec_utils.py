@@ -71,7 +71,7 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         spec_or_module: a spec, or a class.
-        args, kwargs: of the class, beside the spec's own.
+        args, kwargs: of the class, added to the spec's own.
 
     Raises:
         ConfigError: it is neither.

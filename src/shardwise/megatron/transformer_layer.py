@@ -213,7 +213,11 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
         own["attention"] = functools.partial(engine_attention.SelfAttention, attn_mask_type=mask)
     else:
         own["attention"] = functools.partial(_own_attention, attention)
-    if isinstance(mlp, functools.partial) and mlp.func == MLP.as_mlp_submodule and mlp.keywords.keys() <= {"submodules"}:
+    if (
+        isinstance(mlp, functools.partial)
+        and mlp.func == MLP.as_mlp_submodule
+        and mlp.keywords.keys() <= {"submodules"}
+    ):
         mlp = ModuleSpec(MLP, submodules=mlp.keywords.get("submodules"))
     if get_module(mlp) is MLP and not getattr(mlp, "params", {}):
         (getattr(mlp, "submodules", None) or MLPSubmodules()).check()

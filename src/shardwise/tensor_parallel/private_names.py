@@ -1,4 +1,4 @@
-"""Names of Megatron's modules beside what they offer, which programs import all the same."""
+"""Private names and globals of Megatron's modules that programs import all the same."""
 
 from __future__ import annotations
 
