@@ -113,8 +113,8 @@ def _difference(
     return DesyncError(
         f"parameter {first!r}{f' and {len(more)} more' if more else ''}: rank{'s' * (len(others) > 1)} "
         f"{', '.join(others)} hold{'s' * (len(others) == 1)} other values than rank {ranks[0]}, and "
-        f"{parallel}-parallel ranks must hold the same; seed all ranks alike before the model is made (by torch.manual_seed; "
-        "on a CPU model_parallel_cuda_manual_seed does it too), or load the same weights on all"
+        f"{parallel}-parallel ranks must hold the same; seed all ranks alike before the model is made (by "
+        "torch.manual_seed; on a CPU model_parallel_cuda_manual_seed does it too), or load the same weights on all"
     )
 
 
