@@ -182,3 +182,34 @@ def test_data_that_is_no_list_of_records(
             assert error.count("\n") == 1
             assert len(error) < 500
             assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_and_a_chat_template_that_never_end(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is one line, from whatever command reads a text with it."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    folder, many = tmp_path / "model", "x" * 50
+    shutil.copytree(model, folder)
+    values = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, values["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    loops = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content * 10 ** 9 }}" + loops)
+    texts, prompts, chats = (tmp_path / f"{name}.jsonl" for name in ("texts", "prompts", "chats"))
+    texts.write_text(json.dumps({"text": f"{many} and more"}) * 1 + "\n" + json.dumps({"text": many}) + "\n")
+    prompts.write_text("".join(json.dumps({"prompt": "a", "completion": many + each}) + "\n" for each in "ab"))
+    turns = [[{"role": "user", "content": each}, {"role": "assistant", "content": each}] for each in "ab"]
+    chats.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    for argv, said in (
+        (["generate", str(folder), "--prompt", many], "cannot encode the text 'xxx"),
+        (["finetune", str(folder), *flags(tmp_path, texts)], "cannot encode the text 'xxx"),
+        (["finetune", str(folder), *flags(tmp_path, prompts)], "cannot encode the text 'axxx"),
+        (["finetune", str(folder), *flags(tmp_path, chats)], "chat_template.jinja makes a value of more than"),
+        (["chat", str(folder)], "chat_template.jinja makes a value of more than"),
+    ):
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1

@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import tokenizers
 from harness.program import run
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from shardwise.errors import ConfigError, DataError, VocabularyError
 from shardwise.tokenizer import END_OF_TEXT, PaddedTokenizer, Tokenizer, parts
@@ -133,6 +134,40 @@ def test_a_foreign_tokenizers_truncation_padding_and_added_tokens_are_off():
     )
     assert len(Tokenizer(backend).encode("=+*")) == 3
     assert len(Tokenizer(backend).encode("=+*#")) == 4
+
+
+def test_a_regular_expression_that_gives_up_is_an_error(tmp_path):
+    """The library panics then, by an exception that is no ``Exception``."""
+    many, pattern = "x" * 50, Regex("(x+x+)+y")
+    backend = tokenizers.Tokenizer(models.BPE({"x": 0, "y": 1, "</s>": 2, many: 3}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+    backend.decoder = decoders.Replace(pattern, "")
+    tokenizer = Tokenizer(backend, "</s>")
+    said = (
+        r"cannot encode the text 'x{40}'\.\.\. of 50 characters: .*retry-limit-in-match over.*use the tokenizer\.json"
+    )
+    for encode in (
+        tokenizer.encode,
+        lambda text: tokenizer.encode(text, parse_special=True),
+        lambda text: tokenizer.encode_batch(["xy", text, "y"]),
+        tokenizer.encode_with_spans,
+        lambda text: tokenizer.encode_framed(text, max_length=60),
+        lambda text: tokenizer.encode_words([text], max_length=60),
+    ):
+        with ThreadPoolExecutor(1) as thread, pytest.raises(DataError, match=said):
+            thread.submit(encode, many).result()
+        with pytest.raises(DataError, match=said):
+            encode(many)
+        with pytest.raises(DataError, match=r"cannot decode 1 token ids: .*retry-limit"):
+            tokenizer.decode([3])
+    assert tokenizer.encode("xxy") == [0, 0, 1]
+    # The names of added tokens are normalized as they are read.
+    backend.normalizer = normalizers.Replace(pattern, "")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"added_tokens_decoder": {"4": {"content": many}}, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"cannot be read from '.*tokenizer\.json': .*retry-limit"):
+        Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize(

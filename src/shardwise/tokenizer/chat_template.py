@@ -3,7 +3,7 @@
 A template is a Jinja program in a model's folder. What it may use beyond Jinja itself is what ``transformers`` gives
 it: ``raise_exception``, ``strftime_now``, a ``tojson`` that escapes no HTML, ``break`` and ``continue``, the names of
 special tokens, and ``{% generation %}`` around what the assistant wrote. It comes from strangers, so it runs in Jinja's
-sandbox.
+sandbox, within limits (``template_limits``).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from shardwise.errors import DataError
 from shardwise.files import read_regular
 from shardwise.json_files import MAX_CONFIG_BYTES, read_json
 from shardwise.tokenizer.declared_tokens import CONFIG_NAME, DeclaredTokens
+from shardwise.tokenizer.template_limits import LimitedEnvironment, render
+from shardwise.tokenizer.template_meter import LimitError
 
 TEMPLATE_NAME = "chat_template.jinja"
 
@@ -80,11 +81,13 @@ class ChatTemplate:
         token = secrets.token_hex(16)
         self._opening, self._closing = f"\ufdd0{token}\ufdd1", f"\ufdd1{token}\ufdd0"
         try:
-            self._template = _environment(lambda text: f"{self._opening}{text}{self._closing}").from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+            self._template = _environment(lambda text: f"{self._opening}{text}{self._closing}").limited_template(source)
+        except LimitError as error:
+            raise DataError(f"{where} {error}; {_REMEDY}") from error
+        except Exception as error:  # the template of strangers becomes a program of Python's
             line = getattr(error, "lineno", None)
             place = "" if line is None else f", line {line}"
-            raise DataError(f"{where}{place} is no Jinja template: {error}; repair it") from error
+            raise DataError(f"{where}{place} is no Jinja template: {error!s:.300}; repair it") from error
         self.has_marks = "generation" in _tags_of(source)
 
     @classmethod
@@ -142,15 +145,18 @@ class ChatTemplate:
 
         Raises:
             TemplateError: the template refuses the messages, or fails on them.
+            DataError: it takes too many steps, or makes too long a text.
         """
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         values = self.tokens | variables | {"messages": given, "tools": tools, "documents": None}
         try:
-            text = self._template.render(values, add_generation_prompt=add_generation_prompt)
+            text = render(self._template, values | {"add_generation_prompt": add_generation_prompt})
+        except LimitError as error:
+            raise DataError(f"{self._where} {error} for these messages; {_REMEDY}") from error
         except jinja2.TemplateError as error:
-            raise TemplateError(f"{self._where} refuses the messages: {error}") from error
+            raise TemplateError(f"{self._where} refuses the messages: {error!s:.1000}") from error
         except Exception as error:  # whatever a program of strangers may raise
-            raise TemplateError(f"{self._where} fails: {type(error).__name__}: {error}") from error
+            raise TemplateError(f"{self._where} fails: {type(error).__name__}: {error!s:.1000}") from error
         return _without_marks(text, self._opening, self._closing)
 
 
@@ -179,20 +185,22 @@ def _default_of(value: object, path: Path) -> str:
     return named
 
 
-def _environment(mark: Callable[[str], str]) -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment(mark: Callable[[str], str]) -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+        "strftime_now": _strftime_now,
         _MARK: mark,
     }
     return environment
 
 
 _MARK = "mark_generation"
+_LONGEST_FORM = 1000
+_REMEDY = "repair it, or use the template that the model was published with"
 
 
 class _Generation(jinja2.ext.Extension):
@@ -218,6 +226,10 @@ def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form[:_LONGEST_FORM])
 
 
 def _tags_of(source: str) -> set[str]:

@@ -22,6 +22,7 @@ from shardwise.files import read_regular, write_atomically
 from shardwise.json_files import read_json
 from shardwise.tokenizer import parts
 from shardwise.tokenizer.declared_tokens import CONFIG_NAME, DeclaredTokens
+from shardwise.tokenizer.panics import panics_as_errors, shown
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -216,13 +217,16 @@ class Tokenizer:
         if file.is_dir():
             file = file / "tokenizer.json"
         try:
-            backend = tokenizers.Tokenizer.from_str(read_regular(file, limit=_MAX_BYTES).decode())
+            with panics_as_errors(f"be read from {str(file)!r}"):
+                backend = tokenizers.Tokenizer.from_str(read_regular(file, limit=_MAX_BYTES).decode())
         except FileNotFoundError:
             raise DataError(
                 f"no tokenizer at {str(file)!r}; give a tokenizer.json or the folder that holds it"
             ) from None
         except OSError as error:
             raise DataError(f"cannot read the tokenizer {str(file)!r}: {error.strerror or error}") from error
+        except DataError:
+            raise
         except Exception as error:  # the library raises bare Exception
             raise DataError(
                 f"{str(file)!r} is not a tokenizer.json of the Hugging Face format: {error}; use another copy"
@@ -237,7 +241,8 @@ class Tokenizer:
         # The end-of-text token is looked up before other tokens are declared: one added now, which the model does not
         # know, would never end a text.
         tokenizer = cls(backend, eos_token)
-        declared.declare_(backend)
+        with panics_as_errors(f"be read from {str(file)!r}"):
+            declared.declare_(backend)
         return tokenizer
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -285,7 +290,8 @@ class Tokenizer:
 
         ``encode`` does not add it, since its texts may be parts of one.
         """
-        encoding = self._backend.encode("x", add_special_tokens=True)
+        with panics_as_errors(f"encode {shown('x')}"):
+            encoding = self._backend.encode("x", add_special_tokens=True)
         is_text = [not special for special in encoding.special_tokens_mask]
         return tuple(encoding.ids[: is_text.index(True)] if True in is_text else ())
 
@@ -298,7 +304,8 @@ class Tokenizer:
                 prompts in a chat format, not for the text of people whom you don't trust.
 
         Raises:
-            DataError: the text holds a lone surrogate, which no byte sequence stands for.
+            DataError: the text holds a lone surrogate, which no byte sequence stands for; or a regular expression of
+                the tokenizer gives up on it.
         """
         return self.encode_batch([text], parse_special=parse_special)[0]
 
@@ -307,7 +314,13 @@ class Tokenizer:
         backend = self._parsing_backend if parse_special else self._backend
 
         def encode(texts: Sequence[str]) -> list[list[int]]:
-            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+            try:
+                with panics_as_errors(f"encode {shown(texts[0]) if texts else 'nothing'}"):
+                    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+            except DataError:
+                for text in texts if len(texts) > 1 else ():
+                    encode([text])
+                raise
 
         pieces: list[str] = []
         counts: list[int] = []
@@ -337,11 +350,12 @@ class Tokenizer:
         """``encode``, and where in the text each token begins and ends, in characters.
 
         Raises:
-            DataError: the text holds a lone surrogate.
+            DataError: the text holds a lone surrogate, or a regular expression of the tokenizer gives up on it.
         """
         backend = self._parsing_backend if parse_special else self._backend
         try:
-            encoding = backend.encode(text, add_special_tokens=False)
+            with panics_as_errors(f"encode {shown(text)}"):
+                encoding = backend.encode(text, add_special_tokens=False)
         except TypeError as error:
             raise DataError("the text has a lone surrogate, which is no character; remove it") from error
         return encoding.ids, encoding.offsets
@@ -361,7 +375,8 @@ class Tokenizer:
             Token ids, and for each its token type; and whether anything was cut.
 
         Raises:
-            DataError: a text holds a lone surrogate, or what is put around it is longer than ``max_length``.
+            DataError: a text holds a lone surrogate, a regular expression of the tokenizer gives up on it, or what is
+                put around it is longer than ``max_length``.
         """
         encoding = self._framed(text, pair, max_length, parse_special)
         return encoding.ids, encoding.type_ids, bool(encoding.overflowing)
@@ -379,10 +394,9 @@ class Tokenizer:
     @cached_property
     def joins_words(self) -> bool:
         """Whether ``encode_words`` reads words as if they were one, as byte-level tokenizers usually do."""
-        return (
-            self.decode(self._framing_backend.encode(["x", "x"], is_pretokenized=True, add_special_tokens=False).ids)
-            == "xx"
-        )
+        with panics_as_errors("encode the words 'x' and 'x'"):
+            encoding = self._framing_backend.encode(["x", "x"], is_pretokenized=True, add_special_tokens=False)
+        return self.decode(encoding.ids) == "xx"
 
     def _framed(
         self, text: str | list[str], pair: str | None, max_length: int, parse_special: bool
@@ -394,8 +408,10 @@ class Tokenizer:
             if around >= max_length:
                 raise DataError(f"{max_length} tokens are too few: the tokenizer puts {around} around every text")
             backend.enable_truncation(max_length)
+        whole = text if isinstance(text, str) else " ".join(text)
         try:
-            return backend.encode(text, pair, is_pretokenized=isinstance(text, list), add_special_tokens=True)
+            with panics_as_errors(f"encode {shown(whole if pair is None else f'{whole} {pair}')}"):
+                return backend.encode(text, pair, is_pretokenized=isinstance(text, list), add_special_tokens=True)
         except TypeError as error:
             raise DataError("the text has a lone surrogate, which is no character; remove it") from error
 
@@ -437,7 +453,7 @@ class Tokenizer:
     @cached_property
     def _encodes_locally(self) -> bool:
         """Whether a text may be encoded in parts: not if each part gets a blank in front, as SentencePiece does."""
-        ids = self._backend.encode("x", add_special_tokens=False).ids
+        ids = self.encode("x")
         return self.decode(ids + ids) == "xx"
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -450,6 +466,7 @@ class Tokenizer:
 
         Raises:
             VocabularyError: an id is outside the vocabulary.
+            DataError: a regular expression of the tokenizer gives up on the text.
         """
         numbers = [int(token) for token in ids]
         for position, token in enumerate(numbers):
@@ -457,7 +474,8 @@ class Tokenizer:
                 raise VocabularyError(
                     f"token id {token} at position {position} is outside the vocabulary of {self.vocab_size} ids"
                 )
-        return self._backend.decode(numbers, skip_special_tokens=False)
+        with panics_as_errors(f"decode {len(numbers):,} token ids"):
+            return self._backend.decode(numbers, skip_special_tokens=False)
 
 
 class PaddedTokenizer(Tokenizer):
