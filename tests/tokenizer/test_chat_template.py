@@ -85,7 +85,7 @@ BEYOND_A_LIMIT = {
     "{% endfor %}{% endblock %}": STEPS,
     "{{ 'a' * 10 ** 9 }}": VALUE,
     "{{ [1] * 10 ** 6 * 9 }}": STEPS,
-    "{{ 9 ** 9 ** 99 }}": "makes a number of more than 4096 bits",
+    "{{ 9 ** 99999 }}": "makes a number of more than 4096 bits",
     "{% set ns = namespace(x=7) %}{% for a in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}": "4096 bits",
     "{{ 5 | round(-1000000000) }}": "4096 bits",
     "{{ ('f' * 100000) | int(0, 16) // 3 }}": "4096 bits",

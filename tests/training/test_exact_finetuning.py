@@ -6,6 +6,7 @@ import pytest
 from lora.tiny_models import save_model
 from training.run_processes import hashes, run_in_processes
 
+from shardwise.cli.main import main
 from shardwise.tokenizer import Tokenizer
 from shardwise.training.finetune import Finetuning
 from shardwise.training.finetune_settings import (
@@ -29,6 +30,19 @@ def root(tmp_path_factory):
     (root / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     Tokenizer.train(["ab: 0123456789"], 260).save(root / "base")
     return root
+
+
+def test_a_run_without_a_length_of_its_own(root, tmp_path, monkeypatch, capsys):
+    """It has the model's, which is checked once it is known."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    flags = ["--data", str(root / "samples.jsonl"), "--out", str(tmp_path / "run"), "--device", "cpu", "--exact"]
+    flags += ["--training.steps", "1", "--training.global-batch-size", "2", "--training.eval-every", "1"]
+    assert main(["finetune", str(root / "base"), *flags]) == 0
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["model"]["sequence_length"] == 64
+    capsys.readouterr()
+    assert main(["finetune", str(root / "base"), *flags, "--exact-parts", "128", "--resume", "restart"]) == 2
+    said = "it has 64 tokens; the largest exact-parts that works is 64"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

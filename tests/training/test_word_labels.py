@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import random
 import re
@@ -180,6 +181,12 @@ def test_a_trained_head_is_what_peft_and_transformers_read(root, tmp_path, monke
     assert "note: 1 text cut to 3 tokens (--sequence-length)" in printed.err
     assert main(["classify", str(out), "--device", "cpu", "--text", ""]) == 2
     assert "--text 1: the text has no tokens; remove the record" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"\n{texts[0]}\n  \n{texts[1]}\n\n"))
+    capsys.readouterr()
+    assert main(["classify", str(out), "--device", "cpu"]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [said[number] for number in (0, 2, 4)] == [None, None, None]
+    assert [[each["word"] for each in said[number]] for number in (1, 3)] == [text.split() for text in texts[:2]]
 
 
 def test_entities():

@@ -106,7 +106,12 @@ def classify(arguments: ClassifyArguments) -> None:
         if not texts:
             return
         rest = iter(texts)
-        for logits, (_, numbers, *_) in _outputs(opened, ranks, arguments, texts, None):
+        if not (arguments.data or arguments.text):
+            kept = [text for text in texts if _has_tokens(opened, text, arguments.special_tokens)]
+            # A blank line of which nothing can be said has a line of output too, so that these keep their numbers.
+            rest = _after_null_for(texts, kept) if ranks.is_first else iter(kept)
+            texts = kept
+        for logits, (_, numbers, *_) in _outputs(opened, ranks, arguments, texts, None) if texts else ():
             if ranks.is_first:
                 for row, words, text in zip(logits.double().cpu(), numbers.tolist(), rest, strict=False):
                     if text.words is None:
@@ -114,6 +119,28 @@ def classify(arguments: ClassifyArguments) -> None:
                     else:
                         said = answer_words(opened.names, row, words, text.words)
                     print(json.dumps(said, ensure_ascii=False), flush=True)
+        # Blank lines after the last text.
+        next(rest, None)
+
+
+def _has_tokens(opened: Opened, text: LabelledText, parse_special: bool) -> bool:
+    """Whether a line has any token; of some tokenizers the empty one has."""
+    if text.text.strip():
+        return True
+    tokenizer, length = opened.tokenizer, opened.length(None)
+    if text.words is not None:
+        return bool(tokenizer.encode_words(text.words, max_length=length, parse_special=parse_special)[0])
+    return bool(tokenizer.encode_framed(text.text, max_length=length, parse_special=parse_special)[0])
+
+
+def _after_null_for(texts: Sequence[LabelledText], kept: Sequence[LabelledText]) -> Iterator[LabelledText]:
+    """The texts that are ``kept``; each of the others prints null in its place."""
+    places = {id(text) for text in kept}
+    for text in texts:
+        if id(text) in places:
+            yield text
+        else:
+            print("null", flush=True)
 
 
 def _texts(arguments: ClassifyArguments, of_tokens: bool) -> list[LabelledText]:

@@ -28,18 +28,25 @@ def check_exact(settings: RunSettings, dp: int) -> None:
             f"parallel.exact is for powers of two up to parallel.exact-parts {parts}, and there are {size} for {axis}; "
             "use another number of ranks, more exact-parts, or no --exact",
         )
-    require(
-        settings.sequence_length % parts == 0,
-        f"parallel.exact cuts a sequence into {parts} equal parts (parallel.exact-parts), and it has "
-        f"{settings.sequence_length} tokens; the largest exact-parts that works is "
-        f"{_largest_power_of_two_in(settings.sequence_length)}",
-    )
+    # Without a length of its own a fine-tuning run has the model's, which is known once its folder was looked at.
+    length: int | None = settings.model.sequence_length  # type: ignore[attr-defined]
+    if length is not None:
+        check_exact_length(length, parts)
     for excluded, what in (
         (parallel.fsdp, "parallel.fsdp, whose sums are PyTorch's"),
         (settings.training.dtype == "float64", "training.dtype float64, whose products differ with the layout"),
         (settings.training.rng != "global", f"training.rng {settings.training.rng}, by which each rank draws its own"),
     ):
         require(not excluded, f"parallel.exact has no exact form of {what}; leave one of them out")
+
+
+def check_exact_length(length: int, parts: int) -> None:
+    """Refuse a sequence of ``length`` tokens that cannot be cut into so many equal parts, with a ConfigError."""
+    require(
+        length % parts == 0,
+        f"parallel.exact cuts a sequence into {parts} equal parts (parallel.exact-parts), and it has {length} tokens; "
+        f"the largest exact-parts that works is {_largest_power_of_two_in(length)}",
+    )
 
 
 def _largest_power_of_two_in(number: int) -> int:

@@ -43,6 +43,7 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.tokenizer import ChatTemplate, PaddedTokenizer
 from shardwise.topology import Groups
 from shardwise.training.build import config_fields
+from shardwise.training.exact_settings import check_exact_length
 from shardwise.training.finetune_settings import FinetuneSettings, SampleSettings
 from shardwise.training.lora_settings import LoraSettings
 from shardwise.training.model_card import model_card
@@ -113,6 +114,8 @@ class Finetuning(Recipe):
         length = settings.model.sequence_length or min(_USUAL_SEQUENCE_LENGTH, longest)
         if length > longest:
             raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
+        if settings.parallel.exact:
+            check_exact_length(length, settings.parallel.exact_parts)
         _check_out(Path(settings.out), path)
         if (quantization := base_quantization(settings.lora)) is not None:
             quantization.check()
