@@ -35,9 +35,9 @@ from common import (
     run_benchmark,
 )
 
-from shardwise.checkpoint import ParamShard, PendingSave, Snapshot, save
-from shardwise.errors import ParityError
-from shardwise.sharding import ParamLayout
+from shardwise.core.errors import ParityError
+from shardwise.core.sharding import ParamLayout
+from shardwise.storage.checkpoint import ParamShard, PendingSave, Snapshot, save
 
 KINDS = ("asynchronous", "synchronous")
 GOAL = 0.15

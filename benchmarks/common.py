@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from shardwise.errors import LaunchError, ParityError
+from shardwise.core.errors import LaunchError, ParityError
 
 
 @dataclass(frozen=True)

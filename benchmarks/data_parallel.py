@@ -35,7 +35,7 @@ from steps.replicas import REPLICA_VARIANTS, SILENT, ReplicaRunner
 from train_step import check_parity
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 NUM_PARITY_STEPS = 3
 SIZES = LlamaSizes(

@@ -39,7 +39,7 @@ from steps.problem import LlamaSizes
 from train_step import MODELS
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import ConfigError, ParityError
+from shardwise.core.errors import ConfigError, ParityError
 
 NUM_PARITY_STEPS = 3
 RATIOS = (("exact", "plain"), ("exact", "plain_whole"))

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.errors import LaunchError
-from shardwise.training.comparison import compare_runs
-from shardwise.training.metrics import read_metrics
+from shardwise.core.errors import LaunchError
+from shardwise.run.comparison import compare_runs
+from shardwise.run.metrics import read_metrics
 
 Layout = tuple[int, str]
 """Ranks, and flags of ``shardwise train``."""

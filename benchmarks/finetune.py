@@ -37,7 +37,7 @@ from ranks import NUM_RANKS
 from train_step import check_parity
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 NUM_PARITY_STEPS = 3
 SIZES = FinetuneSizes(

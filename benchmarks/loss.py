@@ -33,7 +33,7 @@ from losses.runner import Runner
 from ranks import NUM_RANKS
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import ConfigError, ParityError
+from shardwise.core.errors import ConfigError, ParityError
 
 # A batch of 2,048 tokens of a model with Llama 3's vocabulary.
 SIZES = LossSizes(num_tokens=2048, vocab_size=128_256, hidden_size=1024)

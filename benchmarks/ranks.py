@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardwise.topology import Topology
+from shardwise.core.topology import Topology
 
 NUM_RANKS = 2
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)

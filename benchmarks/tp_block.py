@@ -35,7 +35,7 @@ from common import (
 from ranks import NUM_RANKS
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import ConfigError, ParityError
+from shardwise.core.errors import ConfigError, ParityError
 
 # A few roundings of fp32, whose sums over as many as 8192 terms are taken in another order.
 RTOL_OF_NORM = 1e-5

@@ -34,7 +34,7 @@ from steps.problem import LlamaSizes
 from steps.runner import RANK_VARIANTS, SINGLE_VARIANTS, Runner
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import ConfigError, ParityError
+from shardwise.core.errors import ConfigError, ParityError
 
 # Steps that are compared before anything is timed: the later ones also compare clipping and the optimizer.
 NUM_PARITY_STEPS = 3

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from shardwise.errors import LaunchError
+from shardwise.core.errors import LaunchError
 
 # Once a worker has failed, those that wait for it fail within moments; the report names all of them.
 _GRACE_SECONDS = 2.0

@@ -9,7 +9,7 @@ import pytest
 from harness.program import run
 
 import shardwise
-from shardwise import errors
+from shardwise.core import errors
 
 MODULES = sorted(
     module.name

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shardwise.megatron
-from shardwise import errors
+from shardwise.core import errors
 from shardwise.megatron.absent import ABSENT
 
 SIGNATURES = json.loads((Path(__file__).parent / "signatures.json").read_text())

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from adapters.problem import IGNORED, Files
-from shardwise.huggingface import load_pretrained
-from shardwise.huggingface.folder import PretrainedFolder
-from shardwise.lora import load_adapter_
+from shardwise.core.topology import Groups, Topology
 from shardwise.models.gpt import GPT
-from shardwise.optimizer.adamw import AdamW
-from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
-from shardwise.topology import Groups, Topology
+from shardwise.storage.adapters import load_adapter_
+from shardwise.storage.huggingface import load_pretrained
+from shardwise.storage.huggingface.folder import PretrainedFolder
+from shardwise.training.optimizer.adamw import AdamW
+from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
 
 Batch = tuple[Tensor, Tensor]
 Maker = Callable[[Files, Batch], Step]

@@ -12,7 +12,7 @@ import torch
 from steps.problem import LlamaSizes
 from torch import Tensor
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 IGNORED = -100

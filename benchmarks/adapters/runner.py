@@ -10,7 +10,7 @@ from steps.problem import Step
 
 from adapters.finetune_steps import make_ours, make_peft
 from adapters.problem import Files, FinetuneSizes, draw_batch, quiet
-from shardwise.topology import Topology
+from shardwise.core.topology import Topology
 
 RANK_VARIANTS = ("ours", "tp_plan")
 SINGLE_VARIANTS = ("ours_single", "peft_single")

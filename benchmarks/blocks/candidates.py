@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from blocks.problem import Block, Candidate, Problem
-from shardwise.initialization import Normal
+from shardwise.core.initialization import Normal
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, named_param_layouts
 

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 BLOCKS = ("mlp", "attention")
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from blocks.bare import make_bare
 from blocks.candidates import make_dtensor, make_ours
 from blocks.problem import BlockSizes, Candidate, Problem
-from shardwise.initialization import Normal
+from shardwise.core.initialization import Normal
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.tensor_parallel.layers import ColumnParallelLinear
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gpus.measuring import Row, extra_bytes, milliseconds
-from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
-from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
+from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 GOAL_PLAIN_MS, GOAL_LINEAR_MS = 1.75, 41.0
 """On an H200, of 8,192 tokens and 131,072 ids in bf16, at a hidden size of 4,096; forward and backward."""

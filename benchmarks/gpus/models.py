@@ -13,11 +13,11 @@ from checkpoint import GOAL, KINDS, Saver
 from common import Spread
 
 from gpus.measuring import Limits, Row, busy_share, synchronize
-from shardwise.inference.generation import generate
-from shardwise.inference.sampling import Sampling
+from shardwise.core.topology import Groups
+from shardwise.models.generation.generation import generate
+from shardwise.models.generation.sampling import Sampling
 from shardwise.models.gpt import GPT
-from shardwise.topology import Groups
-from shardwise.training.build import build_model
+from shardwise.run.build import build_model
 from shardwise.training.settings import ModelSettings, Settings, TrainingSettings
 from shardwise.training.trainer import Trainer
 

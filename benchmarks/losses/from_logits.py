@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from losses.problem import Candidate, Problem
 from losses.reference import ReferenceCrossEntropy
-from shardwise.loss import vocab_parallel_cross_entropy
+from shardwise.nn.loss import vocab_parallel_cross_entropy
 
 CANDIDATES = ("ours", "dtensor", "reference", "limit")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.errors import ConfigError
-from shardwise.sharding import balanced_range
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharding import balanced_range
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from losses.problem import Candidate, Problem
 from losses.reference import ReferenceCrossEntropy
-from shardwise.communication import moves
-from shardwise.loss import vocab_parallel_cross_entropy
-from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from shardwise.core.communication import moves
+from shardwise.nn.loss import vocab_parallel_cross_entropy
+from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 CANDIDATES = ("ours_local", "ours_chunked", "ours_plain", "dtensor", "reference", "three_gemms", "four_gemms")
 ONE_RANK_CANDIDATES = ("ours_local", "ours_chunked", "linear_and_cross_entropy", "linear_cross_entropy")

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from ranks import NUM_RANKS, join_ranks, leave_ranks, seconds_of
 
+from shardwise.core.topology import Groups, Topology
 from shardwise.kernels.host_memory import keep_freed_memory
-from shardwise.topology import Groups, Topology
-from shardwise.training.build import build_model
-from shardwise.training.exact_check import check_device
+from shardwise.run.build import build_model
+from shardwise.run.exact_trials.exact_check import check_device
 from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.training.trainer import Trainer
 from steps.problem import LlamaSizes

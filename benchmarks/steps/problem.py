@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 Weights = dict[str, Tensor]
 """Whole weights under the names of ``DenseLlama``."""

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 
-from shardwise.communication.collectives import all_reduce
-from shardwise.communication.transports.shared_memory import SWITCH, channel_of
-from shardwise.data_parallel import GradientBuffers
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.transports.shared_memory import SWITCH, channel_of
+from shardwise.core.topology import Topology
 from shardwise.models.gpt import GPT
-from shardwise.optimizer.gradients import clip_grad_norm_
-from shardwise.optimizer.zero import ZeroOptimizer
-from shardwise.topology import Topology
+from shardwise.training.gradients import GradientBuffers
+from shardwise.training.optimizer.gradients import clip_grad_norm_
+from shardwise.training.optimizer.zero import ZeroOptimizer
 from steps.problem import MAX_GRAD_NORM, LlamaSizes, Problem, Step
 from steps.runner import SEED
 from steps.shardwise_step import make_model, make_optimizer

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.topology import Topology
+from shardwise.core.topology import Topology
 from steps.baselines import make_dtensor, make_single
 from steps.problem import LlamaSizes, Problem, Step
 from steps.raw_collectives import make_raw

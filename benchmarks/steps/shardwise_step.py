@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.config import ModelConfig
+from shardwise.core.topology import Groups, Topology
+from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.optimizer.adamw import AdamW
-from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.topology import Groups, Topology
+from shardwise.training.optimizer.adamw import AdamW
+from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
 from steps.problem import (
     ADAM_EPSILON,
     BETAS,

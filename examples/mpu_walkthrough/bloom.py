@@ -21,15 +21,15 @@ from by_rank import by_rank, four_ranks, print_once, row
 from torch import Tensor
 
 from shardwise import parallel_state
-from shardwise.huggingface import load_pretrained, save_pretrained
+from shardwise.core.topology import Groups
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.schedules import get_forward_backward_func
-from shardwise.optimizer.adamw import AdamW
-from shardwise.optimizer.gradients import finalize_gradients_
-from shardwise.topology import Groups
-from shardwise.transformer.activations import gelu_tanh
-from shardwise.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.activations import gelu_tanh
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.storage.huggingface import load_pretrained, save_pretrained
+from shardwise.training.optimizer.adamw import AdamW
+from shardwise.training.optimizer.gradients import finalize_gradients_
 
 VOCABULARY, LENGTH = 101, 16
 STEPS, MICRO_BATCHES, MICRO_BATCH_SIZE = 6, 4, 2

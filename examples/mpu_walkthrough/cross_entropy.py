@@ -16,8 +16,8 @@ from by_rank import by_rank, four_ranks, print_once, row
 from torch import Tensor
 
 from shardwise import parallel_state
-from shardwise.communication.collectives import all_reduce
-from shardwise.sharding import balanced_range
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.sharding import balanced_range
 from shardwise.tensor_parallel import vocab_parallel_cross_entropy
 
 # Three tokens; seven ids on two ranks: four and three.

@@ -3,8 +3,8 @@
 Nothing heavy is imported here, so that ``import shardwise`` and ``shardwise --help`` are quick; import what you use::
 
     from shardwise import Topology
-    from shardwise.layers import ColumnLinear, RowLinear
-    from shardwise.loss import vocab_parallel_cross_entropy
+    from shardwise.nn import ColumnLinear, RowLinear
+    from shardwise.nn.loss import vocab_parallel_cross_entropy
 
 Programs written for Megatron find its names in ``shardwise.tensor_parallel``, ``shardwise.parallel_state`` and
 ``shardwise.megatron``.
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> object:
     # PyTorch is imported with the first class that is asked for.
     if name in ("Groups", "Topology"):
-        from shardwise import topology
+        from shardwise.core import topology
 
         return getattr(topology, name)
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint import KINDS, Saver, main, make_state
 
-from shardwise.errors import ParityError
+from shardwise.core.errors import ParityError
 
 
 def test_both_kinds_are_timed_and_the_json_is_whole(tmp_path, capsys):

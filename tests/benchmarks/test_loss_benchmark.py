@@ -16,7 +16,7 @@ from losses.exact import ExactGradients
 from losses.problem import LossSizes, Problem
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.errors import ParityError
+from shardwise.core.errors import ParityError
 
 SIZES = LossSizes(num_tokens=70, vocab_size=22, hidden_size=6)
 

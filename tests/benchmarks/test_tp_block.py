@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tp_block import check_agreement, main
 from workers import WorkerSpec
 
-from shardwise.errors import ParityError
+from shardwise.core.errors import ParityError
 
 SCRIPT = Path(tp_block.__file__)
 SIZES = {"hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "sequence_length": 6, "batch_size": 3}

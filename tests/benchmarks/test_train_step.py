@@ -19,7 +19,7 @@ from steps.runner import RANK_VARIANTS, SINGLE_VARIANTS
 from train_step import check_parity, main
 from workers import WorkerSpec
 
-from shardwise.errors import ParityError
+from shardwise.core.errors import ParityError
 
 SCRIPT = Path(train_step.__file__)
 SIZES = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from workers import Workers, WorkerSpec
 
-from shardwise.errors import LaunchError
+from shardwise.core.errors import LaunchError
 
 
 class Echo:

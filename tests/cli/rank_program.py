@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwise.cli import rank, reporting
 from shardwise.cli.reporting import run_command
-from shardwise.errors import ConfigError, LaunchError
+from shardwise.core.errors import ConfigError, LaunchError
 
 RANK = int(os.environ["RANK"])
 # Half of what users' ranks have to end by themselves: many tests wait for it. Whoever is to end by itself, or to be

@@ -19,7 +19,7 @@ from shardwise.cli.generate import GenerateArguments
 from shardwise.cli.import_hf import ImportArguments
 from shardwise.cli.plan import PlanArguments
 from shardwise.cli.train import TrainArguments
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.training.settings import Settings
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.program import run
-from lora.tiny_models import save_model
+from storage.adapters.tiny_models import save_model
 
 from shardwise.cli.main import main
 from shardwise.data import ExampleEncoder, example_of
 from shardwise.data.json_records import Record
-from shardwise.tokenizer import ChatTemplate, Tokenizer
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 
 CHATML = (
     "{% for message in messages %}{% if message.content == 'no' %}{{ raise_exception('not that') }}{% endif %}"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from harness.program import run
-from training.tiny import tiny_settings
+from run.tiny import tiny_settings
 
-from shardwise import checkpoint
 from shardwise.cli import demo, start
 from shardwise.cli.demo import DemoArguments, demo_settings
 from shardwise.cli.main import run_subcommand
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
+from shardwise.storage import checkpoint
 
 FILES = ("loss.png", "metrics.jsonl", "sample.txt", "settings.json", "tokenizer.json")
 

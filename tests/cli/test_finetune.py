@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from harness.program import run
-from lora.tiny_models import read_adapters, save_model
+from storage.adapters.tiny_models import read_adapters, save_model
 
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.finetune import FinetuneArguments
 from shardwise.cli.main import main
-from shardwise.errors import ConfigError
-from shardwise.tokenizer import Tokenizer
+from shardwise.core.errors import ConfigError
+from shardwise.data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,19 +14,19 @@ import torch.distributed as dist
 from harness.program import run as run_program
 from tokenizers import processors
 
-from shardwise import checkpoint
-from shardwise.checkpoint import ParamShard
 from shardwise.cli.main import main as shardwise_main
 from shardwise.cli.main import run_subcommand
-from shardwise.errors import CheckpointError, ConfigError, DataError
-from shardwise.inference import Sampling, generate
+from shardwise.core.errors import CheckpointError, ConfigError, DataError
+from shardwise.core.sharded_state import sharded_state_dict
+from shardwise.core.sharding import ParamLayout
+from shardwise.core.topology import Groups
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.models.generation import Sampling, generate
 from shardwise.models.gpt import GPT
-from shardwise.sharded_state import sharded_state_dict
-from shardwise.sharding import ParamLayout
-from shardwise.tokenizer import Tokenizer
-from shardwise.topology import Groups
-from shardwise.training.build import build_model
-from shardwise.training.ranks import open_ranks
+from shardwise.run.build import build_model
+from shardwise.run.processes.ranks import open_ranks
+from shardwise.storage import checkpoint
+from shardwise.storage.checkpoint import ParamShard
 from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 
 STEPS = (1, 2)

@@ -134,7 +134,7 @@ def test_a_closed_output_is_quiet(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_program_that_is_not_there_is_one_line(tmp_path):
-    from shardwise.errors import LaunchError
+    from shardwise.core.errors import LaunchError
 
     with pytest.raises(LaunchError, match=r"could not start 2 ranks: .*no-such-program.*: No such file or directory"):
         launch_ranks(2, [str(tmp_path / "no-such-program")])

@@ -10,7 +10,7 @@ from harness.program import Program, run
 import shardwise
 from shardwise.cli.main import COMMANDS, main
 from shardwise.cli.reporting import describe, run_command
-from shardwise.errors import CheckpointError, ConfigError, DataError, LaunchError, ParityError
+from shardwise.core.errors import CheckpointError, ConfigError, DataError, LaunchError, ParityError
 from shardwise.training.plain_values import nearest
 
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 from harness.program import run
-from lora.tiny_models import save_model
-from training.test_chats import TEMPLATE
+from run.test_chats import TEMPLATE
+from storage.adapters.tiny_models import save_model
 
 from shardwise.cli.main import main
-from shardwise.tokenizer import Tokenizer
+from shardwise.data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from harness.watchdog import WATCHDOG_SECONDS
 
 from shardwise.cli.rank import signals_raise
-from shardwise.training.stopping import Interrupted
+from shardwise.run.processes.stopping import Interrupted
 
 
 class Thing:

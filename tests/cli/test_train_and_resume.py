@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness.program import Program
 from harness.watchdog import is_alive
-from training.tiny import tiny_settings
+from run.tiny import tiny_settings
 
 # None gets there, however late a test looks: each is ended by the test.
 STEPS = 1_000_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from harness.calls import stacks_at
 
-import shardwise.training.run  # noqa: F401  # Or its imports would be counted through too, which takes a while.
+import shardwise.run.run  # noqa: F401  # Or its imports would be counted through too, which takes a while.
 from shardwise.cli.main import main
 
 READERS = {
-    "--parallel.sequence-parallel": "layers/column.py:ColumnLinear.__init__",
+    "--parallel.sequence-parallel": "nn/column.py:ColumnLinear.__init__",
     "--training.loss": "models/language_model.py:LanguageModel.fuses_output_layer_and_loss",
 }
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from harness.program import run
-from lora.tiny_models import save_model
+from storage.adapters.tiny_models import save_model
 
 import shardwise
-from shardwise.tokenizer import Tokenizer
+from shardwise.data.tokenizer import Tokenizer
 
 ROOMS = ("megatron", "parallel_state", "tensor_parallel")
 DOORS = [

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import Corpus
-from shardwise.errors import ConfigError, DataError
 
 # Distinct ones, since equal documents may have to be held out together.
 DOCUMENTS = st.lists(st.text(alphabet="ab é\n", min_size=1, max_size=40), min_size=3, max_size=8, unique=True)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import IGNORE_INDEX, EvaluationWindows, TokenDataset, TokenStream
-from shardwise.errors import ConfigError, DataError
 
 EOS = 0
 

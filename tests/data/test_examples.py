@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.core.errors import DataError
 from shardwise.data import ExampleEncoder, UnusableExampleError, example_of
 from shardwise.data.json_records import Record
-from shardwise.errors import DataError
-from shardwise.tokenizer import ChatTemplate, Tokenizer
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"

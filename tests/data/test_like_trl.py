@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from harness.program import run
 
+from shardwise.core.errors import DataError
 from shardwise.data import ExampleEncoder, example_of, read_records
 from shardwise.data.json_records import Record
-from shardwise.errors import DataError
-from shardwise.tokenizer import ChatTemplate, Tokenizer
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 
 HERE = Path(__file__).parent
 NAMES = ("chatml", "llama3", "mistral", "gemma", "qwen")

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.core.errors import ConfigError
 from shardwise.data import (
     IGNORE_INDEX,
     BatchSchedule,
@@ -13,7 +14,6 @@ from shardwise.data import (
     TokenStream,
     evaluation_batches,
 )
-from shardwise.errors import ConfigError
 
 FROZEN_ORDER = [[2, 3, 5, 0, 1, 6, 7, 4], [7, 3, 4, 6, 0, 5, 2, 1]]
 FROZEN_OFFSETS = [4, 2, 1, 4, 0, 4]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import PairDataset, PreferenceEncoder, TokenSamples, UnusableExampleError, preference_of
 from shardwise.data.dataset import IGNORE_INDEX
 from shardwise.data.encoding import Encoded
 from shardwise.data.json_records import Record
-from shardwise.errors import ConfigError, DataError
-from shardwise.tokenizer import ChatTemplate, Tokenizer
-from shardwise.training.finetune_settings import SampleSettings
-from shardwise.training.pairs import prepare_pairs
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer
+from shardwise.run.settings.finetune_settings import SampleSettings
+from shardwise.run.tasks.pairs import prepare_pairs
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ '</s>' }}{% endfor %}"

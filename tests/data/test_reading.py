@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import read_corpus
-from shardwise.errors import ConfigError, DataError
 
 
 def write(path: Path, content: str | bytes) -> Path:

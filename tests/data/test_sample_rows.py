@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.core.errors import DataError
 from shardwise.data import (
     IGNORE_INDEX,
     Encoded,
@@ -15,7 +16,6 @@ from shardwise.data import (
     TokenSamples,
     evaluation_batches,
 )
-from shardwise.errors import DataError
 
 
 def samples_of(lengths, masked=2):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.core.errors import DataError
 from shardwise.data import stdlib_corpus
-from shardwise.errors import DataError
 
 
 @pytest.fixture(scope="module")

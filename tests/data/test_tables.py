@@ -10,8 +10,8 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import example_of, read_corpus, read_records
-from shardwise.errors import ConfigError, DataError
 
 CHATS = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from shardwise.core.errors import ConfigError
 from shardwise.data import Corpus, TokenStream, tokens
-from shardwise.errors import ConfigError
-from shardwise.tokenizer import Tokenizer
+from shardwise.data.tokenizer import Tokenizer
 
 CORPUS = Corpus("three", ("the first text\n", "the second text\n", "é"))
 

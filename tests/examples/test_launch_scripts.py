@@ -14,7 +14,7 @@ import pytest
 import yaml
 from harness.hosts import NAMES, two_hosts
 from harness.program import Program
-from training.tiny import tiny_settings
+from run.tiny import tiny_settings
 
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.train import TrainArguments

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.config import ModelConfig
+from shardwise.core.topology import Groups
+from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.topology import Groups
 
 V, S = 301, 32
 WIDTH = 512

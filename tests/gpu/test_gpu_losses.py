@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shardwise.layers import ColumnLinear
-from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
-from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from shardwise.nn import ColumnLinear
+from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
+from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("kernels_on_the_device")
 

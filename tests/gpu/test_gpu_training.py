@@ -7,16 +7,16 @@ import warnings
 
 import pytest
 import torch
-from training.tiny import tiny_settings
+from run.tiny import tiny_settings
 
-from shardwise import checkpoint
-from shardwise.checkpoint import ParamShard, PendingSave, Snapshot
 from shardwise.cli.main import run_subcommand
-from shardwise.sharding import ParamLayout
-from shardwise.training.metrics import read_metrics
-from shardwise.training.ranks import open_ranks
-from shardwise.training.run import run
-from shardwise.training.session import open_session
+from shardwise.core.sharding import ParamLayout
+from shardwise.run.metrics import read_metrics
+from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.run import run
+from shardwise.run.session import open_session
+from shardwise.storage import checkpoint
+from shardwise.storage.checkpoint import ParamShard, PendingSave, Snapshot
 
 _SYNCHRONIZING = "called a synchronizing CUDA operation"
 

@@ -15,7 +15,7 @@ PACKAGE = Path(shardwise.__file__).parent.as_posix() + "/"
 
 
 def name_of(frame: FrameType) -> str:
-    """``FILE:FUNCTION`` of a frame, such as ``layers/row.py:RowLinear.forward``; empty if it is not of the package."""
+    """``FILE:FUNCTION`` of a frame, such as ``nn/row.py:RowLinear.forward``; empty if it is not of the package."""
     path = frame.f_code.co_filename
     return f"{path.removeprefix(PACKAGE)}:{frame.f_code.co_qualname}" if path.startswith(PACKAGE) else ""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from harness.parity import assert_unmodified, gather_all
-from shardwise.sharding import balanced_sizes
+from shardwise.core.sharding import balanced_sizes
 
 
 class Held(Enum):

@@ -104,7 +104,7 @@ class StepRecorder(TorchDispatchMode):
     """Records what concerns the GPU inside its ``with`` block, backward passes included.
 
     Enter it inside ``fake_tensors()``. A place is the innermost line of the package that led there, as
-    ``"transformer/masks.py:120"``, or ``"autograd"``.
+    ``"models/transformer/masks.py:120"``, or ``"autograd"``.
 
     Attributes:
         waits: how often the host reads values and so waits for the GPU, by operator and place.

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.communication.collectives import all_gather
-from shardwise.sharding import ParamLayout
+from shardwise.core.communication.collectives import all_gather
+from shardwise.core.sharding import ParamLayout
 
 _MOST_DIMS = 7
 

@@ -5,7 +5,7 @@ import datetime
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.transports.shared_memory import channel_of
+from shardwise.core.communication.transports.shared_memory import channel_of
 
 
 def set_time_limit(group: ProcessGroup, seconds: float) -> None:

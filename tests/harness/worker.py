@@ -192,7 +192,7 @@ def _set_environment(wanted: dict[str, str], group: dist.ProcessGroup) -> None:
     for name in present:
         del os.environ[name]
     os.environ.update(wanted)
-    shared_memory = sys.modules.get("shardwise.communication.transports.shared_memory")
+    shared_memory = sys.modules.get("shardwise.core.communication.transports.shared_memory")
     if shared_memory is not None:
         # What the variables say is read once per group.
         shared_memory.close_channel(group)

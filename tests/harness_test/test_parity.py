@@ -4,8 +4,8 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_shards
 
-from shardwise.errors import ShardingError
-from shardwise.sharding import ParamLayout
+from shardwise.core.errors import ShardingError
+from shardwise.core.sharding import ParamLayout
 
 INF, NAN = float("inf"), float("nan")
 

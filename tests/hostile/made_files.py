@@ -14,17 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise import checkpoint
-from shardwise.checkpoint.manifest import _checksum
 from shardwise.cli.checkpoint_model import open_checkpoint
-from shardwise.huggingface import load_pretrained, save_pretrained
-from shardwise.huggingface.architectures import ARCHITECTURES
-from shardwise.lora import LoraConfig, add_lora_, load_adapter_, save_adapter
-from shardwise.sharded_state import sharded_state_dict
-from shardwise.tokenizer import Tokenizer
-from shardwise.topology import Groups
-from shardwise.training.build import build_model
-from shardwise.training.ranks import Ranks
+from shardwise.core.sharded_state import sharded_state_dict
+from shardwise.core.topology import Groups
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.models.adapters import LoraConfig
+from shardwise.run.build import build_model
+from shardwise.run.processes.ranks import Ranks
+from shardwise.storage import checkpoint
+from shardwise.storage.adapters import add_lora_, load_adapter_, save_adapter
+from shardwise.storage.checkpoint.manifest import _checksum
+from shardwise.storage.huggingface import load_pretrained, save_pretrained
+from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.training.settings import ModelSettings, Settings
 
 CPU = torch.device("cpu")

@@ -8,14 +8,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.layers import ColumnLinear
+from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.schedules import get_forward_backward_func
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.nn import ColumnLinear
 from shardwise.parallel_state import initialize_model_parallel
-from shardwise.transformer.layer import TransformerLayerSpec
 
 
 def llama(tp, **options):

@@ -19,8 +19,8 @@ from made_files import Folders, Tensors, mutate, rewrite, strange_kinds
 
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.train import TrainArguments
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.training.ranks import open_ranks
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.run.processes.ranks import open_ranks
 
 _MOST_BYTES = 200 << 20
 

@@ -2,7 +2,7 @@
 
 import pytest
 from harness.program import Program
-from training.stopped import LIMIT, check_stopped_rank_is_named
+from run.stopped import LIMIT, check_stopped_rank_is_named
 
 
 @pytest.mark.usefixtures("preparing")
@@ -14,8 +14,8 @@ def test_a_stopped_rank_is_named_and_every_rank_ends(tmp_path):
 PREPARING = """
 import os, signal, sys, time
 from shardwise.cli.reporting import run_command
-from shardwise.communication.agreement import agree
-from shardwise.training.ranks import open_ranks
+from shardwise.core.communication.agreement import agree
+from shardwise.run.processes.ranks import open_ranks
 
 LIMIT = {limit}
 

@@ -5,8 +5,8 @@ import socket
 
 from harness.hosts import ADDRESSES, NAMES, two_hosts
 from harness.program import Program
-from training.stopped import LIMIT
-from training.tiny import tiny_settings
+from run.stopped import LIMIT
+from run.tiny import tiny_settings
 
 PORT = 29500
 TINY = ["--model.num-layers", "2", "--model.hidden-size", "32", "--model.num-heads", "4", "--model.vocab-size", "301"]

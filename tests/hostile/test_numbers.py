@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_close_to
 
-from shardwise.communication.agreement import gather_objects
-from shardwise.errors import ShardingError
-from shardwise.loss import vocab_parallel_cross_entropy as of_the_engine
+from shardwise.core.communication.agreement import gather_objects
+from shardwise.core.errors import ShardingError
+from shardwise.core.sharding import balanced_sizes
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.sharding import balanced_sizes
+from shardwise.nn.loss import vocab_parallel_cross_entropy as of_the_engine
 from shardwise.tensor_parallel import vocab_parallel_cross_entropy
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from harness.program import Program, run
-from training.tiny import tiny_settings
+from run.tiny import tiny_settings
 
-from shardwise.checkpoint import latest
 from shardwise.cli.main import main
+from shardwise.storage.checkpoint import latest
 
 LONG = 100_000
 

@@ -17,9 +17,9 @@ from made_files import Folders
 
 from shardwise.cli import start
 from shardwise.cli.main import run_subcommand
-from shardwise.errors import ConfigError
-from shardwise.folder_lock import LOCK_NAME, FolderLock, check_free
-from shardwise.training.ranks import open_ranks
+from shardwise.core.errors import ConfigError
+from shardwise.core.folder_lock import LOCK_NAME, FolderLock, check_free
+from shardwise.run.processes.ranks import open_ranks
 
 SMALL = (
     "--model.num-layers=1", "--model.hidden-size=16", "--model.num-heads=2", "--model.vocab-size=300",

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from lora.tiny_models import read_adapters, save_model
+from storage.adapters.tiny_models import read_adapters, save_model
 from tokenizers import AddedToken
 
 from shardwise.cli.main import main
-from shardwise.tokenizer import Tokenizer
+from shardwise.data.tokenizer import Tokenizer
 
 CHAT = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n  A <think>model</think>.<|im_end|>\n"
 NUM_IDS = 301

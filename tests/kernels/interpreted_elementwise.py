@@ -13,13 +13,13 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from shardwise.config import ModelConfig
 from shardwise.kernels import add_rms_norm_triton, dispatch
 from shardwise.kernels.rms_norm import add_rms_norm
 from shardwise.kernels.rotary import rotate, split_and_rotate
 from shardwise.kernels.swiglu import swiglu
-from shardwise.transformer.layer import TransformerLayer, TransformerLayerSpec
-from shardwise.transformer.rotary import RotaryEmbedding
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
+from shardwise.models.transformer.rotary import RotaryEmbedding
 
 # A few roundings of each number, and of bf16 the interpreter cuts off where the GPU rounds.
 RTOL = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}

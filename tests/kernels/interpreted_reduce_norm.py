@@ -11,9 +11,9 @@ import traceback
 
 import torch
 
+from shardwise.core.sharding import balanced_range
 from shardwise.kernels import reduce_norm_triton
 from shardwise.kernels.reduce_norm import reduce_norm_
-from shardwise.sharding import balanced_range
 
 # Sums in another order, and the result's rounding; the interpreter cuts bf16 off where the GPU rounds.
 RTOL = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}

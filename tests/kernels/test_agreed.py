@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, gather_all
-from training.tiny import tiny_settings
+from run.tiny import tiny_settings
 
-from shardwise.config import ModelConfig
+from shardwise.core.topology import Groups
 from shardwise.kernels import agreed, compiled, dispatch
+from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.topology import Groups
-from shardwise.training.ranks import Ranks
-from shardwise.training.session import open_session
-from shardwise.training.wording import speed
+from shardwise.run.processes.ranks import Ranks
+from shardwise.run.session import open_session
+from shardwise.run.wording import speed
 
 
 @contextlib.contextmanager

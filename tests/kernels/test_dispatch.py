@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.program import run
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.kernels import dispatch, loss_reference, main_grad
 from shardwise.kernels.dispatch import LOSS_CPU, LOSS_TRITON, PATHS, Call, FastPath, loss_kernels, report
 

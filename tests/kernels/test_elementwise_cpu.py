@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from shardwise.kernels import compiled, dispatch, elementwise_cpu
 from shardwise.kernels.rms_norm import rms_norm
 from shardwise.kernels.swiglu import swiglu
-from shardwise.transformer.rotary import RotaryEmbedding, apply_rotary
+from shardwise.models.transformer.rotary import RotaryEmbedding, apply_rotary
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal
 
-from shardwise.communication.trees import tree_sum
+from shardwise.core.communication.trees import tree_sum
+from shardwise.core.sharding import ParamLayout, local_parts
 from shardwise.kernels import products
 from shardwise.kernels.exact_products import ExactProducts
-from shardwise.sharding import ParamLayout, local_parts
 
 PARTS = 8
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness.operators import Operators
 from torch._subclasses import FakeTensorMode
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.kernels import host_memory, products
 
 # n, i, o, and how many of the forward's, input gradient's and weight gradient's products oneDNN computes; dividing

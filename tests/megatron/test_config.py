@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.errors import ConfigError
-from shardwise.initialization import CounterNormal
+from shardwise.core.errors import ConfigError
+from shardwise.core.initialization import CounterNormal
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.inert_settings import say_once
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.datasets import BlendedMegatronDatasetBuilder, GPTDatasetConfig, MockGPTDataset, compile_helpers
 from shardwise.megatron.tokenizers import MegatronTokenizer, NullTokenizer
 

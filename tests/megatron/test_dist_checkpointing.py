@@ -4,7 +4,8 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.topology import Topology
 from shardwise.megatron.dist_checkpointing import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -15,7 +16,6 @@ from shardwise.megatron.dist_checkpointing import (
     load_content_metadata,
     save,
 )
-from shardwise.topology import Topology
 
 WHOLE = torch.arange(24.0).view(3, 8)
 

@@ -8,8 +8,8 @@ from harness.parity import assert_bit_equal, assert_close_to
 from torch import nn
 
 from shardwise import parallel_state
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.errors import ConfigError, DesyncError, DivergenceError
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.errors import ConfigError, DesyncError, DivergenceError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.distributed import (
     DistributedDataParallel,

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 from harness.parity import assert_close_to
-from pipeline_parallel.pipelines import LENGTH, MICRO_BATCH_SIZE, random_batch, staged_gpt
 from torch import nn
+from training.pipeline.pipelines import LENGTH, MICRO_BATCH_SIZE, random_batch, staged_gpt
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError, DataError
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.distributed import (
     DistributedDataParallel,

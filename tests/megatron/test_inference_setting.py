@@ -5,16 +5,16 @@ import copy
 import pytest
 import torch
 from harness.parity import assert_bit_equal, assert_close_to
-from inference.test_generation import make_model
+from models.generation.test_generation import make_model
 from models.test_gpt import Shape
 
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.errors import ConfigError
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.errors import ConfigError
+from shardwise.core.topology import Topology
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.topology import Topology
-from shardwise.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.layer import TransformerLayerSpec
 
 
 def made(group, *, fuse=True, **options):

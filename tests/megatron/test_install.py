@@ -12,7 +12,7 @@ from harness.program import run
 
 import shardwise.megatron
 from shardwise import parallel_state, tensor_parallel
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron import datasets, distributed, layer_specs, module, tokenizers, utils
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.layer_parts import MLP, SelfAttention

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 
 from shardwise import parallel_state, tensor_parallel
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.errors import ConfigError, DesyncError, NotInitializedError, ShardingError, VocabularyError
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.errors import ConfigError, DesyncError, NotInitializedError, ShardingError, VocabularyError
+from shardwise.core.sharding import ParamLayout
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.sharding import ParamLayout
 
 V, H = 103, 12
 

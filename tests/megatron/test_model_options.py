@@ -5,13 +5,13 @@ import torch
 from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError
-from shardwise.inference import PreallocatedCache
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.inert_settings import say_once
 from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.gpt import GPTModel
-from shardwise.transformer.layer import TransformerLayerSpec
+from shardwise.models.generation import PreallocatedCache
+from shardwise.models.transformer.layer import TransformerLayerSpec
 
 V, S = 23, 8
 

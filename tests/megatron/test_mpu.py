@@ -13,7 +13,7 @@ from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified,
 from torch.nn import init
 
 from shardwise import parallel_state, tensor_parallel
-from shardwise.errors import AssertedConfigError, AssertedTopologyError, ConfigError, NotInitializedError
+from shardwise.core.errors import AssertedConfigError, AssertedTopologyError, ConfigError, NotInitializedError
 from shardwise.megatron import initialize as megatron_initialize
 from shardwise.megatron import mpu
 from shardwise.megatron.config import ModelParallelConfig

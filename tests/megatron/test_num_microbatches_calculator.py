@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.errors import AssertedConfigError, ConfigError
+from shardwise.core.errors import AssertedConfigError, ConfigError
 from shardwise.megatron import num_microbatches_calculator as calculator
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.p2p_communication import P2PCommunicator, is_single_shape
 

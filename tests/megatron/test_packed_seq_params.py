@@ -5,7 +5,7 @@ import torch
 from harness.parity import assert_close_to
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError, ShardingError
+from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError, NotInitializedError
+from shardwise.core.errors import ConfigError, NotInitializedError
+from shardwise.core.topology import ParallelSizes, Topology
 from shardwise.megatron.process_groups_config import _GETTERS, ProcessGroupCollection
-from shardwise.topology import ParallelSizes, Topology
 
 NAMES = ["tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "tp_dp_cp"]
 NAMES += ["dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"]

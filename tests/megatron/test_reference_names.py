@@ -8,15 +8,16 @@ import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 
-from shardwise import errors, tensor_parallel
 from shardwise import parallel_state as ps
-from shardwise.errors import AssertedConfigError, AssertedTopologyError, ShardingError, TopologyError
+from shardwise import tensor_parallel
+from shardwise.core import errors
+from shardwise.core.errors import AssertedConfigError, AssertedTopologyError, ShardingError, TopologyError
+from shardwise.core.sharding import divide
+from shardwise.core.topology import ParallelSizes, RankGenerator
 from shardwise.megatron import utils
 from shardwise.megatron.config import TransformerConfig
-from shardwise.sharding import divide
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear, layers, mappings, random
 from shardwise.tensor_parallel.cross_entropy import _VocabParallelCrossEntropy, vocab_parallel_cross_entropy
-from shardwise.topology import ParallelSizes, RankGenerator
 
 
 def config(**options):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError, ShardingError, TopologyError
+from shardwise.core.errors import ConfigError, ShardingError, TopologyError
 from shardwise.megatron import utils
 from shardwise.megatron.module import MegatronModule
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness.parity import assert_close_to
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.packed_seq_params import PackedSeqParams
 from shardwise.megatron.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding, apply_rotary_pos_emb

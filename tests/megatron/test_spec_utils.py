@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.spec_utils import (
     IdentityFuncOp,
     IdentityOp,

@@ -7,12 +7,12 @@ import torch.distributed.checkpoint as dcp
 from harness.parity import assert_bit_equal
 
 from shardwise import parallel_state
-from shardwise.checkpoint import load, save
-from shardwise.checkpoint.planning import tensors_of
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
-from shardwise.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.storage.checkpoint import load, save
+from shardwise.storage.checkpoint.planning import tensors_of
 
 
 def gpt(seed, tp=1):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal, assert_close_to
 
-from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
-from shardwise.errors import AssertedShardingError
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
+from shardwise.core.errors import AssertedShardingError
 from shardwise.megatron import symmetric_exchanges
 
 S, H, T = 6, 5, 2

@@ -11,8 +11,7 @@ import torch
 from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError
-from shardwise.inference import PreallocatedCache
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.layer_parts import (
     MLP,
@@ -35,11 +34,12 @@ from shardwise.megatron.transformer_layer import (
     get_transformer_layer_offset,
     layer_spec_of,
 )
+from shardwise.models.generation import PreallocatedCache
+from shardwise.models.transformer import attention, layer, mlp
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from shardwise.transformer import attention, layer, mlp
-from shardwise.transformer.layer import TransformerLayerSpec
-from shardwise.transformer.masks import AttentionMask, AttnMaskType
-from shardwise.transformer.rotary import RotaryScaling
 
 V, S, B, H, D = 23, 7, 2, 12, 4
 
@@ -174,7 +174,7 @@ def _gathered(tensor, group):
 
 
 def layer_state_of(module):
-    from shardwise.sharded_state import sharded_state_dict
+    from shardwise.core.sharded_state import sharded_state_dict
 
     return sharded_state_dict(module, group=parallel_state.get_tensor_model_parallel_group())
 

@@ -7,9 +7,9 @@ from harness.parity import assert_close_to, gather_all, gather_shards
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.optimizer.gradients import finalize_gradients_
+from shardwise.core.topology import Topology
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.topology import Topology
+from shardwise.training.optimizer.gradients import finalize_gradients_
 
 
 def randomise_small_parameters(model: nn.Module, group: ProcessGroup) -> None:

@@ -12,13 +12,13 @@ from models.dense_bert import DenseBert, masked_loss
 from models.model_checks import assert_gradients_are, randomise_small_parameters, whole_logits, whole_weights
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError, ShardingError, VocabularyError
+from shardwise.core.errors import ConfigError, ShardingError, VocabularyError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.transformer.attention import SelfAttention
-from shardwise.transformer.layer import TransformerLayerSpec
-from shardwise.transformer.masks import AttnMaskType
+from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.masks import AttnMaskType
 
 V, B, S = 103, 3, 13
 # BERT's own, as in Hugging Face, and Megatron's.

@@ -7,14 +7,14 @@ import copy
 import pytest
 import torch
 from harness.parity import assert_bit_equal
-from pipeline_parallel.pipelines import random_batch, staged_gpt
 from torch import nn
+from training.pipeline.pipelines import random_batch, staged_gpt
 
-from shardwise.optimizer.adamw import AdamW
-from shardwise.optimizer.gradients import finalize_gradients_
-from shardwise.pipeline_parallel import make_schedule
+from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.tensor_parallel import ColumnParallelLinear
-from shardwise.transformer.layer import TransformerLayer
+from shardwise.training.optimizer.adamw import AdamW
+from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.pipeline import make_schedule
 
 
 def steps(staged, schedule):

@@ -5,17 +5,17 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal
 
-from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError
-from shardwise.layers import named_param_layouts
-from shardwise.layers.parallel_linear import ParallelLinear
+from shardwise.core.errors import ConfigError
+from shardwise.core.random import seed_streams
+from shardwise.core.sharded_state import gather_parameter
+from shardwise.core.topology import Groups, Topology
 from shardwise.models.bert import Bert
+from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.optimizer.gradients import finalize_gradients_
-from shardwise.random import seed_streams
-from shardwise.sharded_state import gather_parameter
-from shardwise.topology import Groups, Topology
-from shardwise.transformer import attention
+from shardwise.models.transformer import attention
+from shardwise.nn import named_param_layouts
+from shardwise.nn.parallel_linear import ParallelLinear
+from shardwise.training.optimizer.gradients import finalize_gradients_
 
 VOCAB, LENGTH = 264, 16
 COMMON = {

@@ -14,14 +14,14 @@ from models.dense_gpt import DenseGPT
 from models.model_checks import randomise_small_parameters, whole_logits, whole_weights
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError, ShardingError, VocabularyError
+from shardwise.core.errors import ConfigError, ShardingError, VocabularyError
+from shardwise.core.random import seed_streams
+from shardwise.core.topology import Topology
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.random import seed_streams
+from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute, named_param_layouts
-from shardwise.topology import Topology
-from shardwise.transformer.layer import TransformerLayerSpec
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from models.dense_gpt import DenseGPT
 from models.model_checks import assert_gradients_are, randomise_small_parameters, whole_logits, whole_weights
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError, ShardingError
+from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.transformer.layer import TransformerLayerSpec
-from shardwise.transformer.rotary import RotaryScaling
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.rotary import RotaryScaling
 
 V = 103
 

@@ -9,14 +9,14 @@ from harness.groups import alone
 from harness.parity import assert_close_to, gather_all
 from torch import Tensor, nn
 
-from shardwise.communication.collectives import all_reduce
-from shardwise.config import ModelConfig
-from shardwise.layers import ColumnLinear, RowLinear
-from shardwise.layers.linear import LinearParallelism
-from shardwise.layout import I, Layout, P, R, V
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.layout import I, Layout, P, R, V
+from shardwise.core.sharding import balanced_sizes
+from shardwise.core.topology import Groups
+from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.sharding import balanced_sizes
-from shardwise.topology import Groups
+from shardwise.nn import ColumnLinear, RowLinear
+from shardwise.nn.linear import LinearParallelism
 
 VOCAB, SEQUENCE, BATCH = 37, 13, 2
 

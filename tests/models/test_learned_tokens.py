@@ -7,11 +7,11 @@ import torch
 from harness.parity import assert_close_to
 from models.model_checks import randomise_small_parameters
 
-from shardwise.config import ModelConfig
-from shardwise.errors import VocabularyError
+from shardwise.core.errors import VocabularyError
+from shardwise.core.topology import Groups
 from shardwise.models import transformer_model
+from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.topology import Groups
 
 VOCAB = 101
 

@@ -13,18 +13,18 @@ from models.model_checks import randomise_small_parameters
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError, ShardingError, TopologyError
+from shardwise.core.errors import ConfigError, ShardingError, TopologyError
+from shardwise.core.topology import Groups, Topology
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.schedules import hidden_shape
 from shardwise.models.gpt import GPT
+from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.optimizer.gradients import finalize_gradients_
-from shardwise.pipeline_parallel import Pipeline, make_schedule
-from shardwise.topology import Groups, Topology
-from shardwise.transformer.layer import TransformerLayerSpec
+from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.pipeline import Pipeline, make_schedule
 
 V, B, S, LAYERS = 103, 2, 11, 5
 KINDS = ("gpt-tied", "gpt-rope", "bert-tied")

@@ -7,15 +7,15 @@ from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 from harness.parity import assert_bit_equal
 from torch import nn
 
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.lora.config import LoraConfig
-from shardwise.lora.layers import LoraLinear
+from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.transformer.layer import TransformerLayerSpec
-from shardwise.transformer.rotary import RotaryEmbedding
+from shardwise.models.adapters.config import LoraConfig
+from shardwise.models.adapters.layers import LoraLinear
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.rotary import RotaryEmbedding
 
 B, S, V = 2, 7, 101
 KINDS = ["gpt2", "llama", "bloom", "bert"]

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal
 from torch.distributed import ProcessGroup
 
-from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
+from shardwise.core.random import seed_streams, streams
+from shardwise.core.topology import Groups
 from shardwise.models.bert import Bert
+from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.random import seed_streams, streams
-from shardwise.topology import Groups
-from shardwise.transformer.attention import SelfAttention
-from shardwise.transformer.block import TransformerBlock
+from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.block import TransformerBlock
 
 VOCAB, LENGTH, LAYERS = 31, 6, 3
 LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "num_query_groups": 2}

@@ -6,11 +6,11 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
-from shardwise.config import ModelConfig
+from shardwise.core.random import seed_streams
+from shardwise.core.topology import Groups, Topology
+from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
-from shardwise.random import seed_streams
-from shardwise.topology import Groups, Topology
+from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
 
 VOCAB, LENGTH, STEPS = 53, 6, 3
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise import parallel_state as ps
-from shardwise.communication import collectives
-from shardwise.communication.buffers import GlobalMemoryBuffer
-from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
-from shardwise.communication.transports.shared_memory import why_not_here
-from shardwise.errors import ConfigError, NotInitializedError, TopologyError
+from shardwise.core.communication import collectives
+from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
+from shardwise.core.communication.transports.shared_memory import why_not_here
+from shardwise.core.errors import ConfigError, NotInitializedError, TopologyError
 from shardwise.parallel_state import reference_globals
 
 GROUPS = {

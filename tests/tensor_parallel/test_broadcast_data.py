@@ -6,8 +6,8 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 
 from shardwise import parallel_state
-from shardwise.communication import collectives
-from shardwise.errors import DataError, DesyncError, TopologyError
+from shardwise.core.communication import collectives
+from shardwise.core.errors import DataError, DesyncError, TopologyError
 from shardwise.tensor_parallel import data as data_module
 from shardwise.tensor_parallel.data import _build_key_size_numel_dictionaries, _check_data_types, broadcast_data
 

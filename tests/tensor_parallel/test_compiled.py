@@ -10,10 +10,10 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.initialization import init_method_normal
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.initialization import init_method_normal
+from shardwise.core.sharding import balanced_sizes
 from shardwise.megatron.config import ModelParallelConfig
-from shardwise.sharding import balanced_sizes
 from shardwise.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 
-from shardwise.sharding import balanced_sizes
+from shardwise.core.sharding import balanced_sizes
 from shardwise.tensor_parallel.cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 
 

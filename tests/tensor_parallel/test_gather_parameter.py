@@ -4,8 +4,8 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal, assert_unmodified
 
-from shardwise.sharded_state import gather_parameter
-from shardwise.sharding import ParamLayout
+from shardwise.core.sharded_state import gather_parameter
+from shardwise.core.sharding import ParamLayout
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -13,12 +13,12 @@ from harness.on_pretended_gpu import fake_tensors, join
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 from torch.autograd import Function
 
-from shardwise.communication.collectives import split_for_rank
-from shardwise.errors import AssertedConfigError
-from shardwise.initialization import Normal
-from shardwise.layers.column import ColumnLinear
+from shardwise.core.communication.collectives import split_for_rank
+from shardwise.core.errors import AssertedConfigError
+from shardwise.core.initialization import Normal
 from shardwise.megatron.config import ModelParallelConfig
-from shardwise.recompute import recomputed
+from shardwise.nn.column import ColumnLinear
+from shardwise.nn.recompute import recomputed
 from shardwise.tensor_parallel.layers import (
     ColumnParallelLinear,
     LinearWithFrozenWeight,

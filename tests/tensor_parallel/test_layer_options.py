@@ -11,11 +11,11 @@ from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 from torch import nn
 
 from shardwise import parallel_state
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.errors import ConfigError, ShardingError, TopologyError
-from shardwise.initialization import Normal
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.errors import ConfigError, ShardingError, TopologyError
+from shardwise.core.initialization import Normal
+from shardwise.core.sharding import ParamLayout, ParamShard
 from shardwise.megatron.config import ModelParallelConfig
-from shardwise.sharding import ParamLayout, ParamShard
 from shardwise.tensor_parallel import layers
 from shardwise.tensor_parallel.layers import (
     ColumnParallelLinear,

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 
 from shardwise import parallel_state
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.errors import ConfigError, TopologyError
-from shardwise.sharding import balanced_sizes
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.errors import ConfigError, TopologyError
+from shardwise.core.sharding import balanced_sizes
 from shardwise.tensor_parallel.layers import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,

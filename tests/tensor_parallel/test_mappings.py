@@ -9,8 +9,8 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
 from shardwise import parallel_state
-from shardwise.errors import ShardingError, TopologyError
-from shardwise.sharding import balanced_sizes
+from shardwise.core.errors import ShardingError, TopologyError
+from shardwise.core.sharding import balanced_sizes
 from shardwise.tensor_parallel import mappings
 
 NAMES = [name for name in mappings.__all__ if not name.startswith("all_to_all")]

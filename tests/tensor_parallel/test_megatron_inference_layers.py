@@ -7,12 +7,12 @@ from harness.parity import assert_bit_equal, assert_close_to
 from torch import nn
 
 from shardwise import parallel_state
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.errors import ConfigError
-from shardwise.initialization import Normal
-from shardwise.layers.norm import RMSNorm
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.errors import ConfigError
+from shardwise.core.initialization import Normal
+from shardwise.core.sharding import balanced_sizes
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
-from shardwise.sharding import balanced_sizes
+from shardwise.nn.norm import RMSNorm
 from shardwise.tensor_parallel.inference_layers import (
     InferenceColumnParallelLinear,
     InferenceLayerNormColumnParallelLinear,

@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal
 
-from shardwise import parallel_state, random
-from shardwise.errors import AssertedConfigError, ConfigError
+from shardwise import parallel_state
+from shardwise.core import random
+from shardwise.core.errors import AssertedConfigError, ConfigError
 from shardwise.tensor_parallel.random import (
     _get_all_rng_states,
     _get_cuda_rng_state,

@@ -9,9 +9,9 @@ from harness.live_bytes import LiveBytes
 from harness.parity import assert_bit_equal, assert_unmodified
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError, TopologyError
+from shardwise.core.errors import ConfigError, TopologyError
+from shardwise.core.random import seed_streams, streams
 from shardwise.megatron.config import ModelParallelConfig
-from shardwise.random import seed_streams, streams
 from shardwise.tensor_parallel import ColumnParallelLinear
 from shardwise.tensor_parallel.random import (
     CheckpointFunction,

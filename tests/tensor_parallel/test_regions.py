@@ -11,8 +11,8 @@ from harness.layouts import GRADIENTS, VALUES, Held, assert_moves, drawn_by_all,
 from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
-from shardwise.communication.buffers import GlobalMemoryBuffer
-from shardwise.errors import NotInitializedError, ShardingError
+from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.errors import NotInitializedError, ShardingError
 from shardwise.tensor_parallel import regions
 
 

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal
 from torch import nn
 
-from shardwise.communication.context import context_of
-from shardwise.initialization import init_method_normal
+from shardwise.core.communication.context import context_of
+from shardwise.core.initialization import init_method_normal
+from shardwise.core.sharding import balanced_sizes
 from shardwise.megatron.config import ModelParallelConfig
-from shardwise.recompute import recomputed
-from shardwise.sharding import balanced_sizes
+from shardwise.nn.recompute import recomputed
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 HIDDEN, SEQUENCE = 6, 9

@@ -5,7 +5,7 @@ import torch
 from harness.parity import assert_bit_equal, assert_unmodified
 
 from shardwise import parallel_state
-from shardwise.errors import ShardingError, TopologyError
+from shardwise.core.errors import ShardingError, TopologyError
 from shardwise.tensor_parallel.utils import (
     VocabUtility,
     gather_split_1d_tensor,

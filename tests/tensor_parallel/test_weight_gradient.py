@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.errors import ConfigError, ShardingError, TopologyError
-from shardwise.initialization import Normal
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.errors import ConfigError, ShardingError, TopologyError
+from shardwise.core.initialization import Normal
+from shardwise.core.sharding import balanced_range
 from shardwise.kernels import main_grad
 from shardwise.megatron.config import ModelParallelConfig
-from shardwise.recompute import recomputed
-from shardwise.sharding import balanced_range
+from shardwise.nn.recompute import recomputed
 from shardwise.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -23,9 +23,9 @@ from shardwise.cli.finetune import FinetuneArguments
 from shardwise.cli.generate import GenerateArguments
 from shardwise.cli.import_hf import ImportArguments
 from shardwise.cli.train import TrainArguments
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
+from shardwise.run.settings.finetune_settings import FinetuneSettings
 from shardwise.training.bounds import Range, annotations_of, check_values, range_of
-from shardwise.training.finetune_settings import FinetuneSettings
 from shardwise.training.settings import Settings
 
 

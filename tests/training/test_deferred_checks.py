@@ -6,8 +6,8 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal
 from training.test_trainer import batches, make_trainer
 
-from shardwise.errors import DivergenceError, VocabularyError
-from shardwise.topology import Topology
+from shardwise.core.errors import DivergenceError, VocabularyError
+from shardwise.core.topology import Topology
 
 
 def trainer_of(group, folder, **options):

@@ -7,15 +7,15 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from training.test_run import interrupted_at, losses, open_tiny
-from training.tiny import tiny_settings
+from run.test_run import interrupted_at, losses, open_tiny
+from run.tiny import tiny_settings
 
-from shardwise.errors import CheckpointError
+from shardwise.core.errors import CheckpointError
+from shardwise.run.run import train
+from shardwise.run.saving import run_state, start_or_resume
+from shardwise.run.wording import banner
 from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.run import train
-from shardwise.training.saving import run_state, start_or_resume
 from shardwise.training.settings import ParallelSettings
-from shardwise.training.wording import banner
 
 
 class Momentum(torch.optim.SGD):

@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal
-from training.test_run import interrupted_at, losses, open_tiny
+from run.test_run import interrupted_at, losses, open_tiny
+from run.tiny import tiny_settings
 from training.test_trainer import batches, curve, make_trainer
-from training.tiny import tiny_settings
 
-from shardwise import checkpoint
-from shardwise.errors import DivergenceError
-from shardwise.optimizer.master_weights import MasterWeights
-from shardwise.topology import Topology
-from shardwise.training.run import train
+from shardwise.core.errors import DivergenceError
+from shardwise.core.topology import Topology
+from shardwise.run.run import train
+from shardwise.storage import checkpoint
+from shardwise.training.optimizer.master_weights import MasterWeights
 
 
 def trainers(folder, dtypes, **options):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.training.optimizer_settings import OptimizerSettings
 from shardwise.training.settings import (
     CorpusSettings,

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to
-from training.tiny import tiny_settings
+from run.tiny import tiny_settings
 
-from shardwise.errors import DesyncError
-from shardwise.sharded_state import gather_parameter
+from shardwise.core.errors import DesyncError
+from shardwise.core.sharded_state import gather_parameter
+from shardwise.core.topology import Groups, Topology
+from shardwise.run.build import build_model
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.topology import Groups, Topology
-from shardwise.training.build import build_model
 from shardwise.training.trainer import Trainer
 
 VOCAB = 301

@@ -9,20 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to
-from training.test_run import losses, open_tiny
-from training.tiny import tiny_settings
+from run.test_run import losses, open_tiny
+from run.tiny import tiny_settings
 
-from shardwise.communication.accounting import CollectiveCounter
-from shardwise.optimizer.optimizer import optimizer_state, stored_weights
-from shardwise.sharded_state import gather_parameter, sharded_state_dict
-from shardwise.topology import Groups, Topology
-from shardwise.training.build import build_model
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
+from shardwise.core.topology import Groups, Topology
+from shardwise.run.build import build_model
+from shardwise.run.run import train
+from shardwise.run.saving import run_state, start_or_resume
+from shardwise.run.wording import banner
+from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
 from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.run import train
-from shardwise.training.saving import run_state, start_or_resume
 from shardwise.training.settings import ParallelSettings, RecomputeSettings
 from shardwise.training.trainer import Trainer
-from shardwise.training.wording import banner
 
 VOCAB = 101
 STEPS = 4

@@ -11,12 +11,12 @@ import tyro
 
 from shardwise.cli.flags import FlagReader
 from shardwise.cli.toml_file import read_toml
-from shardwise.errors import CheckpointError, ConfigError
-from shardwise.folder_lock import check_free
+from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.folder_lock import check_free
+from shardwise.run.processes.stopping import way_on
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, RANKS, TIMEOUT, Checked, annotations_of
 from shardwise.training.plain_values import checked, with_values
 from shardwise.training.settings import RunSettings
-from shardwise.training.stopping import way_on
 
 _T = TypeVar("_T")
 
@@ -140,7 +140,7 @@ class RunArguments(SettingsArguments, LaunchArguments):
         if not folder.exists():
             return way_on(None)
         # Late, because PyTorch takes seconds to import.
-        from shardwise.checkpoint import latest
+        from shardwise.storage.checkpoint import latest
 
         try:
             return way_on(latest(folder))

@@ -13,12 +13,13 @@ from shardwise.cli.checkpoint_model import OpenCheckpoint
 from shardwise.cli.generating import choose, open_causal, show
 from shardwise.cli.reporting import print_line
 from shardwise.cli.streams import allow_any_character
-from shardwise.communication.agreement import agree, gather_objects
+from shardwise.core.communication.agreement import agree, gather_objects
+from shardwise.core.errors import DataError
 from shardwise.data import ExampleEncoder, UnusableExampleError
-from shardwise.errors import DataError
-from shardwise.inference import PrefixCache, TextStream, generate, on_layers
+from shardwise.data.tokenizer import TextStream
+from shardwise.models.generation import PrefixCache, generate, on_layers
 from shardwise.models.gpt import GPT
-from shardwise.training.ranks import Ranks, open_ranks
+from shardwise.run.processes.ranks import Ranks, open_ranks
 
 _RESET, _EXIT = "/reset", "/exit"
 

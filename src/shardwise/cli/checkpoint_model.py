@@ -7,27 +7,27 @@ from pathlib import Path
 
 import torch
 
-from shardwise import checkpoint, huggingface
-from shardwise.checkpoint.checkpoint import check_state_fits
-from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
-from shardwise.communication.agreement import agree
-from shardwise.errors import CheckpointError, ConfigError, DataError
-from shardwise.huggingface.architectures import ARCHITECTURES
-from shardwise.huggingface.building import Model
-from shardwise.huggingface.description import ModelDescription
-from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder, holds_adapters_alone, no_folder
-from shardwise.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
-from shardwise.huggingface.pretrained import CONFIG_NAME
-from shardwise.huggingface.reading import read_json
-from shardwise.json_files import shown
-from shardwise.lora import load_adapter_, read_adapter_config
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import CheckpointError, ConfigError, DataError
+from shardwise.core.json_files import shown
+from shardwise.core.sharded_state import sharded_state_dict
+from shardwise.core.topology import Groups
+from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer
 from shardwise.models.chunks import ModelChunks
-from shardwise.sharded_state import sharded_state_dict
-from shardwise.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer
-from shardwise.topology import Groups
-from shardwise.training.build import describe
+from shardwise.run.build import describe
+from shardwise.run.processes.ranks import Ranks
+from shardwise.storage import checkpoint, huggingface
+from shardwise.storage.adapters import load_adapter_, read_adapter_config
+from shardwise.storage.checkpoint.checkpoint import check_state_fits
+from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
+from shardwise.storage.huggingface.architectures import ARCHITECTURES
+from shardwise.storage.huggingface.building import Model
+from shardwise.storage.huggingface.description import ModelDescription
+from shardwise.storage.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder, holds_adapters_alone, no_folder
+from shardwise.storage.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME
+from shardwise.storage.huggingface.reading import read_json
 from shardwise.training.precision import PRECISIONS
-from shardwise.training.ranks import Ranks
 from shardwise.training.settings import Settings
 
 TO_BRING_A_TOKENIZER = (

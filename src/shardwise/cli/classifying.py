@@ -16,7 +16,8 @@ from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER, OpenCheckpoint,
 from shardwise.cli.classify import ClassifyArguments
 from shardwise.cli.eval import EvalArguments
 from shardwise.cli.reporting import print_line
-from shardwise.communication.agreement import agree, check_same, gather_objects
+from shardwise.core.communication.agreement import agree, check_same, gather_objects
+from shardwise.core.errors import ConfigError, DataError, DivergenceError
 from shardwise.data import (
     EvaluationRows,
     LabelledText,
@@ -28,14 +29,13 @@ from shardwise.data import (
     read_records,
 )
 from shardwise.data.labelled import ProblemType, counted
-from shardwise.errors import ConfigError, DataError, DivergenceError
-from shardwise.huggingface.architectures.classifier import label_names
-from shardwise.huggingface.fields import Fields
+from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import IGNORED_LABEL, Classification
-from shardwise.tokenizer import Tokenizer
-from shardwise.training.classifying import pad_id_of, problem_of
-from shardwise.training.labelling import HeldOutLabels
-from shardwise.training.ranks import Ranks, open_ranks
+from shardwise.run.processes.ranks import Ranks, open_ranks
+from shardwise.run.tasks.classifying import pad_id_of, problem_of
+from shardwise.run.tasks.labelling import HeldOutLabels
+from shardwise.storage.huggingface.architectures.classifier import label_names
+from shardwise.storage.huggingface.fields import Fields
 
 _USUAL_SEQUENCE_LENGTH = 512
 

@@ -33,7 +33,7 @@ class CompareArguments(Arguments):
 
 
 def _compare(one: Path, other: Path) -> None:
-    from shardwise.training.comparison import compare_runs
+    from shardwise.run.comparison import compare_runs
 
     same, lines = compare_runs(one, other)
     print("\n".join(lines))

@@ -8,29 +8,29 @@ from typing import Any
 
 import torch
 
-from shardwise import checkpoint
 from shardwise.cli import checkpoint_model
 from shardwise.cli.export_hf import ExportArguments
 from shardwise.cli.import_hf import ImportArguments
 from shardwise.cli.reporting import print_line
-from shardwise.communication.agreement import agree
-from shardwise.errors import ConfigError, DataError
-from shardwise.files import read_regular
-from shardwise.huggingface import load_pretrained, save_pretrained
-from shardwise.huggingface.architectures.classifier import label_fields, label_names
-from shardwise.huggingface.companion_files import README_NAME, copy_companion_files
-from shardwise.huggingface.fields import Fields
-from shardwise.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder
-from shardwise.huggingface.pretrained import CONFIG_NAME
-from shardwise.huggingface.saving import check_target
-from shardwise.json_files import MAX_CONFIG_BYTES
-from shardwise.lora import merge_lora_, remove_lora_
-from shardwise.sharded_state import sharded_state_dict
-from shardwise.tokenizer import Tokenizer
-from shardwise.topology import Groups
-from shardwise.training.model_card import model_card, of_merged
-from shardwise.training.out_folder import hold_folder
-from shardwise.training.ranks import Ranks, open_ranks
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import ConfigError, DataError
+from shardwise.core.files import read_regular
+from shardwise.core.json_files import MAX_CONFIG_BYTES
+from shardwise.core.sharded_state import sharded_state_dict
+from shardwise.core.topology import Groups
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.out_folder import hold_folder
+from shardwise.run.processes.ranks import Ranks, open_ranks
+from shardwise.run.tasks.model_card import model_card, of_merged
+from shardwise.storage import checkpoint
+from shardwise.storage.adapters import merge_lora_, remove_lora_
+from shardwise.storage.huggingface import load_pretrained, save_pretrained
+from shardwise.storage.huggingface.architectures.classifier import label_fields, label_names
+from shardwise.storage.huggingface.companion_files import README_NAME, copy_companion_files
+from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME
+from shardwise.storage.huggingface.saving import check_target
 from shardwise.training.settings import Settings
 
 

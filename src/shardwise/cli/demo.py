@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar
 import tyro
 
 from shardwise.cli.arguments import LaunchArguments
-from shardwise.errors import ConfigError
-from shardwise.folder_lock import check_free
+from shardwise.core.errors import ConfigError
+from shardwise.core.folder_lock import check_free
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Folder, Range
 from shardwise.training.plain_values import with_values
 from shardwise.training.settings import Settings
@@ -53,8 +53,8 @@ class DemoArguments(LaunchArguments):
 
     def work(self) -> Callable[[], object]:
         """Prove, train and report."""
-        from shardwise.training.demo import Demo
-        from shardwise.training.run import run
+        from shardwise.run.run import run
+        from shardwise.run.tasks.demo import Demo
 
         return partial(run, demo_settings(self), Demo)
 

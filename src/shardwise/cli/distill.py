@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from shardwise.cli.finetune import FinetuneArguments
-from shardwise.training.distillation_settings import DistillSettings
+from shardwise.run.settings.distillation_settings import DistillSettings
 
 if TYPE_CHECKING:
-    from shardwise.training.distillation import Distillation
+    from shardwise.run.tasks.distillation import Distillation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,6 @@ class DistillArguments(FinetuneArguments):
 
     def recipe(self) -> type["Distillation"]:
         """A run that learns from a teacher."""
-        from shardwise.training.distillation import Distillation
+        from shardwise.run.tasks.distillation import Distillation
 
         return Distillation

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from shardwise.cli.finetune import FinetuneArguments
-from shardwise.training.preference_settings import DpoSettings
+from shardwise.run.settings.preference_settings import DpoSettings
 
 if TYPE_CHECKING:
-    from shardwise.training.preference import PreferenceTuning
+    from shardwise.run.tasks.preference import PreferenceTuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,6 @@ class DpoArguments(FinetuneArguments):
 
     def recipe(self) -> type["PreferenceTuning"]:
         """A run on preferences."""
-        from shardwise.training.preference import PreferenceTuning
+        from shardwise.run.tasks.preference import PreferenceTuning
 
         return PreferenceTuning

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.training.bounds import Folder, Range
 from shardwise.training.settings import SEQUENCE
 

@@ -13,7 +13,8 @@ from shardwise.cli.checkpoint_model import OpenCheckpoint, open_model
 from shardwise.cli.classifying import Opened, evaluate_labels, open_classifier
 from shardwise.cli.eval import EvalArguments
 from shardwise.cli.generating import open_causal
-from shardwise.communication.agreement import agree, check_same
+from shardwise.core.communication.agreement import agree, check_same
+from shardwise.core.errors import ConfigError, DivergenceError
 from shardwise.data import (
     EvaluationSamples,
     EvaluationWindows,
@@ -28,13 +29,12 @@ from shardwise.data import (
 from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.labelled import counted
 from shardwise.data.reading import corpus_of
-from shardwise.errors import ConfigError, DivergenceError
+from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.gpt import GPT
-from shardwise.tokenizer import Tokenizer
+from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.tasks.samples import encode_examples, left_out_notes
+from shardwise.run.tasks.texts import STDLIB, read_data
 from shardwise.training.objective import model_inputs
-from shardwise.training.ranks import open_ranks
-from shardwise.training.samples import encode_examples, left_out_notes
-from shardwise.training.texts import STDLIB, read_data
 
 _USUAL_SEQUENCE_LENGTH = 512
 

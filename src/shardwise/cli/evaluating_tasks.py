@@ -12,14 +12,14 @@ from typing import Any
 from shardwise.cli.checkpoint_model import OpenCheckpoint
 from shardwise.cli.eval import EvalArguments
 from shardwise.cli.generating import open_causal
-from shardwise.communication.agreement import agree
-from shardwise.errors import CheckpointError, DataError, ShardwiseError
-from shardwise.evaluation.lm_harness import ShardwiseLM, harness
-from shardwise.files import write_atomically
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
+from shardwise.core.files import write_atomically
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokenizer.declared_tokens import DeclaredTokens
 from shardwise.models.gpt import GPT
-from shardwise.tokenizer import Tokenizer
-from shardwise.tokenizer.declared_tokens import DeclaredTokens
-from shardwise.training.ranks import Ranks, open_ranks
+from shardwise.run.evaluation.lm_harness import ShardwiseLM, harness
+from shardwise.run.processes.ranks import Ranks, open_ranks
 
 # The harness's own number takes minutes on one core for what has no closed form.
 _BOOTSTRAP_DRAWS = 1000

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
-from shardwise.folder_lock import check_free_target
+from shardwise.core.folder_lock import check_free_target
 from shardwise.training.bounds import Folder, Range
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from shardwise.cli.arguments import RunArguments
+from shardwise.run.settings.finetune_settings import FinetuneSettings
 from shardwise.training.bounds import Range
-from shardwise.training.finetune_settings import FinetuneSettings
 
 if TYPE_CHECKING:
-    from shardwise.training.finetune import Finetuning
+    from shardwise.run.tasks.finetune import Finetuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +63,16 @@ class FinetuneArguments(RunArguments):
             if self.settings.labels.is_on:
                 return partial(show_labelled, self.settings, self.show)
             return partial(show_samples, self.recipe(), self.settings, self.show)
-        from shardwise.training.run import run
+        from shardwise.run.run import run
 
         return partial(run, self.settings, self.recipe())
 
     def recipe(self) -> type["Finetuning"]:
         """What kind of run it is. Imported only here, because PyTorch takes seconds."""
-        from shardwise.training.finetune import Finetuning
+        from shardwise.run.tasks.finetune import Finetuning
 
         if self.settings.labels.is_on:
-            from shardwise.training.classifying import Classifying
+            from shardwise.run.tasks.classifying import Classifying
 
             return Classifying
         return Finetuning

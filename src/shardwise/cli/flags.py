@@ -8,7 +8,7 @@ from typing import Any, cast, get_origin
 
 import tyro
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.training.bounds import annotations_of, check_value, kind_of
 from shardwise.training.plain_values import nearest
 

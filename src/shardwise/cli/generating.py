@@ -9,13 +9,13 @@ from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER, OpenCheckpoint,
 from shardwise.cli.generate import GenerateArguments, GeneratingArguments
 from shardwise.cli.reporting import print_line
 from shardwise.cli.streams import allow_any_character
-from shardwise.communication.agreement import agree
-from shardwise.errors import ConfigError, DataError
-from shardwise.huggingface.generation_config import GenerationChoice
-from shardwise.inference import TextStream, generate, on_layers
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import ConfigError, DataError
+from shardwise.data.tokenizer import TextStream, Tokenizer
+from shardwise.models.generation import generate, on_layers
 from shardwise.models.gpt import GPT
-from shardwise.tokenizer import Tokenizer
-from shardwise.training.ranks import open_ranks
+from shardwise.run.processes.ranks import open_ranks
+from shardwise.storage.huggingface.generation_config import GenerationChoice
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
-from shardwise.folder_lock import check_free
+from shardwise.core.folder_lock import check_free
 from shardwise.training.bounds import Folder
 
 
@@ -17,8 +17,8 @@ from shardwise.training.bounds import Folder
 class ImportArguments(SplitArguments):
     """Make a checkpoint of a model in Hugging Face's layout (config.json and safetensors).
 
-    shardwise generate reads it, and programs through shardwise.checkpoint, at any layout. (To train further from a
-    Hugging Face folder there is shardwise finetune, which needs no import.)
+    shardwise generate reads it, and programs through shardwise.storage.checkpoint, at any layout. (To train further
+    from a Hugging Face folder there is shardwise finetune, which needs no import.)
 
     Attributes:
         folder: of the model, of an architecture that docs/huggingface.md lists.

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.rank import LAUNCHER_VARIABLE, REPORTS_VARIABLE, FailureReport, request_stop
 from shardwise.cli.reporting import EXIT_FAILURE, describe, print_error, print_line
-from shardwise.errors import LaunchError
-from shardwise.processes import clear_leftovers, temporary_prefix
-from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted, handling_signals
+from shardwise.core.errors import LaunchError
+from shardwise.core.processes import clear_leftovers, temporary_prefix
+from shardwise.run.processes.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted, handling_signals
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -39,8 +39,8 @@ _SAME_MOMENT_SECONDS = 5.0
 
 def shardwise_command(*arguments: str) -> list[str]:
     """The command line that runs ``shardwise ARGUMENTS`` with this interpreter, as a rank's program."""
-    # `-m` puts the current folder first on the path, where a user's random.py would be taken for Python's own. It is
-    # wanted only if this process was started that way.
+    # `-m` puts the current folder first on the path, where a user's core/random.py would be taken for Python's own. It
+    # is wanted only if this process was started that way.
     here = bool(sys.path) and sys.path[0] in ("", os.getcwd())
     return [sys.executable, *([] if here else ["-P"]), "-m", "shardwise", *arguments]
 

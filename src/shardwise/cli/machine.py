@@ -18,11 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import shardwise
 from shardwise.cli.launch import physical_cores
 from shardwise.cli.variables import VARIABLES
-from shardwise.communication.symmetric_memory import why_no_symmetric_memory
-from shardwise.communication.transports.shared_memory import why_not_here
+from shardwise.core.communication.symmetric_memory import why_no_symmetric_memory
+from shardwise.core.communication.transports.shared_memory import why_not_here
 from shardwise.kernels.dispatch import REDUCE_NORM, Call, Choice, report, why_repeat_keys
-from shardwise.training.devices import choose_device
-from shardwise.training.wording import tf32
+from shardwise.run.processes.devices import choose_device
+from shardwise.run.wording import tf32
 
 _REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "tqdm")
 _OPTIONAL = ("matplotlib", "tensorboard", "triton")

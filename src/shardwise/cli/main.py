@@ -11,10 +11,10 @@ from functools import partial
 import shardwise
 from shardwise.cli.reporting import run_command
 from shardwise.cli.streams import lasting_outputs, open_closed_streams
-from shardwise.errors import ConfigError
-from shardwise.switches import check_switches
+from shardwise.core.errors import ConfigError
+from shardwise.core.switches import check_switches
+from shardwise.run.processes.stopping import Interrupted
 from shardwise.training.plain_values import nearest
-from shardwise.training.stopping import Interrupted
 
 
 @dataclass(frozen=True)

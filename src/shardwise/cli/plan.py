@@ -8,9 +8,9 @@ from typing import Annotated
 import tyro
 
 from shardwise.cli.arguments import SettingsArguments
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
+from shardwise.run.settings.plan_settings import PlanSettings
 from shardwise.training.bounds import LOCAL_RANKS, RANKS, check_value
-from shardwise.training.plan_settings import PlanSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.accounting.fit import fitting
-from shardwise.accounting.plan import make_plan
-from shardwise.accounting.report import fitting_as_table, plan_as_json, plan_as_table, read_bytes, shown_bytes
-from shardwise.accounting.workload import Layout, Workload
-from shardwise.errors import ConfigError
-from shardwise.training.plan_settings import PlanSettings
-from shardwise.training.planning import adaptation_of, layout_of, planned_model, recomputation_of, workload_of
+from shardwise.core.errors import ConfigError
+from shardwise.run.plan.fit import fitting
+from shardwise.run.plan.plan import make_plan
+from shardwise.run.plan.planning import adaptation_of, layout_of, planned_model, recomputation_of, workload_of
+from shardwise.run.plan.report import fitting_as_table, plan_as_json, plan_as_table, read_bytes, shown_bytes
+from shardwise.run.plan.workload import Layout, Workload
+from shardwise.run.settings.plan_settings import PlanSettings
 
 _SHOWN = 20
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from shardwise.errors import ConfigError
-from shardwise.training import stopping
+from shardwise.core.errors import ConfigError
+from shardwise.run.processes import stopping
+from shardwise.run.processes.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted, handling_signals
 from shardwise.training.bounds import launcher_number
-from shardwise.training.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted, handling_signals
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs

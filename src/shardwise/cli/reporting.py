@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from shardwise.cli.rank import FailureReport, RankEnvironment, leave, signals_raise, start_guard
-from shardwise.errors import (
+from shardwise.core.errors import (
     CheckpointError,
     ConfigError,
     DataError,
@@ -29,7 +29,7 @@ from shardwise.errors import (
     TopologyError,
     VocabularyError,
 )
-from shardwise.training.stopping import Interrupted
+from shardwise.run.processes.stopping import Interrupted
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cli.streams import allow_any_character
+from shardwise.core.errors import DataError
 from shardwise.data import TokenDataset, UnusableExampleError
 from shardwise.data.labelled import counted
-from shardwise.errors import DataError
-from shardwise.tokenizer import Tokenizer
-from shardwise.training.classifying import Classifying
-from shardwise.training.finetune import Finetuning
-from shardwise.training.finetune_settings import FinetuneSettings
-from shardwise.training.texts import Texts
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.settings.finetune_settings import FinetuneSettings
+from shardwise.run.tasks.classifying import Classifying
+from shardwise.run.tasks.finetune import Finetuning
+from shardwise.run.tasks.texts import Texts
 
 # Of one sample: more are a wall of text.
 _MOST_TOKENS = 2000

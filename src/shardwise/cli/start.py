@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from shardwise.cli.arguments import Arguments, LaunchArguments
 from shardwise.cli.launch import launch_ranks, shardwise_command
 from shardwise.cli.rank import RankEnvironment
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 
 def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int | None:

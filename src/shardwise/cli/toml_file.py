@@ -5,8 +5,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError
-from shardwise.files import read_regular
+from shardwise.core.errors import ConfigError
+from shardwise.core.files import read_regular
 
 _MAX_BYTES = 1_000_000
 _MAX_DEPTH = 16

@@ -28,6 +28,6 @@ class TrainArguments(RunArguments):
 
     def work(self) -> Callable[[], object]:
         """Train."""
-        from shardwise.training.run import run
+        from shardwise.run.run import run
 
         return partial(run, self.settings)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardwise.errors import ConfigError, DataError
+from shardwise.core.errors import ConfigError, DataError
 
 
 def text_size(texts: Iterable[str]) -> str:

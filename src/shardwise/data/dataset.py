@@ -5,8 +5,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.tokens import TokenStream
-from shardwise.errors import ConfigError, DataError
 
 IGNORE_INDEX = -100
 """The label of a position that counts for nothing."""

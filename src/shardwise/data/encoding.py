@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.core.errors import DataError
 from shardwise.data.examples import Example, Messages
-from shardwise.errors import DataError
-from shardwise.tokenizer import ChatTemplate, Tokenizer
-from shardwise.tokenizer.chat_template import Rendered, Span, TemplateError
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer
+from shardwise.data.tokenizer.chat_template import Rendered, Span, TemplateError
 
 
 class UnusableExampleError(DataError):

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.core.errors import DataError
 from shardwise.data.json_records import Record, check_text, kind_of, text_of
-from shardwise.errors import DataError
 
 Messages = tuple[Mapping[str, Any], ...]
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.dataset import IGNORE_INDEX
 from shardwise.data.json_records import Record, check_text, kind_of, text_of
-from shardwise.errors import ConfigError, DataError
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 

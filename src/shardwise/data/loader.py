@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.core.errors import ConfigError
 from shardwise.data.dataset import TokenDataset
-from shardwise.errors import ConfigError
 
 Batch = tuple[Tensor, ...]
 """``(tokens [b, s], labels [b, s])``, of packed samples also ``position_ids`` and ``document_ids`` ``[b, s]``, and of

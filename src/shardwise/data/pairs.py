@@ -8,9 +8,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.dataset import IGNORE_INDEX
 from shardwise.data.samples import TokenSamples
-from shardwise.errors import ConfigError, DataError
 
 _Ids = NDArray[np.int64]
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardwise.core.errors import DataError
 from shardwise.data.encoding import Encoded, ExampleEncoder, UnusableExampleError, common_length
 from shardwise.data.examples import Example, Messages, messages_of, tools_of, variables_of, with_system
 from shardwise.data.json_records import Record, check_text
-from shardwise.errors import DataError
 
 _KEYS = ("chosen", "rejected")
 

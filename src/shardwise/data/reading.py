@@ -14,10 +14,10 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.corpus import Corpus, text_size
 from shardwise.data.json_records import Record, records_of_json, records_of_lines, text_of
 from shardwise.data.tables import TABLE_SUFFIXES, files_of_dataset, records_of_table
-from shardwise.errors import ConfigError, DataError
 
 AnyPath = str | os.PathLike[str]
 

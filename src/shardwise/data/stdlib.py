@@ -6,8 +6,8 @@ import sysconfig
 import tokenize
 from pathlib import Path
 
+from shardwise.core.errors import DataError
 from shardwise.data.corpus import Corpus, text_size
-from shardwise.errors import DataError
 
 # Tests are left out as data about data. The others are not the standard library (installed packages, pip's wheels), or
 # were written when this Python was built and name its machine's folders (config-3.x).

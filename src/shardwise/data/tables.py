@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwise.core.errors import ConfigError, DataError
+from shardwise.core.json_files import read_json, shown
 from shardwise.data.json_records import Record
-from shardwise.errors import ConfigError, DataError
-from shardwise.json_files import read_json, shown
 
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
 """Files of which each row is a record."""

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.core.files import open_regular, write_atomically
+from shardwise.core.json_files import read_json
 from shardwise.data.corpus import Corpus
-from shardwise.files import open_regular, write_atomically
-from shardwise.json_files import read_json
-from shardwise.tokenizer import Tokenizer
+from shardwise.data.tokenizer import Tokenizer
 
 _CACHE_FORMAT = 3
 

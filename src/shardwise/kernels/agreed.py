@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.communication import accounting
-from shardwise.communication.agreement import gather_objects
-from shardwise.communication.context import context_of
+from shardwise.core.communication import accounting
+from shardwise.core.communication.agreement import gather_objects
+from shardwise.core.communication.context import context_of
 from shardwise.kernels.dispatch import HUGE_PAGES, PATHS, PLACED_OUTPUTS, REDUCE_NORM, Call, FastPath
 
 # Where a tensor lies changes no bit of it.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.processes import temporary_prefix
+from shardwise.core.processes import temporary_prefix
 
 # No exceptions for wrong or inexact results are read, which lets the compiler use vectors; no sum is reordered.
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")

@@ -1,7 +1,7 @@
 """Attention of one new token to a cache of fixed size, of which a number on the device says how much is filled.
 
 Shapes and addresses are the same at every token, and the host knows nothing of the length: so a GPU's pass over a token
-can be recorded once and repeated (``inference.decoding``).
+can be recorded once and repeated (``models.generation.decoding``).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwise import switches
-from shardwise.errors import ConfigError
+from shardwise.core import switches
+from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
 
 # Of flash attention, and of ours to a cache.

@@ -1,7 +1,7 @@
 """The products of a linear layer whose bits do not depend on how many ranks share it.
 
 A dimension that is summed is cut into the layer's parts, each a product of its own, and the products are summed by a
-tree (``communication.trees``). A dimension that is not summed may be cut anywhere: a matrix product computes each
+tree (``core.communication.trees``). A dimension that is not summed may be cut anywhere: a matrix product computes each
 element by itself, in an order that depends on the summed dimension alone. That holds for wide matrices; a narrow one
 goes another way through the library, so where parts are narrow each is its own product there too.
 
@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.communication.trees import tree_sum, tree_sum_stacked_
+from shardwise.core.communication.trees import tree_sum, tree_sum_stacked_
+from shardwise.core.sharding import Interval, LocalParts
 from shardwise.kernels import products
-from shardwise.sharding import Interval, LocalParts
 
 # MKL multiplies matrices of up to about 10 columns otherwise than wider ones.
 _NARROW = 16

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 # Elements of the temporary through which factors pass on their way into a wider sum: 16 MiB of fp32.
 _TEMPORARY_ELEMENTS = 1 << 22

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import switches
+from shardwise.core import switches
 from shardwise.kernels import dispatch
 from shardwise.kernels.host_memory import empty_in_huge_pages
 

@@ -17,7 +17,7 @@ import importlib
 import sys
 from types import ModuleType
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 _ALIASES = {
     "megatron.core.datasets.blended_megatron_dataset_builder": "shardwise.megatron.datasets",

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 ABSENT: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parent / "absent_names.json").read_text(encoding="utf-8")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.config import LayerConfig, ModelConfig
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.inert_settings import check_inert, inert_settings_of, say_once
+from shardwise.models.config import LayerConfig, ModelConfig
 
 __all__ = ["MLATransformerConfig", "ModelParallelConfig", "TransformerConfig"]
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 __all__ = [
     "BlendedMegatronDatasetBuilder",

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise import checkpoint
-from shardwise.communication.agreement import agree
-from shardwise.errors import CheckpointError, ConfigError, ShardingError
-from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import CheckpointError, ConfigError, ShardingError
+from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset
+from shardwise.storage import checkpoint
 
 __all__ = [
     "LocalNonpersistentObject",

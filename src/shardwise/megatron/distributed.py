@@ -15,19 +15,19 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise import parallel_state
-from shardwise.communication import accounting
-from shardwise.communication.backend import device_of_host_facts
-from shardwise.communication.collectives import all_gather, all_reduce, broadcast_
-from shardwise.data_parallel import GradientBuffers
-from shardwise.data_parallel.replicas import check_replicas, fingerprints
-from shardwise.errors import ConfigError, DivergenceError
+from shardwise.core.communication import accounting
+from shardwise.core.communication.backend import device_of_host_facts
+from shardwise.core.communication.collectives import all_gather, all_reduce, broadcast_
+from shardwise.core.errors import ConfigError, DivergenceError
+from shardwise.core.validation import validation_applies
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.inert_settings import check_inert, inert_settings_of
 from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.optimizer.gradients import finalize_gradients_
-from shardwise.pipeline_parallel.stage import deferred_buffers, wrapped
-from shardwise.validation import validation_applies
+from shardwise.training.gradients import GradientBuffers
+from shardwise.training.gradients.replicas import check_replicas, fingerprints
+from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.pipeline.stage import deferred_buffers, wrapped
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize_model_grads"]
 

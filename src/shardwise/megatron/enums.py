@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from shardwise.transformer.masks import AttnMaskType
+from shardwise.models.transformer.masks import AttnMaskType
 
 __all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
 

@@ -14,7 +14,7 @@ from dataclasses import Field, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 _FOLDER = os.path.dirname(__file__)
 _INERT = json.loads((Path(_FOLDER) / "inert_settings.json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 __all__ = ["initialize_megatron", "set_jit_fusion_options"]

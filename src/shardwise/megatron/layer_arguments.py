@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.packed_seq_params import PackedSeqParams
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import get_module
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.masks import AttentionMask
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.transformer.masks import AttentionMask
 
 
 def check_part(parts: Any, name: str, only: Any) -> None:

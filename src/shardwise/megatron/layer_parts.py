@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError
-from shardwise.layers import make_norm
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.layer_arguments import check_part, engine_arguments, refuse, tp_group_of
 from shardwise.megatron.module import MegatronModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import IdentityOp, get_module
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer import attention, mlp
+from shardwise.models.transformer.layer_arguments import make_norm
+from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from shardwise.transformer import attention, mlp
-from shardwise.transformer.masks import AttnMaskType
 
 __all__ = [
     "MLP",

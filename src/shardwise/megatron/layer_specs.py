@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.layer_parts import (
     MLP,
@@ -14,7 +14,7 @@ from shardwise.megatron.layer_parts import (
 )
 from shardwise.megatron.spec_utils import ModuleSpec
 from shardwise.megatron.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from shardwise.transformer.masks import AttnMaskType
+from shardwise.models.transformer.masks import AttnMaskType
 
 __all__ = [
     "get_gpt_decoder_block_spec",

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError
-from shardwise.layers.module import GroupModule
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharded_state import sharded_state_dict, state_of_parts
+from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.megatron.config import TransformerConfig
-from shardwise.pipeline_parallel.stage import wrapped
-from shardwise.sharded_state import sharded_state_dict, state_of_parts
-from shardwise.sharding import ParamShard, ShardedOffset
+from shardwise.nn.module import GroupModule
+from shardwise.training.pipeline.stage import wrapped
 
 __all__ = [
     "Float16Module",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from shardwise.errors import AssertedConfigError, ConfigError
+from shardwise.core.errors import AssertedConfigError, ConfigError
 from shardwise.megatron.absent import absent_names
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Megatron's optimizers by name; a program trains with PyTorch's, or with ``shardwise.optimizer``."""
+"""Megatron's optimizers by name; a program trains with PyTorch's, or with ``shardwise.training.optimizer``."""
 
 from shardwise.megatron.absent import absent_names
 

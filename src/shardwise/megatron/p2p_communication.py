@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.backend import default_device
-from shardwise.communication.pending import Pending
-from shardwise.communication.point_to_point import Transfer, exchange
-from shardwise.errors import ConfigError
+from shardwise.core.communication.backend import default_device
+from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.point_to_point import Transfer, exchange
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.config import ModelParallelConfig
 
 __all__ = ["P2PCommunicator", "is_single_shape"]

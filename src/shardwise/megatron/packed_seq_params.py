@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError, ShardingError
-from shardwise.transformer.masks import document_ids_of
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.models.transformer.masks import document_ids_of
 
 __all__ = ["PackedSeqParams"]
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.errors import ConfigError
-from shardwise.topology import Topology
+from shardwise.core.errors import ConfigError
+from shardwise.core.topology import Topology
 
 __all__ = ["ProcessGroupCollection"]
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.layer_arguments import cos_and_sin
 from shardwise.megatron.packed_seq_params import PackedSeqParams
-from shardwise.transformer import rotary
-from shardwise.transformer.rotary import RotaryScaling, apply_rotary
+from shardwise.models.transformer import rotary
+from shardwise.models.transformer.rotary import RotaryScaling, apply_rotary
 
 __all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
 

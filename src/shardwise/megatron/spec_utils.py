@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 __all__ = [
     "IdentityFuncOp",

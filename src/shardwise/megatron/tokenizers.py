@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 __all__ = ["MegatronTokenizer", "NullTokenizer"]
 
@@ -79,7 +79,7 @@ class MegatronTokenizer:
             raise ConfigError(
                 f"MegatronTokenizer.from_pretrained was given tokenizer_path={tokenizer_path!r}, metadata_path="
                 f"{metadata_path!r} and {', '.join(kwargs) or 'nothing else'}; here it makes the null tokenizer, from "
-                "metadata_path={'library': 'null-text'}. For a trained one use shardwise.tokenizer.Tokenizer"
+                "metadata_path={'library': 'null-text'}. For a trained one use shardwise.data.tokenizer.Tokenizer"
             )
         if "vocab_size" not in kwargs:
             raise ConfigError("the null tokenizer needs vocab_size, the number of its ids; none was given")

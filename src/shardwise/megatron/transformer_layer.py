@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.layer_arguments import check_part, engine_arguments, refuse, tp_group_of
@@ -31,10 +30,11 @@ from shardwise.megatron.layer_parts import (
 from shardwise.megatron.module import MegatronModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import IdentityFuncOp, IdentityOp, ModuleSpec, build_module, get_module
-from shardwise.transformer import attention as engine_attention
-from shardwise.transformer import layer as engine_layer
-from shardwise.transformer.layer import TransformerLayerSpec
-from shardwise.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer import attention as engine_attention
+from shardwise.models.transformer import layer as engine_layer
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 
 __all__ = [
     "BaseTransformerLayer",
@@ -174,7 +174,7 @@ def layer_spec_of(spec: Any, config: TransformerConfig) -> TransformerLayerSpec:
     if not isinstance(spec, ModuleSpec) or get_module(spec) is not TransformerLayer:
         raise ConfigError(
             f"transformer_layer_spec is {spec!r}; give a ModuleSpec of TransformerLayer, whose norms, attention and "
-            "MLP may be a program's own, or a shardwise.transformer.layer.TransformerLayerSpec"
+            "MLP may be a program's own, or a shardwise.models.transformer.layer.TransformerLayerSpec"
         )
     return _of_submodules(spec.submodules, config)
 

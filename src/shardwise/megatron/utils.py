@@ -16,15 +16,15 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.communication.backend import default_device
-from shardwise.communication.buffers import GlobalMemoryBuffer
-from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
-from shardwise.errors import AssertedShardingError, ContradictionError, ShardingError
-from shardwise.initialization import init_method_normal, scaled_init_method_normal
+from shardwise.core.communication.backend import default_device
+from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
+from shardwise.core.errors import AssertedShardingError, ContradictionError, ShardingError
+from shardwise.core.initialization import init_method_normal, scaled_init_method_normal
+from shardwise.core.sharded_state import sharded_state_dict
+from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, divide, ensure_divisibility, is_copy_by
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.dist_checkpointing import ShardedObject
-from shardwise.sharded_state import sharded_state_dict
-from shardwise.sharding import ParamLayout, ParamShard, ShardedOffset, divide, ensure_divisibility, is_copy_by
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
 
 __all__ = [

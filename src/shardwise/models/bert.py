@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication import moves
-from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError, ShardingError
-from shardwise.layers import GroupModule, ReplicatedLinear, layer_arguments, make_norm, parameter_device, viewless
+from shardwise.core.communication import moves
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.sharding import balanced_sizes
+from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification
+from shardwise.models.config import ModelConfig
 from shardwise.models.padding import forbidden_keys, is_token
+from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.block import TransformerBlock
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.layer_arguments import layer_arguments, make_norm
+from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.sharding import balanced_sizes
-from shardwise.topology import Groups
-from shardwise.transformer.attention import SelfAttention
-from shardwise.transformer.block import TransformerBlock
-from shardwise.transformer.layer import TransformerLayerSpec
-from shardwise.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.nn import GroupModule, ReplicatedLinear, parameter_device, viewless
 
 
 def _dense(

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.config import ModelConfig
+from shardwise.core.sharding import ParamShard, ShardedOffset
+from shardwise.models.config import ModelConfig
 from shardwise.models.language_model import LanguageModel
-from shardwise.sharding import ParamShard, ShardedOffset
 
 
 class ModelChunks(nn.ModuleList):

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication import moves
-from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError, ShardingError
-from shardwise.layers import ReplicatedLinear, layer_arguments, viewless
-from shardwise.sharding import balanced_range, balanced_sizes
-from shardwise.transformer.layer import ResidualDropout
-from shardwise.validation import check_ids, safe_to_look_up
+from shardwise.core.communication import moves
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.sharding import balanced_range, balanced_sizes
+from shardwise.core.validation import check_ids, safe_to_look_up
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.layer import ResidualDropout
+from shardwise.models.transformer.layer_arguments import layer_arguments
+from shardwise.nn import ReplicatedLinear, viewless
 
 Task = Literal["sequence-classification", "token-classification"]
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]

@@ -8,21 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.communication import moves
-from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError, ShardingError
-from shardwise.layers import (
-    GroupModule,
-    ReplicatedEmbedding,
-    VocabEmbedding,
-    apply_norm,
-    layer_arguments,
-    make_norm,
-    parameter_device,
-    viewless,
-)
-from shardwise.layout import I, Layout, hidden_layout
-from shardwise.transformer.layer import ResidualDropout
+from shardwise.core.communication import moves
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.layout import I, Layout, hidden_layout
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.layer import ResidualDropout
+from shardwise.models.transformer.layer_arguments import layer_arguments, make_norm
+from shardwise.nn import GroupModule, ReplicatedEmbedding, VocabEmbedding, apply_norm, parameter_device, viewless
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
 

@@ -2,14 +2,14 @@
 
 from torch import Tensor
 
-from shardwise.errors import ShardingError
-from shardwise.layers import viewless
+from shardwise.core.errors import ShardingError
 from shardwise.models.classification import Classification
 from shardwise.models.padding import TokensFirst, forbidden_keys, is_token, positions_of
+from shardwise.models.transformer.attention import KeyValueCache
+from shardwise.models.transformer.block import TransformerBlock
+from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, document_lengths
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.transformer.attention import KeyValueCache
-from shardwise.transformer.block import TransformerBlock
-from shardwise.transformer.masks import AttentionMask, AttnMaskType, document_lengths
+from shardwise.nn import viewless
 
 
 class GPT(TransformerModel):

@@ -8,18 +8,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.collectives import all_reduce
-from shardwise.communication.trees import sum_in_parts
-from shardwise.config import ModelConfig
-from shardwise.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
-from shardwise.layers import GroupModule, parameter_device, viewless
-from shardwise.loss.cross_entropy import vocab_parallel_cross_entropy
-from shardwise.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.trees import sum_in_parts
+from shardwise.core.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
+from shardwise.core.sharded_state import state_of_parts
+from shardwise.core.sharding import ParamShard, ShardedOffset
+from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification
-from shardwise.sharded_state import state_of_parts
-from shardwise.sharding import ParamShard, ShardedOffset
-from shardwise.topology import Groups
-from shardwise.transformer.backend import check_attention_backend
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.backend import check_attention_backend
+from shardwise.nn import GroupModule, parameter_device, viewless
+from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
+from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 
 class LanguageModel(GroupModule):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.layers import viewless
-from shardwise.loss.vocabulary import IGNORE_INDEX
+from shardwise.nn import viewless
+from shardwise.nn.loss.vocabulary import IGNORE_INDEX
 
 # Taking rows out and putting their gradients back costs less than the products of a tenth of them.
 _MOST = 0.9

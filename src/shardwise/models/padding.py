@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardingError
+from shardwise.core.errors import ShardingError
 
 
 def is_token(attention_mask: Tensor, b: int, s: int) -> Tensor:

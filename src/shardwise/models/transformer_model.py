@@ -10,22 +10,23 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardwise.config import ModelConfig
-from shardwise.errors import AssertedShardingError, ConfigError, ShardingError
-from shardwise.initialization import draw_seed, part_seeded
-from shardwise.layers import ColumnLinear, layer_arguments, parameter_device, viewless
-from shardwise.layers.weight_gradient import WeightGradientQueue
+from shardwise.core.errors import AssertedShardingError, ConfigError, ShardingError
+from shardwise.core.initialization import draw_seed, part_seeded
+from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification, Classifier
+from shardwise.models.config import ModelConfig
 from shardwise.models.embedding import PositionEmbedding, TokenEmbedding
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.learned_tokens import losses_at, places_learned, tokens_at
-from shardwise.topology import Groups
-from shardwise.transformer.activations import softcap
-from shardwise.transformer.alibi import local_alibi_slopes
-from shardwise.transformer.block import TransformerBlock, layers_of_this_stage
-from shardwise.transformer.fixed import FixedTensors, on_default_device
-from shardwise.transformer.layer import TransformerLayerSpec
-from shardwise.transformer.rotary import RotaryEmbedding, RotaryScaling
+from shardwise.models.transformer.activations import softcap
+from shardwise.models.transformer.alibi import local_alibi_slopes
+from shardwise.models.transformer.block import TransformerBlock, layers_of_this_stage
+from shardwise.models.transformer.fixed import FixedTensors, on_default_device
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.layer_arguments import layer_arguments
+from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling
+from shardwise.nn import ColumnLinear, parameter_device, viewless
+from shardwise.nn.weight_gradient import WeightGradientQueue
 
 _POSITIONS = ("learned_absolute", "rope", "none", "alibi")
 
@@ -241,7 +242,8 @@ class TransformerModel(FixedTensors, LanguageModel):
     def _output_weight(self) -> Tensor | None:
         """The tied weight for the output layer; None where that has one of its own.
 
-        Whoever sums gradients over micro-batches may take the output layer's apart (``data_parallel.GradientTrees``).
+        Whoever sums gradients over micro-batches may take the output layer's apart
+        (``training.gradients.GradientTrees``).
         """
         weight: Any = self.shared_embedding_or_output_weight()
         take = getattr(weight, "take_output_gradient", None)
@@ -276,8 +278,8 @@ class TransformerModel(FixedTensors, LanguageModel):
             )
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RotaryScaling):
             raise ConfigError(
-                f"rope_scaling is {self.rope_scaling!r}; it must be a shardwise.transformer.rotary.RotaryScaling, such "
-                'as RotaryScaling("linear", 2.0), or None'
+                f"rope_scaling is {self.rope_scaling!r}; it must be a "
+                'shardwise.models.transformer.rotary.RotaryScaling, such as RotaryScaling("linear", 2.0), or None'
             )
         for name in ("rope_scaling", "window_rotary_base"):
             if getattr(self, name) is not None and position_embedding_type != "rope":

@@ -1,7 +1,7 @@
 """The ambient topology: one per process, set once, read by whoever was not handed a group.
 
 Functions that take ``group=None`` look their group up here, once, at the public boundary. Programs that use several
-topologies build ``shardwise.topology.Topology`` themselves and pass groups.
+topologies build ``shardwise.core.topology.Topology`` themselves and pass groups.
 
 Every getter raises ``NotInitializedError`` before ``initialize_model_parallel``, and ``TopologyError`` where this rank
 is in no group of that kind; with ``check_initialized=False`` it returns None instead. ``set_*`` override what the
@@ -11,6 +11,12 @@ too, and ``destroy_model_parallel`` forgets them.
 
 from torch.distributed import new_group as create_group
 
+from shardwise.core.topology import (
+    RankGenerator,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+    generate_masked_orthogonal_rank_groups,
+)
 from shardwise.parallel_state import dense, experts, initialize, memory, stages
 from shardwise.parallel_state.ambient import get_all_ranks, get_topology, resolve_tensor_model_parallel_group
 from shardwise.parallel_state.dense import *  # noqa: F403 (its functions are offered here)
@@ -19,12 +25,6 @@ from shardwise.parallel_state.initialize import *  # noqa: F403 (likewise)
 from shardwise.parallel_state.memory import *  # noqa: F403 (likewise)
 from shardwise.parallel_state.reference_globals import look_up as _look_up
 from shardwise.parallel_state.stages import *  # noqa: F403 (likewise)
-from shardwise.topology import (
-    RankGenerator,
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-    generate_masked_orthogonal_rank_groups,
-)
 
 __all__ = [
     "RankGenerator",

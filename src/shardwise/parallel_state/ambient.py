@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.backend import backends_of
-from shardwise.communication.buffers import GlobalMemoryBuffer
-from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
-from shardwise.errors import ConfigError, NotInitializedError, TopologyError
-from shardwise.topology import Topology
+from shardwise.core.communication.backend import backends_of
+from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
+from shardwise.core.errors import ConfigError, NotInitializedError, TopologyError
+from shardwise.core.topology import Topology
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import AssertedConfigError
+from shardwise.core.errors import AssertedConfigError
+from shardwise.core.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
 from shardwise.parallel_state import ambient
-from shardwise.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardwise.communication.backend import backend_of, device_of
-from shardwise.communication.context import context_of
-from shardwise.errors import AssertedTopologyError, ConfigError, TopologyError
-from shardwise.parallel_state.ambient import AMBIENT
-from shardwise.topology import (
+from shardwise.core.communication.backend import backend_of, device_of
+from shardwise.core.communication.context import context_of
+from shardwise.core.errors import AssertedTopologyError, ConfigError, TopologyError
+from shardwise.core.topology import (
     DEFAULT_ORDER,
     EmbeddingRanks,
     ParallelSizes,
@@ -18,6 +17,7 @@ from shardwise.topology import (
     default_embedding_ranks,
     default_position_embedding_ranks,
 )
+from shardwise.parallel_state.ambient import AMBIENT
 
 
 def initialize_model_parallel(

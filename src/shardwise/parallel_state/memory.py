@@ -1,8 +1,8 @@
 """The buffers of the ambient topology."""
 
-from shardwise.communication.buffers import GlobalMemoryBuffer
-from shardwise.communication.context import context_of
-from shardwise.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, symmetric_buffer_of
+from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.context import context_of
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, symmetric_buffer_of
 from shardwise.parallel_state.ambient import AMBIENT, group_of
 
 

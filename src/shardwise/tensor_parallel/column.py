@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError, WeightError
-from shardwise.initialization import InitMethod
-from shardwise.layers.column import ColumnLinear
-from shardwise.layers.linear import LinearParallelism
-from shardwise.layers.weight_gradient import WeightGradientQueue
-from shardwise.layout import I, Layout
+from shardwise.core.errors import ConfigError, WeightError
+from shardwise.core.initialization import InitMethod
+from shardwise.core.layout import I, Layout
+from shardwise.core.sharding import Interval
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.sharding import Interval
+from shardwise.nn.column import ColumnLinear
+from shardwise.nn.linear import LinearParallelism
+from shardwise.nn.weight_gradient import WeightGradientQueue
 from shardwise.tensor_parallel.linear_functions import warn_of_connections
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
 

@@ -1,4 +1,4 @@
-"""The door to ``shardwise.loss``: the loss over a split vocabulary, under the name and order that programs know."""
+"""The door to ``shardwise.nn.loss``: the loss over a split vocabulary, under the name and order that programs know."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
-from shardwise.loss.cross_entropy import SplitCrossEntropy, cross_entropy_of_ranges
-from shardwise.loss.options import LossOptions
-from shardwise.loss.reduction import Reduction
-from shardwise.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
+from shardwise.nn.loss.cross_entropy import SplitCrossEntropy, cross_entropy_of_ranges
+from shardwise.nn.loss.options import LossOptions
+from shardwise.nn.loss.reduction import Reduction
+from shardwise.nn.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 __all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]

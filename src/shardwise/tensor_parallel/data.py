@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication import collectives
-from shardwise.communication.agreement import check_same
-from shardwise.communication.backend import device_of
-from shardwise.errors import AssertedDataError, DataError
+from shardwise.core.communication import collectives
+from shardwise.core.communication.agreement import check_same
+from shardwise.core.communication.backend import device_of
+from shardwise.core.errors import AssertedDataError, DataError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 __all__ = ["broadcast_data"]

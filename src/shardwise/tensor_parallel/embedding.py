@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from shardwise.initialization import InitMethod
-from shardwise.layers.embedding import VocabEmbedding
+from shardwise.core.initialization import InitMethod
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.nn.embedding import VocabEmbedding
 from shardwise.tensor_parallel.module import MegatronLayer
 
 

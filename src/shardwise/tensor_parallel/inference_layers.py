@@ -1,4 +1,4 @@
-"""Megatron's linear layers for inference; ``layers.inference`` has what they do, and says what fused mode is.
+"""Megatron's linear layers for inference; ``nn.inference`` has what they do, and says what fused mode is.
 
 They need no Transformer Engine and no GPU, and are split at any size.
 """
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication import moves
-from shardwise.errors import AssertedConfigError, ConfigError
-from shardwise.initialization import InitMethod
+from shardwise.core.communication import moves
+from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.initialization import InitMethod
 from shardwise.kernels.rms_norm import rms_norm
-from shardwise.layers.inference import InferenceColumnLinear, InferenceNormColumnLinear, InferenceRowLinear
-from shardwise.layers.norm import NormFunction
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.symmetric_exchanges import (  # noqa: F401
@@ -23,6 +21,8 @@ from shardwise.megatron.symmetric_exchanges import (  # noqa: F401
     multimem_all_gather,
     multimem_reduce_scatter,
 )
+from shardwise.nn.inference import InferenceColumnLinear, InferenceNormColumnLinear, InferenceRowLinear
+from shardwise.nn.norm import NormFunction
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.tensor_parallel.column import ColumnParallelLinear
 from shardwise.tensor_parallel.private_names import HAVE_TE  # noqa: F401

@@ -1,10 +1,10 @@
 """Layers whose parameters are split over the tensor-parallel group, and the linear functions behind them.
 
 Each layer keeps ``param_layouts``: for each of its own parameters, where this rank's part lies in the whole one.
-Weights start with the values of the dense layer, whatever the number of ranks (``shardwise.initialization``).
+Weights start with the values of the dense layer, whatever the number of ranks (``shardwise.core.initialization``).
 """
 
-from shardwise.layers.module import named_param_layouts
+from shardwise.nn.module import named_param_layouts
 from shardwise.tensor_parallel.attributes import (
     _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS,  # noqa: F401 (programs import it from here)
     copy_tensor_model_parallel_attributes,

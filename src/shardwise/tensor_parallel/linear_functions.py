@@ -1,6 +1,6 @@
 """The linear with its communication under the names, and in the argument orders, that programs know.
 
-One implementation stands behind them: ``shardwise.layers.linear``.
+One implementation stands behind them: ``shardwise.nn.linear``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import AssertedConfigError
+from shardwise.core.errors import AssertedConfigError
 from shardwise.kernels import products
 from shardwise.kernels.products import ProductsIn
-from shardwise.layers.linear import LinearParallelism, TensorParallelLinear, tensor_parallel_linear
-from shardwise.layers.weight_gradient import WeightGradient, WeightGradientQueue, compute_weight_gradients_
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.nn.linear import LinearParallelism, TensorParallelLinear, tensor_parallel_linear
+from shardwise.nn.weight_gradient import WeightGradient, WeightGradientQueue, compute_weight_gradients_
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 

@@ -1,6 +1,6 @@
 """The moves between layouts under Megatron's names; a group that is left out is the ambient tensor-parallel one.
 
-What they do, and the table of layouts, stand in ``shardwise.communication.moves``.
+What they do, and the table of layouts, stand in ``shardwise.core.communication.moves``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication import moves
-from shardwise.errors import ShardingError
+from shardwise.core.communication import moves
+from shardwise.core.errors import ShardingError
+from shardwise.core.sharding import balanced_sizes, divide
 from shardwise.parallel_state import resolve_tensor_model_parallel_group as _resolve
-from shardwise.sharding import balanced_sizes, divide
 from shardwise.tensor_parallel.private_names import dist_all_gather_func, dist_reduce_scatter_func  # noqa: F401
 from shardwise.tensor_parallel.regions import (  # noqa: F401
     _AllGatherFromTensorParallelRegion,

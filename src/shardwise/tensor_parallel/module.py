@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.errors import AssertedConfigError
-from shardwise.initialization import initialize_shard_
-from shardwise.layers.arguments import layer_arguments
-from shardwise.layers.linear import LinearParallelism, reduce_product
-from shardwise.layers.module import ShardedModule
-from shardwise.layers.parallel_linear import ParallelLinear
+from shardwise.core.errors import AssertedConfigError
+from shardwise.core.initialization import initialize_shard_
+from shardwise.core.sharding import ParamLayout
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.recompute import is_checkpointing
-from shardwise.sharding import ParamLayout
+from shardwise.models.transformer.layer_arguments import layer_arguments
+from shardwise.nn.linear import LinearParallelism, reduce_product
+from shardwise.nn.module import ShardedModule
+from shardwise.nn.parallel_linear import ParallelLinear
+from shardwise.nn.recompute import is_checkpointing
 from shardwise.tensor_parallel.attributes import mark_parameter
 from shardwise.tensor_parallel.linear_functions import (
     linear_with_frozen_weight,

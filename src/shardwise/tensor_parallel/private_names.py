@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import parallel_state
-from shardwise.errors import ShardingError
-from shardwise.initialization import InitMethod, initialize_shard_
-from shardwise.random import EXPERT_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
-from shardwise.sharding import ParamLayout
+from shardwise.core.errors import ShardingError
+from shardwise.core.initialization import InitMethod, initialize_shard_
+from shardwise.core.random import EXPERT_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
+from shardwise.core.sharding import ParamLayout
 from shardwise.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 
 # No extension is needed to accumulate weight gradients in place.

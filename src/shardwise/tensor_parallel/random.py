@@ -1,5 +1,5 @@
-"""Random streams and recomputation under the names that programs know; see ``shardwise.random`` and
-``shardwise.recompute``.
+"""Random streams and recomputation under the names that programs know; see ``shardwise.core.random`` and
+``shardwise.nn.recompute``.
 
 The names say "cuda" for compatibility; the streams are those of whatever device the program computes on.
 """
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardwise import parallel_state
-from shardwise.communication.backend import default_device
-from shardwise.errors import AssertedConfigError, ConfigError
-from shardwise.random import (
+from shardwise.core.communication.backend import default_device
+from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.random import (
     DATA_PARALLEL_STREAM,
     EXPERT_PARALLEL_STREAM,
     TENSOR_PARALLEL_STREAM,
@@ -31,7 +31,7 @@ from shardwise.random import (
     streams,
     streams_are_chosen,
 )
-from shardwise.recompute import is_checkpointing
+from shardwise.nn.recompute import is_checkpointing
 from shardwise.tensor_parallel.private_names import HAVE_TE  # noqa: F401
 from shardwise.tensor_parallel.recomputation import (
     CheckpointFunction,
@@ -248,8 +248,8 @@ def model_parallel_cuda_manual_seed(
         etp_rank: this rank in its expert-tensor group; from the ambient topology if None, ``tp_rank`` if there is none.
         force_reset_rng: choose the kind of streams anew.
         rng: "global" draws the dropout of sharded tensors as slices of one mask that is the same at every
-            tensor-parallel size (``shardwise.dropout``); "per_rank" draws each shard's from the rank's own stream; None
-            is "per_rank", or what ``set_default_rng`` was given.
+            tensor-parallel size (``shardwise.nn.dropout``); "per_rank" draws each shard's from the rank's own stream;
+            None is "per_rank", or what ``set_default_rng`` was given.
 
     Raises:
         TopologyError: no ``tp_rank`` given and no topology initialised.

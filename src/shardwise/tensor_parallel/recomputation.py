@@ -1,4 +1,4 @@
-"""Recomputation under the names that programs know; see ``shardwise.recompute``.
+"""Recomputation under the names that programs know; see ``shardwise.nn.recompute``.
 
 ``checkpoint`` recomputes what a function saved for backward; ``CheckpointWithoutOutput`` its outputs as well, for
 functions whose outputs the next operation would save.
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
+from shardwise.nn.recompute import OutputRecomputation, go_back, is_checkpointing, keep_arguments, recomputed
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.recompute import OutputRecomputation, go_back, is_checkpointing, keep_arguments, recomputed
 from shardwise.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
 __all__ = ["CheckpointFunction", "CheckpointWithoutOutput", "CheckpointWithoutOutputFunction", "checkpoint"]

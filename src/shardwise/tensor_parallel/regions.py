@@ -1,8 +1,8 @@
 """The moves between layouts as the autograd functions that programs written for Megatron know by name.
 
-What each does stands in ``shardwise.communication.moves``. ``symbolic`` is the forward without autograd. ``backward``
-asks of a context that a program made only its ``group`` and returns as many values to it as Megatron's; autograd, whose
-contexts have ``sizes``, gets one for each argument.
+What each does stands in ``shardwise.core.communication.moves``. ``symbolic`` is the forward without autograd.
+``backward`` asks of a context that a program made only its ``group`` and returns as many values to it as Megatron's;
+autograd, whose contexts have ``sizes``, gets one for each argument.
 
 With ``use_global_buffer`` (True for the ambient topology's buffer, or a ``GlobalMemoryBuffer``) the result lies in the
 buffer's tensor "mpu" and is overwritten by the next such call; autograd refuses a backward that would read overwritten
@@ -20,10 +20,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.buffers import GlobalMemoryBuffer
-from shardwise.communication.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, split_for_rank
-from shardwise.communication.moves import _Copy, _Reduce, split_sizes
-from shardwise.errors import AssertedTopologyError
+from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, split_for_rank
+from shardwise.core.communication.moves import _Copy, _Reduce, split_sizes
+from shardwise.core.errors import AssertedTopologyError
 from shardwise.parallel_state import get_global_memory_buffer
 
 Sizes = Sequence[int] | None

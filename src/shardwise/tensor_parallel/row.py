@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import AssertedConfigError, ContradictionError
-from shardwise.initialization import InitMethod
-from shardwise.layers.linear import LinearParallelism
-from shardwise.layers.row import RowLinear
-from shardwise.layout import I, Layout
+from shardwise.core.errors import AssertedConfigError, ContradictionError
+from shardwise.core.initialization import InitMethod
+from shardwise.core.layout import I, Layout
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.nn.linear import LinearParallelism
+from shardwise.nn.row import RowLinear
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
 
 

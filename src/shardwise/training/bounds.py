@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 _LONGEST_SHOWN = 60
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

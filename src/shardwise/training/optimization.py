@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.communication.trees import sum_in_parts
-from shardwise.data_parallel import GradientBuffers, GradientTrees
+from shardwise.core.communication.trees import sum_in_parts
+from shardwise.core.topology import Groups
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.optimizer.gradients import summed_over_other_groups
-from shardwise.optimizer.local_shards import LocalShards
-from shardwise.optimizer.master_weights import MasterWeights
-from shardwise.optimizer.optimizer import ShardedOptimizer
-from shardwise.optimizer.zero import ZeroOptimizer
-from shardwise.topology import Groups
+from shardwise.training.gradients import GradientBuffers, GradientTrees
+from shardwise.training.optimizer.gradients import summed_over_other_groups
+from shardwise.training.optimizer.local_shards import LocalShards
+from shardwise.training.optimizer.master_weights import MasterWeights
+from shardwise.training.optimizer.optimizer import ShardedOptimizer
+from shardwise.training.optimizer.zero import ZeroOptimizer
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
 
 if TYPE_CHECKING:
     # Importing it imports DTensor, which takes a while.
-    from shardwise.data_parallel.fully_sharded import FullyShardedModel
+    from shardwise.training.gradients.fully_sharded import FullyShardedModel
 
 
 def build_optimizer(
@@ -51,7 +51,7 @@ def build_optimizer(
     if parts is not None:
         sum_in_parts(dp_group, parts)
     if settings.parallel.shards_fully(num_ranks):
-        from shardwise.data_parallel.fully_sharded import FullyShardedModel
+        from shardwise.training.gradients.fully_sharded import FullyShardedModel
 
         sharded = FullyShardedModel(chunks, group=dp_group, dtype=dtype)
         return LocalShards(optimizer, sharded), sharded

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from shardwise.optimizer.schedules import Schedule, learning_rate_at
 from shardwise.training import bounds
 from shardwise.training.bounds import Checked, Range, require
+from shardwise.training.optimizer.schedules import Schedule, learning_rate_at
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.optimizer.optimizer import ShardedOptimizer
+    from shardwise.training.optimizer.optimizer import ShardedOptimizer
 
 # What fp32 holds with room for a few products.
 _LARGE = 1e30
@@ -92,8 +92,8 @@ class OptimizerSettings(Checked, prefix="optimizer."):
 
     def make(self, model: nn.Module) -> ShardedOptimizer:
         """The optimizer of ``model``: the one place that says which."""
-        from shardwise.optimizer.adamw import AdamW
-        from shardwise.optimizer.muon import Muon
+        from shardwise.training.optimizer.adamw import AdamW
+        from shardwise.training.optimizer.muon import Muon
 
         options: dict[str, Any] = {
             "learning_rate": self.learning_rate,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast, get_origin
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.training.bounds import annotations_of, check_value, kind_of
 
 _T = TypeVar("_T")

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 import tyro
 
-from shardwise.errors import ConfigError
-from shardwise.json_files import shown
+from shardwise.core.errors import ConfigError
+from shardwise.core.json_files import shown
 from shardwise.training import bounds
 from shardwise.training.bounds import Checked, Folder, Range, require
 from shardwise.training.exact_settings import check_exact, exact_micro_batch_size

@@ -17,30 +17,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.communication.agreement import agree
-from shardwise.communication.collectives import all_reduce
-from shardwise.communication.exact_totals import exact_total
-from shardwise.communication.host_numbers import host_numbers
+from shardwise.core.communication.agreement import agree
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.exact_totals import exact_total
+from shardwise.core.communication.host_numbers import host_numbers
+from shardwise.core.errors import DivergenceError
+from shardwise.core.random import seed_streams
+from shardwise.core.topology import Groups
+from shardwise.core.validation import DeferredChecks
 from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_batches
-from shardwise.data_parallel import GradientTrees
-from shardwise.data_parallel.replicas import check_replicas
-from shardwise.errors import DivergenceError
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.optimizer.gradients import clip_grad_norm_, finalize_gradients_
-from shardwise.optimizer.loss_scale import DynamicLossScale
-from shardwise.optimizer.optimizer import set_learning_rate_
-from shardwise.optimizer.zero import ZeroOptimizer
-from shardwise.pipeline_parallel import Pipeline, Schedule, forward_only, make_schedule
-from shardwise.pipeline_parallel.messages import hidden_shape
-from shardwise.random import seed_streams
-from shardwise.topology import Groups
 from shardwise.training.batch_mover import BatchMover
+from shardwise.training.gradients import GradientTrees
+from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective
 from shardwise.training.optimization import build_optimizer
+from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
+from shardwise.training.optimizer.loss_scale import DynamicLossScale
+from shardwise.training.optimizer.optimizer import set_learning_rate_
+from shardwise.training.optimizer.zero import ZeroOptimizer
+from shardwise.training.pipeline import Pipeline, Schedule, forward_only, make_schedule
+from shardwise.training.pipeline.messages import hidden_shape
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
-from shardwise.validation import DeferredChecks
 
 _BATCHES_PER_STAGE = 8
 

@@ -10,8 +10,8 @@ from shardwise.megatron.spec_utils import ModuleSpec
 from shardwise.megatron.transformer_layer import layer_spec_of
 from shardwise.models.bert import Bert, BertLMHead, Pooler
 from shardwise.models.embedding import PositionEmbedding
-from shardwise.transformer.layer import TransformerLayerSpec
-from shardwise.transformer.rotary import RotaryScaling
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.rotary import RotaryScaling
 
 __all__ = ["BertLMHead", "BertModel", "Pooler"]
 

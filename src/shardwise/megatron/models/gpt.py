@@ -7,8 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from shardwise.errors import ConfigError
-from shardwise.inference.view import with_block
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.transformer import MegatronTransformer
 from shardwise.megatron.packed_seq_params import PackedSeqParams
@@ -16,11 +15,12 @@ from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import ModuleSpec
 from shardwise.megatron.transformer_layer import layer_spec_of
 from shardwise.models.embedding import PositionEmbedding
+from shardwise.models.generation.view import with_block
 from shardwise.models.gpt import GPT
-from shardwise.transformer.attention import KeyValueCache, SelfAttention
-from shardwise.transformer.inference import InferenceBlock
-from shardwise.transformer.layer import TransformerLayerSpec
-from shardwise.transformer.rotary import RotaryScaling
+from shardwise.models.transformer.attention import KeyValueCache, SelfAttention
+from shardwise.models.transformer.inference import InferenceBlock
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.rotary import RotaryScaling
 
 __all__ = ["GPTModel"]
 
@@ -160,7 +160,7 @@ class GPTModel(MegatronTransformer, GPT):
                 raise ConfigError(
                     f"inference_context is of {type(inference_context).__name__}"
                     f"{' beside a cache' if cache is not None else ''}; give a key-value cache such as "
-                    "shardwise.inference.PreallocatedCache, once"
+                    "shardwise.models.generation.PreallocatedCache, once"
                 )
             cache = inference_context
         if packed_seq_params is not None:

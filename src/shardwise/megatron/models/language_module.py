@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data_parallel.replicas import check_replicas, fingerprints
-from shardwise.errors import AssertedConfigError, ConfigError
-from shardwise.layers import viewless
+from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.sharding import ParamShard
+from shardwise.core.topology import Groups
+from shardwise.core.validation import validation_applies
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.module import MegatronModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.language_model import LanguageModel
+from shardwise.nn import viewless
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.sharding import ParamShard
 from shardwise.tensor_parallel import vocab_parallel_cross_entropy
-from shardwise.topology import Groups
-from shardwise.validation import validation_applies
+from shardwise.training.gradients.replicas import check_replicas, fingerprints
 
 __all__ = ["LanguageModule"]
 

@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.errors import ConfigError
-from shardwise.layers import ShardedModule
+from shardwise.core.errors import ConfigError
+from shardwise.core.topology import Groups
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.inert_settings import say_once
 from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import ModuleSpec
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.nn import ShardedModule
 from shardwise.tensor_parallel import ColumnParallelLinear
 from shardwise.tensor_parallel.attributes import mark_parameter
-from shardwise.topology import Groups
-from shardwise.transformer.layer import TransformerLayerSpec
 
 
 class MegatronTransformer(LanguageModule):

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import init
 
 from shardwise import tensor_parallel
-from shardwise.errors import ConfigError
-from shardwise.initialization import InitMethod
+from shardwise.core.errors import ConfigError
+from shardwise.core.initialization import InitMethod
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.tensor_parallel import layers
 from shardwise.tensor_parallel.private_names import _initialize_affine_weight_cpu

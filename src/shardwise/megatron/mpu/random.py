@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise import parallel_state
-from shardwise.errors import AssertedConfigError
+from shardwise.core.errors import AssertedConfigError
+from shardwise.core.topology import Topology
 from shardwise.tensor_parallel import random
 from shardwise.tensor_parallel.recomputation import checkpoint as _checkpoint
 from shardwise.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
-from shardwise.topology import Topology
 
 __all__ = [
     *random.__all__,

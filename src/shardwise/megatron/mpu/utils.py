@@ -1,6 +1,6 @@
 """Splitting by the names of ``mpu``."""
 
-from shardwise.sharding import divide, ensure_divisibility
+from shardwise.core.sharding import divide, ensure_divisibility
 from shardwise.tensor_parallel import utils
 from shardwise.tensor_parallel.utils import *  # noqa: F403 (its functions are those of mpu)
 

@@ -1,0 +1,232 @@
+"""Out-of-place collectives: any device, any dtype, any dimension, shards of any size.
+
+Every function takes its group as a required keyword, returns a new tensor and leaves its input as it was (on a group of
+one rank there is nothing to do, and the input itself comes back). All communication of the hot path goes through this
+file; ``transports.choose_transport`` says how it travels.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication import trees
+from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.context import context_of
+from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.transports import choose_transport, torch_distributed
+from shardwise.core.errors import ShardingError
+from shardwise.core.sharding import checked_dim, checked_sizes
+
+
+def all_reduce_async(
+    tensor: Tensor, *, group: ProcessGroup, op: Any = dist.ReduceOp.SUM, may_overwrite: bool = False
+) -> Pending:
+    """Start ``all_reduce``; see there."""
+    t = group.size()
+    if t == 1:
+        return Pending(None, lambda: tensor)
+    if t > 2 and op == dist.ReduceOp.SUM and context_of(group).exact_parts is not None:
+        total = trees.all_reduce(tensor, group, all_to_all, all_gather)
+        return Pending(None, lambda: total)
+    return choose_transport("all_reduce", tensor, group, op).all_reduce(tensor, group, op, may_overwrite)
+
+
+def all_reduce(
+    tensor: Tensor, *, group: ProcessGroup, op: Any = dist.ReduceOp.SUM, may_overwrite: bool = False
+) -> Tensor:
+    """The sum (or ``op``) of ``tensor`` over the ranks, the same on each.
+
+    Args:
+        tensor: any shape, the same on every rank.
+        group: the ranks that take part.
+        op: a ``torch.distributed.ReduceOp``.
+        may_overwrite: the caller owns ``tensor`` and gives up its values, which saves a copy.
+
+    Returns:
+        A tensor of the same shape.
+
+    Raises:
+        DesyncError: another rank makes another call, or none within the group's time limit.
+        LaunchError: another rank died.
+    """
+    return all_reduce_async(tensor, group=group, op=op, may_overwrite=may_overwrite).wait()
+
+
+def all_gather_async(
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    buffer: GlobalMemoryBuffer | Tensor | None = None,
+) -> Pending:
+    """Start ``all_gather``; see there."""
+    t = group.size()
+    if t == 1:
+        return Pending(None, lambda: tensor)
+    if not 0 <= dim < tensor.dim():
+        dim = checked_dim(dim, tensor.shape)
+    sizes = (tensor.size(dim),) * t if sizes is None else checked_shards(tensor, group, dim, sizes)
+    return choose_transport("all_gather", tensor, group).all_gather(tensor, group, dim, sizes, buffer)
+
+
+def checked_shards(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Sequence[int]:
+    """``sizes``, if they can be those of the ranks' shards that are gathered; see ``all_gather``."""
+    t = group.size()
+    if len(sizes) != t or sizes[group.rank()] != tensor.size(dim):
+        raise ShardingError(
+            f"all_gather on rank {group.rank()} of {t}: sizes {list(sizes)} do not fit a shard of "
+            f"{tensor.size(dim)} along dimension {dim}; pass one size per rank"
+        )
+    return sizes
+
+
+def all_gather(
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    buffer: GlobalMemoryBuffer | Tensor | None = None,
+) -> Tensor:
+    """The shards of all ranks, concatenated along ``dim`` in rank order.
+
+    Args:
+        tensor: this rank's shard.
+        group: the ranks that take part.
+        dim: dimension of the concatenation.
+        sizes: every rank's size along ``dim``; all the same as this rank's if None.
+        buffer: where the result lies, until the next gather into the same buffer; or a contiguous tensor that it shall
+            be, in which ``tensor`` may be this rank's own part. New memory if None, and in traced code, where the
+            compiler plans memory.
+
+    Returns:
+        The whole tensor, the same on every rank.
+
+    Raises:
+        ShardingError: ``sizes`` does not have one entry per rank, or not this rank's size; no such dimension.
+    """
+    return all_gather_async(tensor, group=group, dim=dim, sizes=sizes, buffer=buffer).wait()
+
+
+def reduce_scatter_async(
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    may_overwrite: bool = False,
+) -> Pending:
+    """Start ``reduce_scatter``; see there."""
+    t = group.size()
+    if t == 1:
+        return Pending(None, lambda: tensor)
+    dim = checked_dim(dim, tensor.shape)
+    sizes = checked_sizes(sizes, tensor.size(dim), t, f"dimension {dim} of shape {list(tensor.shape)}")
+    if context_of(group).exact_parts is not None:
+        total = trees.reduce_scatter(tensor, group, dim, sizes, all_to_all)
+        return Pending(None, lambda: total)
+    transport = choose_transport("reduce_scatter", tensor, group)
+    return transport.reduce_scatter(tensor, group, dim, sizes, may_overwrite and dim == 0 and tensor.is_contiguous())
+
+
+def reduce_scatter(
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    may_overwrite: bool = False,
+) -> Tensor:
+    """This rank's shard, along ``dim``, of the sum of ``tensor`` over the ranks.
+
+    Args:
+        tensor: a partial sum of the whole tensor, the same shape on every rank.
+        group: the ranks that take part.
+        dim: dimension that is split.
+        sizes: every rank's size along ``dim``; balanced if None.
+        may_overwrite: the caller gives up the values of ``tensor``, and the result may take the place of this rank's
+            own part of it, which saves memory and a copy.
+
+    Returns:
+        A tensor of this rank's size along ``dim``.
+
+    Raises:
+        ShardingError: ``sizes`` does not sum to the dimension, or there is no such dimension.
+    """
+    return reduce_scatter_async(tensor, group=group, dim=dim, sizes=sizes, may_overwrite=may_overwrite).wait()
+
+
+def split_for_rank(tensor: Tensor, *, group: ProcessGroup, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """This rank's shard of a tensor that every rank holds whole; no communication.
+
+    Args:
+        tensor: the whole tensor.
+        group: the ranks that share it.
+        dim: dimension that is split.
+        sizes: every rank's size along ``dim``; balanced if None.
+
+    Returns:
+        A contiguous tensor (the input itself on one rank).
+
+    Raises:
+        ShardingError: ``sizes`` does not sum to the dimension, or there is no such dimension.
+    """
+    t = group.size()
+    if t == 1:
+        return tensor
+    dim = checked_dim(dim, tensor.shape)
+    sizes = checked_sizes(sizes, tensor.size(dim), t, f"dimension {dim} of shape {list(tensor.shape)}")
+    rank = group.rank()
+    return tensor.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+
+
+def all_to_all(
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    output_sizes: Sequence[int] | None = None,
+    input_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Send a run of rows to every rank and receive one from each, in rank order.
+
+    Args:
+        tensor: ``[sum(input_sizes), ...]``.
+        group: the ranks that take part.
+        output_sizes: rows received from each rank; equal parts if None.
+        input_sizes: rows sent to each rank; equal parts if None.
+
+    Returns:
+        ``[sum(output_sizes), ...]``.
+
+    Raises:
+        ShardingError: the rows do not divide, sizes are not one per rank, or do not sum to the rows.
+        DesyncError: a rank does not send what another expects: found in shared memory, and under ``validate_calls``.
+    """
+    t = group.size()
+    if t == 1:
+        return tensor
+    checked_dim(0, tensor.shape)
+    rows = tensor.size(0)
+    for name, sizes in (("output_sizes", output_sizes), ("input_sizes", input_sizes)):
+        if sizes is None and rows % t != 0:
+            raise ShardingError(f"all_to_all of {rows} rows over {t} ranks: they do not divide; pass {name}")
+    equal = (rows // t,) * t
+    sent = equal if input_sizes is None else checked_sizes(input_sizes, rows, t, "all_to_all's rows")
+    received = equal if output_sizes is None else tuple(map(int, output_sizes))
+    if len(received) != t or min(received) < 0 or received[group.rank()] != sent[group.rank()]:
+        raise ShardingError(
+            f"all_to_all on rank {group.rank()} of {t}: output_sizes {list(received)} must be {t} counts, and what the "
+            f"rank keeps the same as in input_sizes {list(sent)}"
+        )
+    return choose_transport("all_to_all", tensor, group).all_to_all(tensor, group, received, sent).wait()
+
+
+def broadcast_(tensor: Tensor, *, group: ProcessGroup, group_src: int = 0) -> Tensor:
+    """Overwrite ``tensor`` with that of rank ``group_src`` (counted within the group), and return it."""
+    if group.size() > 1:
+        torch_distributed.broadcast_(tensor, group, group_src)
+    return tensor

@@ -1,0 +1,296 @@
+"""The moves between layouts: each function takes a tensor from one to another, and its backward moves the gradient.
+
+========= ===================== ======================
+layout    values on the ranks   gradient on the ranks
+========= ===================== ======================
+I         the same              the same
+R         the same              a partial sum
+V         each its shard        each its shard
+P         a partial sum         the same
+========= ===================== ======================
+
+No move saves an activation, and none modifies its input. A dimension that the ranks do not divide is split by the
+balanced rule, or by the sizes that are given; a gather of uneven shards must be told their sizes, since none are
+exchanged. Moves have first derivatives only: PyTorch's collectives would give a wrong second one, so it is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication import collectives, trees
+from shardwise.core.communication.collectives import all_gather, all_reduce, split_for_rank
+from shardwise.core.layout import I, Layout, P, R, V
+from shardwise.core.sharding import checked_dim, uneven_sizes
+
+Sizes = Sequence[int] | None
+"""Every rank's size along the dimension of a move; None where the move knows them."""
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result", covariant=True)
+
+
+class Move(Protocol[_Arguments, _Result]):
+    """A function between two layouts.
+
+    Attributes:
+        source: layout of the tensor that it takes.
+        target: layout of the tensor that it returns.
+    """
+
+    source: Layout
+    target: Layout
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result: ...
+
+
+def _between(source: Layout, target: Layout) -> Callable[[Callable[_Arguments, _Result]], Move[_Arguments, _Result]]:
+    """State the layouts of a move as its attributes."""
+
+    def state(function: Callable[_Arguments, _Result]) -> Move[_Arguments, _Result]:
+        move = cast(Move[_Arguments, _Result], function)
+        move.source, move.target = source, target
+        return move
+
+    return state
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_reduce(grad, group=ctx.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        return all_reduce(tensor, group=group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Copies(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, number: int, group: ProcessGroup | None) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for _ in range(number))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        total = trees.tree_sum(grads)
+        return total if ctx.group is None else all_reduce(total, group=ctx.group), None, None
+
+
+class _Move(Function):
+    """A move between shards and the whole: one collective forward, another one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, move: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.adjoint = adjoint
+        return move(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.adjoint(grad), None, None
+
+
+def split_sizes(tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Sizes:
+    """``sizes``, or by the balanced rule what each rank gets of ``tensor`` along ``dim``; None where all get as much.
+
+    Raises:
+        ShardingError: the tensor has no such dimension.
+    """
+    return sizes or uneven_sizes(tensor.size(checked_dim(dim, tensor.shape)), group.size())
+
+
+@_between(I, R)
+def copy(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
+    """Enter a region in which every rank computes its part from a tensor that all hold.
+
+    Layout I -> R: forward nothing, backward all-reduce.
+
+    Args:
+        tensor: any shape, the same on every rank.
+        group: the ranks that share the region.
+
+    Returns:
+        The same values.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator f.
+    """
+    result: Tensor = _Copy.apply(tensor, group)
+    return result
+
+
+@_between(I, R)
+def copies(tensor: Tensor, number: int, *, group: ProcessGroup | None) -> tuple[Tensor, ...]:
+    """A tensor for each part that this rank computes from it; the gradient is summed by the tree over all parts.
+
+    Layout I -> R, within a rank and between ranks: forward nothing, backward the sum over this rank's parts, and an
+    all-reduce.
+
+    Args:
+        tensor: any shape, the same on every rank.
+        number: of parts on this rank, a power of two.
+        group: the ranks that have the other parts, which sums by the tree (``trees.sum_in_parts``); None if this rank
+            has all.
+
+    Returns:
+        ``number`` views.
+    """
+    result: tuple[Tensor, ...] = _Copies.apply(tensor, number, group)
+    return result
+
+
+@_between(P, I)
+def reduce(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
+    """Sum a partial result over the ranks of a group.
+
+    Layout P -> I: forward all-reduce, backward nothing.
+
+    Args:
+        tensor: any shape, this rank's partial sum.
+        group: the ranks that hold the other parts.
+
+    Returns:
+        The sum, the same on every rank.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator g.
+    """
+    result: Tensor = _Reduce.apply(tensor, group)
+    return result
+
+
+@_between(I, V())
+def scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
+    """Keep this rank's shard of a tensor that all hold.
+
+    Layout I -> V: forward split, backward all-gather.
+
+    Args:
+        tensor: the whole, the same on every rank.
+        dim: dimension that is split.
+        group: the ranks that share the tensor.
+        sizes: every rank's size along ``dim``; balanced if None.
+
+    Returns:
+        This rank's shard, contiguous.
+
+    Raises:
+        ShardingError: ``sizes`` do not sum to the dimension, or there is no such dimension.
+    """
+    along: dict[str, Any] = {"dim": dim, "group": group, "sizes": split_sizes(tensor, dim, group, sizes)}
+    result: Tensor = _Move.apply(tensor, partial(split_for_rank, **along), partial(all_gather, **along))
+    return result
+
+
+@_between(V(), I)
+def gather(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
+    """Concatenate the shards of all ranks.
+
+    Layout V -> I: forward all-gather, backward split.
+
+    Args:
+        tensor: this rank's shard.
+        dim: dimension of the concatenation.
+        group: the ranks that hold the other shards.
+        sizes: every rank's size along ``dim``; all as this rank's if None.
+
+    Returns:
+        The whole, the same on every rank.
+
+    Raises:
+        ShardingError: ``sizes`` do not have this rank's size, or there is no such dimension.
+    """
+    along: dict[str, Any] = {"dim": dim, "group": group, "sizes": sizes}
+    result: Tensor = _Move.apply(tensor, partial(all_gather, **along), partial(split_for_rank, **along))
+    return result
+
+
+@_between(V(), R)
+def gather_for_parts(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
+    """Concatenate the shards of all ranks, for a region in which every rank computes its part from the whole.
+
+    Layout V -> R: forward all-gather, backward reduce-scatter.
+
+    Args:
+        tensor, dim, group, sizes: as for ``gather``.
+
+    Returns:
+        The whole, the same on every rank.
+
+    Raises:
+        ShardingError: ``sizes`` do not have this rank's size, or there is no such dimension.
+
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g.
+    """
+    along: dict[str, Any] = {"dim": dim, "group": group, "sizes": sizes}
+    adjoint = partial(collectives.reduce_scatter, **along)
+    result: Tensor = _Move.apply(tensor, partial(all_gather, **along), adjoint)
+    return result
+
+
+@_between(P, V())
+def reduce_scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
+    """Sum a partial result over the ranks and keep this rank's shard.
+
+    Layout P -> V: forward reduce-scatter, backward all-gather.
+
+    Args:
+        tensor: of the whole shape, this rank's partial sum.
+        dim: dimension that is split.
+        group: the ranks that hold the other parts.
+        sizes: every rank's size along ``dim``; balanced if None.
+
+    Returns:
+        This rank's shard of the sum.
+
+    Raises:
+        ShardingError: ``sizes`` do not sum to the dimension, or there is no such dimension.
+
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g-bar.
+    """
+    along: dict[str, Any] = {"dim": dim, "group": group, "sizes": split_sizes(tensor, dim, group, sizes)}
+    result: Tensor = _Move.apply(tensor, partial(collectives.reduce_scatter, **along), partial(all_gather, **along))
+    return result
+
+
+@_between(V(), V())
+def all_to_all(tensor: Tensor, *, group: ProcessGroup, output_sizes: Sizes = None, input_sizes: Sizes = None) -> Tensor:
+    """Send a run of rows to every rank and receive one from each, in rank order.
+
+    Layout V -> V; the backward is the inverse exchange.
+
+    Args:
+        tensor: ``[sum(input_sizes), ...]``.
+        group: the ranks that take part.
+        output_sizes: rows received from each rank; equal parts if None.
+        input_sizes: rows sent to each rank; equal parts if None.
+
+    Returns:
+        ``[sum(output_sizes), ...]``.
+
+    Raises:
+        ShardingError: the sizes are not one per rank, or do not sum to the rows.
+    """
+    exchange = partial(collectives.all_to_all, group=group, output_sizes=output_sizes, input_sizes=input_sizes)
+    inverse = partial(collectives.all_to_all, group=group, output_sizes=input_sizes, input_sizes=output_sizes)
+    result: Tensor = _Move.apply(tensor, exchange, inverse)
+    return result

@@ -1,0 +1,228 @@
+"""Memory of a group that its ranks reach in each other, where the devices can; ordinary memory everywhere else."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.agreement import gather_objects
+from shardwise.core.communication.backend import device_of
+from shardwise.core.communication.context import context_of
+from shardwise.core.processes import machine
+
+T = TypeVar("T")
+
+_WHAT = "how to make symmetric memory"
+# Activations of one tensor-parallel region of a large model: 8192 tokens of width 16384 in bf16.
+_MEBIBYTES = 256
+_TRIED_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class OrdinaryMemory:
+    """What stands in place of PyTorch's symmetric-memory handle where a block is ordinary memory.
+
+    Attributes:
+        rank, world_size: of the group.
+        why: why the ranks do not reach each other's memory.
+        group: whose ranks exchange by collectives what would lie in symmetric memory.
+    """
+
+    rank: int
+    world_size: int
+    why: str
+    group: ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """What a row-parallel layer in fused mode has left for the column-parallel layer after it.
+
+    Attributes:
+        normed: ``[s, b, h]``, the whole normed input, in the buffer; None where the buffer is too small for it.
+        weight: of the norm.
+    """
+
+    normed: Tensor | None
+    weight: Tensor
+
+
+class GlobalSymmetricMemoryBuffer:
+    """A block of memory that is handed out again and again.
+
+    What ``maybe_get_tensor`` returns is overwritten by whoever asks next. Making one is collective over the group.
+
+    On CUDA devices of one host that reach each other's memory it is PyTorch's symmetric memory; elsewhere, CPUs
+    included, it is this rank's own, and the ranks exchange by collectives what would lie in it.
+
+    Args:
+        size_in_mb: size of the block in MiB.
+        process_group: the ranks that share it.
+        device: where it lies; where the group's tensors lie if None.
+
+    Attributes:
+        handle: PyTorch's symmetric-memory handle of the block, or ``OrdinaryMemory``.
+        fused: by dtype and width of what lies in it, whether all ranks have agreed to exchange by one kernel.
+    """
+
+    def __init__(self, size_in_mb: int, process_group: ProcessGroup, device: torch.device | None = None) -> None:
+        device = device_of(process_group) if device is None else device
+        size = size_in_mb * 2**20
+        made = _symmetric(size, process_group, device)
+        if isinstance(made, str):
+            # Untouched memory takes none. Made in inference mode it could not be written to outside of it.
+            with torch.inference_mode(False):
+                self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            self.handle: Any = OrdinaryMemory(process_group.rank(), process_group.size(), made, process_group)
+        else:
+            self.buffer, self.handle = made
+        self.fused: dict[tuple[torch.dtype, int], bool] = {}
+        self._left: Left | None = None
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the ranks reach each other's block."""
+        return not isinstance(self.handle, OrdinaryMemory)
+
+    @functools.cached_property
+    def addresses(self) -> Tensor:
+        """Where each rank's block lies in this process: int64 ``[t]``, on the block's device; in symmetric memory."""
+        return torch.tensor(list(self.handle.buffer_ptrs), dtype=torch.int64, device=self.buffer.device)
+
+    def maybe_get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+        """The start of the block as a tensor of that shape and dtype.
+
+        Returns:
+            ``{"tensor": ..., "handle": ...}``; both are None if the tensor is larger than the block.
+        """
+        num_bytes = math.prod(tensor_shape) * dtype.itemsize
+        if num_bytes > self.buffer.numel():
+            return {"tensor": None, "handle": None}
+        return {"tensor": self.buffer[:num_bytes].view(dtype).view(tuple(tensor_shape)), "handle": self.handle}
+
+    def leave(self, left: Left | None) -> None:
+        """Remember what lies in the block for the next layer; None while it is being overwritten."""
+        self._left = left
+
+    def take(self) -> Left | None:
+        """What was left since the last call; None if nothing."""
+        left, self._left = self._left, None
+        return left
+
+
+def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None) -> GlobalSymmetricMemoryBuffer:
+    """The group's buffer of 256 MiB on a device; the first call makes it, which is collective.
+
+    Args:
+        group: the ranks that share it.
+        device: where the group's tensors lie if None.
+    """
+    buffers = context_of(group).symmetric_buffers
+    device = device_of(group) if device is None else device
+    buffer = buffers.get(device)
+    if buffer is None:
+        buffer = buffers[device] = GlobalSymmetricMemoryBuffer(_MEBIBYTES, group, device)
+    return buffer
+
+
+def why_no_symmetric_memory() -> str | None:
+    """Why no two GPUs of this machine reach each other's memory, as far as one process can tell; None if they do."""
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if number < 2:
+        return f"it takes two GPUs of one machine, and PyTorch sees {number or 'none'}"
+    if not torch.cuda.can_device_access_peer(0, 1):
+        return "the first two GPUs do not reach each other's memory"
+    return None
+
+
+def why_not_symmetric(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks do not reach each other's memory on a device; None if they do. The first call is collective."""
+    refusals = context_of(group).symmetric_refusals
+    if device not in refusals:
+        made = _symmetric(_TRIED_BYTES, group, device)
+        refusals[device] = made if isinstance(made, str) else None
+    return refusals[device]
+
+
+def first_tried(operator: str, call: Callable[[], T], like: Tensor, *, group: ProcessGroup) -> T | None:
+    """``call()``, a fused operator in symmetric memory; None if its first call failed on some rank.
+
+    The first call of an operator and a dtype in a group is collective: the ranks tell each other how it went. If it
+    failed on any, ``why_not_symmetric`` says so on all of them from then on, and rank 0 warns. Later calls just run.
+
+    Args:
+        operator: its name.
+        call: the call, in which all ranks take part.
+        like: of the device and the dtype of the work.
+        group: the ranks that take part.
+
+    Raises:
+        DesyncError: a rank is gone, or does not come within the group's time limit.
+    """
+    context = context_of(group)
+    if (operator, like.dtype) in context.tried_operators:
+        return call()
+    result: T | None = None
+    refusal: str | None = None
+    try:
+        result = call()
+    # Whatever PyTorch's experimental operators lack on this machine, collectives do the work.
+    except Exception as error:
+        reason = (str(error).strip() or "failed").splitlines()[0]
+        refusal = f"{operator} failed on rank {group.rank()}: {type(error).__name__}: {reason}"
+    refusals = [other for other in gather_objects(refusal, f"how {operator} went", group=group) if other is not None]
+    if not refusals:
+        context.tried_operators.add((operator, like.dtype))
+        return result
+    context.symmetric_refusals[like.device] = refusals[0]
+    if group.rank() == 0:
+        warnings.warn(f"symmetric memory: off on all ranks of the group, since {refusals[0]}", stacklevel=2)
+    return None
+
+
+def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, Any] | str:
+    """Symmetric memory and its handle, or why there is none: the same decision on every rank."""
+    if device.type != "cuda":
+        return f"symmetric memory is memory of CUDA devices, and this is a {device.type}"
+    if group.size() == 1:
+        return "there is one rank"
+    places = gather_objects((machine(), _gpu(device)), _WHAT, group=group)
+    if len({host for host, _ in places}) > 1:
+        return "the ranks are on several hosts"
+    gpus = [gpu for _, gpu in places if gpu]
+    if len(set(gpus)) < len(gpus):
+        return "ranks share a GPU"
+    memory: Tensor | None = None
+    handle: Any = None
+    refusal: str | None = None
+    # Two steps, of which the second is collective: no rank begins it unless all have done the first.
+    for step in ("allocation", "rendezvous"):
+        try:
+            from torch.distributed import _symmetric_memory
+
+            if memory is None:
+                memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            else:
+                handle = _symmetric_memory.rendezvous(memory, group)
+        # Whatever PyTorch's experimental module lacks on this machine, collectives do the work.
+        except (ImportError, AttributeError, RuntimeError) as error:
+            refusal = f"{step} of symmetric memory failed: {str(error).partition(chr(10))[0]}"
+        refusals = [other for other in gather_objects(refusal, _WHAT, group=group) if other is not None]
+        if refusals:
+            return str(refusals[0])
+    assert memory is not None
+    return memory, handle
+
+
+def _gpu(device: torch.device) -> str:
+    """What tells this GPU from all others; empty if PyTorch cannot say."""
+    try:
+        return str(torch.cuda.get_device_properties(device).uuid)
+    except (AssertionError, AttributeError, RuntimeError):
+        return ""

@@ -1,0 +1,48 @@
+"""How tensors travel between ranks: what a transport is, those that there are, and the one place that chooses.
+
+- ``traced``, while ``torch.compile`` traces;
+- ``shared_memory``, between CPU ranks of one machine;
+- ``torch_distributed``, PyTorch's own collectives, everywhere else.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise.core.communication.backend import backend_of
+from shardwise.core.communication.context import context_of
+from shardwise.core.communication.transports import torch_distributed, traced
+from shardwise.core.communication.transports.shared_memory import CARRIED, REDUCTIONS, channel_of
+from shardwise.core.communication.transports.transport import Transport
+
+__all__ = ["Transport", "choose_transport", "transport_name"]
+
+
+def choose_transport(operation: str, tensor: Tensor, group: ProcessGroup, op: Any = None) -> Transport:
+    """The transport of a call.
+
+    Args:
+        operation: a method of ``Transport``.
+        tensor: what this rank contributes.
+        group: the ranks that take part; more than one.
+        op: the ``ReduceOp`` of an all-reduce.
+    """
+    if torch.compiler.is_compiling():
+        return traced
+    # A subclass (fake, functional, distributed) has no memory of its own to copy.
+    if tensor.is_cpu and type(tensor) in (Tensor, Parameter) and tensor.dtype in CARRIED[operation]:
+        context = context_of(group)
+        channel = context.channel if context.has_tried_to_share else channel_of(group)
+        if channel is not None and (op is None or op in REDUCTIONS):
+            return channel
+    return torch_distributed
+
+
+def transport_name(group: ProcessGroup, device: torch.device) -> str:
+    """How tensors on ``device`` travel in ``group``: ``"shared memory"``, or the backend's name. Collective."""
+    if device.type == "cpu" and channel_of(group) is not None:
+        return "shared memory"
+    return backend_of(group, device) or f"no backend for {device.type}"

@@ -1,0 +1,309 @@
+"""The protocol: slots of shared memory, and flags that say what is in them.
+
+A message is cut into chunks; chunk number ``n`` of the group goes through slot ``n % NUM_SLOTS`` of each rank. Three
+numbers per rank and slot are the whole state::
+
+    ready[rank, slot]   the last chunk that the rank put there, written after the data
+    read[rank, slot]    the last chunk that the rank has taken out of everybody's slot; when all ranks have read a slot
+                        it is used again
+    call[rank, slot]    a hash of operation, dtype and shape: ranks that disagree are found out at no cost
+
+Nothing is locked: each number has one writer. It is right where stores become visible in the order in which they were
+made, as x86-64 promises. A rank that waits spins, then yields if there is a core for each rank of the group, then naps;
+it looks now and then whether those it waits for still live, and gives up at the group's time limit: it never hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.waiting import Wait, layer_of
+from shardwise.core.errors import DesyncError, LaunchError, ShardwiseError
+from shardwise.core.processes import Process
+
+NUM_SLOTS = 4
+# What is copied in and what is made of it stay in a core's second-level cache.
+SLOT_BYTES = 1 << 19
+
+_CACHE_LINE_WORDS = 8
+_NOTE_BYTES = 256
+_FLAGS_PER_RANK = 3 * NUM_SLOTS + 1
+_WORDS_PER_RANK = _FLAGS_PER_RANK + (-_FLAGS_PER_RANK) % _CACHE_LINE_WORDS
+_PAGE = 4096
+
+_SPINS = 200
+_YIELD_SECONDS = 2e-3
+_SHORTEST_NAP_SECONDS = 5e-5
+_LONGEST_NAP_SECONDS = 2e-3
+_SECONDS_BETWEEN_LOOKS = 0.1
+# All ranks find the disagreement at the same place, as soon as the machine lets them run.
+_SECONDS_FOR_NOTES = 20.0
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def channel_bytes(t: int) -> int:
+    """Bytes of shared memory that a channel of ``t`` ranks needs."""
+    return _slots_offset(t) + NUM_SLOTS * t * SLOT_BYTES
+
+
+def _notes_offset(t: int) -> int:
+    return t * _WORDS_PER_RANK * 8
+
+
+def _slots_offset(t: int) -> int:
+    end = _notes_offset(t) + t * _NOTE_BYTES
+    return end + (-end) % _PAGE
+
+
+class Channel:
+    """The shared memory of one process group, seen by one rank.
+
+    Args:
+        rank: this rank in the group.
+        memory: ``channel_bytes(t)`` bytes, zero at first, the same memory on every rank.
+        processes: the ranks' processes, in rank order.
+        timeout: seconds that a rank waits for another.
+        global_ranks: the ranks in the world, in the same order; those of the group itself if None.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        memory: Tensor,
+        processes: Sequence[Process],
+        timeout: float,
+        global_ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.t = len(processes)
+        self.global_ranks = list(range(self.t) if global_ranks is None else global_ranks)
+        self._processes = processes
+        self._timeout = timeout
+        self._others = [other for other in range(self.t) if other != rank]
+        # Where ranks share cores, one that waits keeps from its core the one that it waits for.
+        self._yield_seconds = _YIELD_SECONDS if self.t <= _num_cores() else 0.0
+        words = _notes_offset(self.t)
+        # A memoryview reads a number in a tenth of the time that a tensor or an array takes.
+        self._words = memoryview(cast(Any, memory[:words].view(torch.int64).numpy()))
+        self._notes = memoryview(cast(Any, memory[words : words + self.t * _NOTE_BYTES].numpy()))
+        self._slots = memory[_slots_offset(self.t) : channel_bytes(self.t)].view(NUM_SLOTS, self.t, SLOT_BYTES)
+        self._next = 1
+        # The message whose chunk is in each slot of this rank and has not been read yet.
+        self._in_flight: list[Message | None] = [None] * NUM_SLOTS
+        self._rows: dict[tuple[int, torch.dtype, Sequence[int]], tuple[Tensor, ...]] = {}
+        self._broken: ShardwiseError | None = None
+
+    def rows(self, slot: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Every rank's part of a slot as a tensor of ``shape``, in rank order, and last all of them stacked."""
+        key = (slot, dtype, shape)
+        rows = self._rows.get(key)
+        if rows is None:
+            if len(self._rows) >= 4096:
+                self._rows.clear()
+            count = 1
+            for size in shape:
+                count *= size
+            # A view made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                stacked = self._slots[slot].view(dtype)[:, :count].view(self.t, *shape)
+                rows = self._rows[key] = (*stacked.unbind(0), stacked)
+        return rows
+
+    def take_slot(self, message: Message) -> tuple[int, int]:
+        """A slot that everybody has read, and the number of the chunk that is to go into it."""
+        if self._broken is not None:
+            raise self._broken
+        while (holder := self._in_flight[self._next % NUM_SLOTS]) is not None:
+            # Started and not yet waited for: its turn is now. Every rank comes by here at the same call.
+            holder.finish()
+        number = self._next
+        slot = number % NUM_SLOTS
+        self._wait(NUM_SLOTS + slot, number - NUM_SLOTS, message)
+        self._next = number + 1
+        self._in_flight[slot] = message
+        return slot, number
+
+    def post(self, slot: int, number: int, call: int) -> None:
+        """Show the others what this rank has put into the slot."""
+        own = self.rank * _WORDS_PER_RANK + slot
+        self._words[own + 2 * NUM_SLOTS] = call
+        self._words[own] = number
+
+    def wait_ready(self, slot: int, number: int, message: Message) -> None:
+        """Wait until every rank has put chunk ``number`` into its slot.
+
+        Raises:
+            DesyncError: a rank is in another call, or does not come within the time limit.
+            LaunchError: a rank has died.
+        """
+        self._wait(slot, number, message)
+        words, call = self._words, message.call
+        for other in self._others:
+            if words[other * _WORDS_PER_RANK + 2 * NUM_SLOTS + slot] != call:
+                raise self._disagreement(message)
+
+    def release(self, slot: int, number: int) -> None:
+        """Tell the others that this rank has read the slot."""
+        self._words[self.rank * _WORDS_PER_RANK + NUM_SLOTS + slot] = number
+        self._in_flight[slot] = None
+
+    def _wait(self, flag: int, number: int, message: Message) -> None:
+        words = self._words
+        for other in self._others:
+            place = other * _WORDS_PER_RANK + flag
+            if words[place] >= number:
+                continue
+            for _ in range(_SPINS):
+                if words[place] >= number:
+                    break
+            else:
+                self._wait_longer(place, number, other, message)
+
+    def _wait_longer(self, place: int, number: int, other: int, message: Message) -> None:
+        flag = place - other * _WORDS_PER_RANK
+
+        def missing() -> list[int]:
+            return [
+                self.global_ranks[each] for each in self._others if self._words[each * _WORDS_PER_RANK + flag] < number
+            ]
+
+        name, shape, dtype, *_ = message.description
+        with Wait(name, self.global_ranks, (shape, dtype), missing):
+            self._wait_for_flag(place, number, other, message)
+
+    def _wait_for_flag(self, place: int, number: int, other: int, message: Message) -> None:
+        words = self._words
+        start = time.monotonic()
+        look = start + _SECONDS_BETWEEN_LOOKS
+        now = start
+        while words[place] < number:
+            waited = now - start
+            if waited < self._yield_seconds:
+                os.sched_yield()
+            else:
+                # A rank that comes later than that is late by itself; a hundredth more does not matter.
+                time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited / 100), _LONGEST_NAP_SECONDS))
+            now = time.monotonic()
+            if now < look:
+                continue
+            look = now + _SECONDS_BETWEEN_LOOKS
+            process = self._processes[other]
+            if not process.runs() and words[place] < number:
+                self._broken = LaunchError(
+                    f"rank {other} of {self.t} (process {process.pid}) died; rank {self.rank} was waiting for it in "
+                    f"{message}"
+                )
+                raise self._broken
+            if now - start > self._timeout:
+                self._broken = DesyncError(
+                    f"rank {other} of {self.t} (process {process.pid}) did not join rank {self.rank} in {message}"
+                    f"{_of_layer()} within {self._timeout:g} s; every rank of a group must make the same calls in the "
+                    "same order"
+                )
+                raise self._broken
+
+    def _disagreement(self, message: Message) -> DesyncError:
+        """The error of ranks that are in different calls, with the same text on every rank."""
+        text = str(message).encode()[:_NOTE_BYTES]
+        start = self.rank * _NOTE_BYTES
+        self._notes[start : start + len(text)] = text
+        self._words[self.rank * _WORDS_PER_RANK + 3 * NUM_SLOTS] = len(text)
+        end = time.monotonic() + _SECONDS_FOR_NOTES
+        calls = []
+        for rank in range(self.t):
+            place = rank * _WORDS_PER_RANK + 3 * NUM_SLOTS
+            while not self._words[place] and time.monotonic() < end:
+                time.sleep(_SHORTEST_NAP_SECONDS)
+            note = bytes(self._notes[rank * _NOTE_BYTES : rank * _NOTE_BYTES + self._words[place]])
+            calls.append(f"rank {rank} is in {note.decode(errors='replace') or 'an unknown call'}")
+        self._broken = DesyncError(
+            f"ranks disagree: {', '.join(calls)}; every rank of a group must make the same calls in the same order, "
+            "with the same shapes and dtypes"
+        )
+        return self._broken
+
+
+def _of_layer() -> str:
+    layer = layer_of(threading.get_ident())
+    return f" of {layer}" if layer else ""
+
+
+class Message(Pending, ABC):
+    """One collective in flight. A subclass says what goes into a slot, and what is made of everybody's.
+
+    Args:
+        channel: the group's shared memory.
+        description: operation, shape and dtype, for errors.
+        call: a number that is the same on all ranks that make the same call.
+        num_chunks: how many chunks the message is cut into; the same on every rank.
+    """
+
+    __slots__ = ("_channel", "_num_chunks", "_posted", "_taken", "call", "description", "result")
+
+    result: Tensor
+
+    def __init__(
+        self,
+        channel: Channel,
+        description: tuple[str, torch.Size, torch.dtype, *tuple[str, ...]],
+        call: int,
+        num_chunks: int,
+    ) -> None:
+        self._channel = channel
+        self.description = description
+        self.call = call
+        self._num_chunks = num_chunks
+        self._posted: list[tuple[int, int]] = []
+        self._taken = 0
+
+    def start(self) -> None:
+        """Put in as much as there are slots for. Waits only for ranks that are ``NUM_SLOTS`` chunks behind."""
+        for _ in range(min(NUM_SLOTS, self._num_chunks)):
+            self._post_next()
+
+    def wait(self) -> Tensor:
+        """The result, when every rank has put its part in."""
+        self.finish()
+        return self.result
+
+    def finish(self) -> None:
+        """Take out what every rank has put in; nothing happens the second time."""
+        channel = self._channel
+        while self._taken < self._num_chunks:
+            slot, number = self._posted[self._taken]
+            channel.wait_ready(slot, number, self)
+            self._read(self._taken, slot)
+            channel.release(slot, number)
+            self._taken += 1
+            if len(self._posted) < self._num_chunks:
+                self._post_next()
+
+    def _post_next(self) -> None:
+        slot, number = self._channel.take_slot(self)
+        self._write(len(self._posted), slot)
+        self._channel.post(slot, number, self.call)
+        self._posted.append((slot, number))
+
+    @abstractmethod
+    def _write(self, chunk: int, slot: int) -> None:
+        """Put this rank's part of a chunk into its row of the slot."""
+
+    @abstractmethod
+    def _read(self, chunk: int, slot: int) -> None:
+        """Make this rank's result of everybody's rows of the slot."""
+
+    def __str__(self) -> str:
+        name, shape, dtype, *rest = self.description
+        return " ".join([f"{name} of {list(shape)} {str(dtype).removeprefix('torch.')}", *rest])

@@ -1,0 +1,279 @@
+"""Collectives of PyTorch's backends, started at once: gloo, NCCL and whatever else a group was made with.
+
+``collectives`` has checked dimensions and sizes before. What differs between PyTorch's releases and between backends is
+settled here. Shards of different sizes are gathered padded to the largest one, since gloo refuses an all-gather of
+uneven sizes; by the balanced rule that is at most one row per rank.
+"""
+
+import datetime
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication import accounting
+from shardwise.core.communication.agreement import check_same, gather_objects
+from shardwise.core.communication.backend import is_gloo, time_limit
+from shardwise.core.communication.buffers import GlobalMemoryBuffer, gather_buffer
+from shardwise.core.communication.context import context_of
+from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.transports.transport import check_exchange
+from shardwise.core.communication.waiting import Wait
+from shardwise.core.errors import DesyncError
+
+# PyTorch 2.13 renamed these two and warns about the old names.
+_all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# From this many bytes of all shards together gloo gathers them in messages of their own.
+_BYTES_TO_SEND_DIRECTLY = 1 << 20
+
+
+class Work:
+    """A backend's work whose failure names the call.
+
+    ``peer`` is the one rank that a message waits for, counted within the group.
+    """
+
+    __slots__ = ("_device", "_dtype", "_group", "_name", "_peer", "_shape", "_work")
+
+    def __init__(self, work: Any, name: str, tensor: Tensor, group: ProcessGroup, peer: int | None = None) -> None:
+        self._work = work
+        self._name = name
+        self._shape = tensor.shape
+        self._dtype = tensor.dtype
+        self._device = tensor.device
+        self._group = group
+        self._peer = peer
+
+    def wait(self) -> None:
+        missing = None if self._peer is None else self._awaited
+        with Wait(self._name, self._group, (self._shape, self._dtype), missing) as wait:
+            try:
+                # gloo's own limit does not end every kind of disagreement.
+                limit = _limit_of_waiting(self._group, self._device)
+                self._work.wait() if limit is None else self._work.wait(limit)
+            except RuntimeError as error:
+                rank, size = self._group.rank(), self._group.size()
+                found = f"{wait.finding}; " if wait.finding else ""
+                raise DesyncError(
+                    f"{found}{wait.describe()} failed on rank {rank} of {size} after "
+                    f"{time.monotonic() - wait.since:.0f} s; another rank ended, does not come, or made another call: "
+                    f"{error}"
+                ) from error
+
+    def _awaited(self) -> list[int]:
+        return [dist.get_global_rank(self._group, cast(int, self._peer))]
+
+
+def _limit_of_waiting(group: ProcessGroup, device: torch.device) -> datetime.timedelta | None:
+    """The time limit of gloo's work; None where waiting is the stream's affair and not the host's."""
+    limits = context_of(group).time_limits
+    if device.type not in limits:
+        limits[device.type] = time_limit(group, device) if is_gloo(group, device) else None
+    return limits[device.type]
+
+
+def is_even(sizes: Sequence[int]) -> bool:
+    """Whether all ranks hold the same."""
+    return min(sizes) == max(sizes)
+
+
+def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object, but_dim: int | None = None) -> None:
+    """Compare the call between the ranks, in a group that validates."""
+    if not context_of(group).validates:
+        return
+    shape = [size if dim != but_dim else "any" for dim, size in enumerate(tensor.shape)]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    with accounting.uncounted():
+        check_same(" ".join(map(str, (name, shape, dtype, *settings))), "the collective to be made", group=group)
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
+    """Start an all-reduce."""
+    _validate("all_reduce", tensor, group, op)
+    if may_overwrite and tensor.is_contiguous():
+        result = tensor
+    else:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(result, op=op, group=group, async_op=True)
+    return Pending(Work(work, "all_reduce", tensor, group), lambda: result)
+
+
+def all_gather(
+    tensor: Tensor,
+    group: ProcessGroup,
+    dim: int,
+    sizes: Sequence[int],
+    buffer: GlobalMemoryBuffer | Tensor | None = None,
+) -> Pending:
+    """Start an all-gather of shards with ``sizes`` along ``dim``, into ``buffer`` if there is one."""
+    _validate("all_gather", tensor, group, dim, list(sizes), but_dim=dim)
+    out = gather_buffer(buffer, tensor, dim, sizes)
+    if dim == 0 and tensor.is_cpu and is_gloo(group, tensor.device):
+        total = sum(sizes) * math.prod(tensor.shape[1:]) * tensor.element_size()
+        if total >= _BYTES_TO_SEND_DIRECTLY:
+            return _send_to_all(tensor, group, sizes, out)
+    t, even = len(sizes), is_even(sizes)
+    shard = tensor.contiguous() if even else _padded(tensor, dim, max(sizes))
+    is_result = dim == 0 and even
+    gathered = out if is_result and out is not None else shard.new_empty((t * shard.size(0), *shard.shape[1:]))
+    # Counted without the padding.
+    with accounting.as_one("all_gather", tensor):
+        work = _all_gather_into(gathered, shard, group=group, async_op=True)
+    return Pending(
+        Work(work, "all_gather", tensor, group), lambda: join_gathered(gathered, shard.shape, dim, sizes, out), shard
+    )
+
+
+def _send_to_all(tensor: Tensor, group: ProcessGroup, sizes: Sequence[int], out: Tensor | None) -> Pending:
+    """All-gather along the first dimension as messages, each rank's shard to every other, straight to its place.
+
+    gloo's own all-gather takes three times as long for large shards, and pads those of different sizes.
+    """
+    rank, shard = group.rank(), tensor.detach().contiguous()
+    result = shard.new_empty((sum(sizes), *shard.shape[1:])) if out is None else out
+    parts = result.split(list(sizes))
+    others = [other for other in range(len(sizes)) if other != rank]
+    with accounting.as_one("all_gather", tensor):
+        works = [dist.irecv(parts[other], group=group, group_src=other) for other in others]
+        works += [dist.isend(shard, group=group, group_dst=other) for other in others]
+    context_of(group).num_messages += len(works)
+    if parts[rank].data_ptr() != shard.data_ptr():
+        parts[rank].copy_(shard)
+
+    def finish() -> Tensor:
+        for work in works:
+            Work(work, "all_gather", tensor, group).wait()
+        return result
+
+    return Pending(None, finish, shard)
+
+
+def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = size
+    padded = tensor.new_zeros(shape)
+    padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
+    return padded
+
+
+def join_gathered(
+    gathered: Tensor, shard_shape: Sequence[int], dim: int, sizes: Sequence[int], out: Tensor | None = None
+) -> Tensor:
+    """What the backend stacked along the first dimension, as one tensor along ``dim``, without the padding."""
+    if dim == 0 and is_even(sizes):
+        return gathered
+    stacked = gathered.view(len(sizes), *shard_shape).unbind(0)
+    parts = [part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)]
+    return torch.cat(parts, dim) if out is None else torch.cat(parts, dim, out=out)
+
+
+def reduce_scatter(
+    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool = False
+) -> Pending:
+    """Start a reduce-scatter into shards with ``sizes`` along ``dim``, into this rank's part if that may be."""
+    _validate("reduce_scatter", tensor, group, dim, list(sizes))
+    t, own = len(sizes), sizes[group.rank()]
+    part = tensor.narrow(0, sum(sizes[: group.rank()]), own) if may_overwrite else None
+    if is_gloo(group, tensor.device):
+        return _exchange_and_sum(tensor, group, dim, sizes, part)
+    if dim == 0 and is_even(sizes):
+        packed = tensor.contiguous()
+        result = packed.new_empty((own, *packed.shape[1:])) if part is None else part
+        work = _reduce_scatter_into(result, packed, group=group, async_op=True)
+        return Pending(Work(work, "reduce_scatter", tensor, group), lambda: result, packed)
+    shape = list(tensor.shape)
+    shape[dim] = max(sizes)
+    packed = tensor.new_zeros((t, *shape))
+    for slot, part in zip(packed.unbind(0), tensor.split(list(sizes), dim), strict=True):
+        slot.narrow(dim, 0, part.size(dim)).copy_(part)
+    result = packed.new_empty(shape)
+    with accounting.as_one("reduce_scatter", tensor):
+        work = _reduce_scatter_into(result, packed.flatten(0, 1), group=group, async_op=True)
+
+    def finish() -> Tensor:
+        # No view: ``moves`` returns it from an autograd function, and programs may write to it in place.
+        return result.narrow(dim, 0, own).contiguous().detach()
+
+    return Pending(Work(work, "reduce_scatter", tensor, group), finish, packed)
+
+
+def _exchange_and_sum(
+    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], out: Tensor | None = None
+) -> Pending:
+    """Reduce-scatter as an all-to-all and a local sum, in rank order.
+
+    gloo's own reduce-scatter costs as much as its all-reduce; this sends each element once, to the rank that wants it,
+    takes half the time, and needs no padding.
+    """
+    packed, received_sizes, sent_sizes = packed_by_rank(tensor, group.rank(), dim, sizes)
+    received = packed.new_empty(sum(received_sizes))
+    with accounting.as_one("reduce_scatter", tensor):
+        work = dist.all_to_all_single(received, packed, received_sizes, sent_sizes, group=group, async_op=True)
+    shape = (len(sizes), *tensor.shape[:dim], sizes[group.rank()], *tensor.shape[dim + 1 :])
+
+    def finish() -> Tensor:
+        parts = received.view(shape)
+        return parts.sum(0, dtype=tensor.dtype) if out is None else torch.sum(parts, 0, dtype=tensor.dtype, out=out)
+
+    return Pending(Work(work, "reduce_scatter", tensor, group), finish, packed)
+
+
+def packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int], list[int]]:
+    """The parts for each rank in one row, and how many elements ``rank`` receives from and sends to each."""
+    if dim == 0:
+        packed = tensor.contiguous().view(-1)
+    else:
+        packed = torch.cat([part.reshape(-1) for part in tensor.split(list(sizes), dim)])
+    others = math.prod(tensor.shape[:dim]) * math.prod(tensor.shape[dim + 1 :])
+    return packed, [sizes[rank] * others] * len(sizes), [size * others for size in sizes]
+
+
+def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Pending:
+    """Start an exchange of rows with every rank."""
+    # The number of rows is compared by itself, since ranks may exchange different ones.
+    _validate("all_to_all", tensor, group, but_dim=0)
+    if context_of(group).validates:
+        with accounting.uncounted():
+            asked = gather_objects((input_sizes, output_sizes), "the sizes of an all_to_all", group=group)
+        check_exchange([sent for sent, _ in asked], [expected for _, expected in asked])
+    tensor = tensor.contiguous()
+    result = tensor.new_empty((sum(output_sizes), *tensor.shape[1:]))
+    work = dist.all_to_all_single(result, tensor, list(output_sizes), list(input_sizes), group=group, async_op=True)
+    return Pending(Work(work, "all_to_all", tensor, group), lambda: result, tensor)
+
+
+def shift(tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None) -> Pending:
+    """Start sending rows ``step`` places on in the ring, and receiving from as far back."""
+    _validate("shift", tensor, group, step, list(counts), but_dim=0)
+    sent, received = shifted_sizes(group, step, counts)
+    result = tensor.new_empty((sum(received), *tensor.shape[1:])) if out is None else out
+    work = dist.all_to_all_single(result, tensor, received, sent, group=group, async_op=True)
+    return Pending(Work(work, "shift", tensor, group), lambda: result, tensor)
+
+
+def shifted_sizes(group: ProcessGroup, step: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """How many rows this rank sends to and receives from each, where every rank sends its ``counts`` on by ``step``."""
+    t, rank = group.size(), group.rank()
+    sent, received = [0] * t, [0] * t
+    sent[(rank + step) % t] = counts[rank]
+    received[(rank - step) % t] = counts[(rank - step) % t]
+    return sent, received
+
+
+def broadcast_(tensor: Tensor, group: ProcessGroup, group_src: int) -> Tensor:
+    """Overwrite ``tensor`` with the source's. No other transport broadcasts: it happens at set-up."""
+    _validate("broadcast", tensor, group, group_src)
+    # What travels is memory, in whatever order each rank's strides put it.
+    packed = tensor.contiguous()
+    work = dist.broadcast(packed, group=group, group_src=group_src, async_op=True)
+    Work(work, "broadcast", tensor, group).wait()
+    if packed is not tensor:
+        tensor.copy_(packed)
+    return tensor

@@ -1,0 +1,73 @@
+"""What a transport is, and what all of them check alike."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.pending import Pending
+from shardwise.core.errors import DesyncError
+
+
+class Transport(Protocol):
+    """One way for tensors to travel between the ranks of a group; a module or an object.
+
+    ``collectives`` has checked dimensions and sizes before, and there is more than one rank. Each call starts a
+    collective, modifies no argument but those that it may, tells ``accounting`` of it if PyTorch's dispatcher does not
+    see it, and announces its waits (``waiting``). Ranks that make different calls get a DesyncError where that can be
+    found out.
+    """
+
+    def all_reduce(self, tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
+        """Start an all-reduce by a ``ReduceOp``, into ``tensor``'s own memory if it may be overwritten."""
+
+    def all_gather(
+        self,
+        tensor: Tensor,
+        group: ProcessGroup,
+        dim: int,
+        sizes: Sequence[int],
+        buffer: GlobalMemoryBuffer | Tensor | None,
+    ) -> Pending:
+        """Start an all-gather of shards with ``sizes`` along ``dim``, into ``buffer`` if there is one."""
+
+    def reduce_scatter(
+        self, tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool
+    ) -> Pending:
+        """Start a reduce-scatter into shards with ``sizes`` along ``dim``.
+
+        If ``tensor`` may be overwritten, it is contiguous, ``dim`` is 0, and the result is this rank's part of it.
+        """
+
+    def all_to_all(
+        self, tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]
+    ) -> Pending:
+        """Start an exchange of rows with every rank."""
+
+    def shift(
+        self, tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None
+    ) -> Pending:
+        """Start sending rows to the rank ``step`` places on in the ring, and receiving from the one as far back.
+
+        ``tensor`` is contiguous, with as many rows as ``counts`` says of this rank. What is received, as many rows as
+        ``counts`` says of their sender, goes into ``out``, if there is one, contiguous too.
+        """
+
+
+def check_exchange(sent: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
+    """Raise DesyncError unless every rank sends what every other expects.
+
+    Args:
+        sent: for each rank, the rows that it sends to each.
+        expected: for each rank, the rows that it expects from each.
+    """
+    for source, to in enumerate(sent):
+        for target, rows in enumerate(to):
+            if rows != expected[target][source]:
+                raise DesyncError(
+                    f"all_to_all: rank {source} sends {rows} rows to rank {target}, which expects "
+                    f"{expected[target][source]}; input_sizes are {[list(sizes) for sizes in sent]}, output_sizes "
+                    f"{[list(sizes) for sizes in expected]}"
+                )

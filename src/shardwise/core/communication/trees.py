@@ -1,0 +1,165 @@
+"""Sums whose bits do not depend on how many ranks share the work: one binary tree over a fixed number of parts.
+
+Floating-point addition is commutative, but not associative: ``(a + b) + (c + d)`` has other bits than
+``((a + b) + c) + d``. What is summed is therefore cut into ``exact_parts`` parts, the same at every layout, and the
+parts are summed by one balanced binary tree. A rank holds a run of ``exact_parts / t`` of them, which is one subtree,
+and sums it by itself; the ``t`` subtrees' roots are summed here, between the ranks. Every addition is rounded to the
+tensor's dtype, within a rank and between ranks alike.
+
+A group of ranks sums so if ``sum_in_parts`` was called for it; ``collectives`` then sends its sums through this file.
+Of two ranks' sums there is one order only, and the transport's own all-reduce has its bits.
+
+Each rank sums one slice of the elements for all: an all-to-all brings it every rank's slice, and an all-gather hands
+the sums on, together the volume of a ring. A reduce-scatter is the first half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.context import context_of
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharding import balanced_sizes
+
+# Fewer elements are gathered whole by every rank: one collective in place of two.
+_FEW_ELEMENTS = 1 << 12
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether ``number`` is 1, 2, 4, ..."""
+    return number > 0 and number & (number - 1) == 0
+
+
+def sum_in_parts(group: ProcessGroup, parts: int) -> None:
+    """From now on sum over ``group`` by a tree over ``parts`` parts, and let layers on it sum theirs so.
+
+    Args:
+        group: a power of two of ranks, one included: what one rank sums must have the bits of what several sum.
+        parts: a power of two, at least the group's size.
+
+    Raises:
+        ConfigError: they are not, or the group sums over another number of parts.
+    """
+    t = group.size()
+    if not is_power_of_two(parts):
+        raise ConfigError(f"exact_parts is {parts}; it must be a power of two, such as 8")
+    if not is_power_of_two(t) or t > parts:
+        raise ConfigError(
+            f"exact sums over {parts} parts need a power of two of ranks, at most {parts}, and a group has {t}; use "
+            "another number of ranks" + (f", or exact_parts {t}" if is_power_of_two(t) else "")
+        )
+    context = context_of(group)
+    if context.exact_parts not in (None, parts):
+        raise ConfigError(
+            f"exact_parts is {parts}, and the group sums over {context.exact_parts} parts already, of another model; "
+            "give this model groups of its own"
+        )
+    context.exact_parts = parts
+
+
+def exact_parts(group: ProcessGroup | None) -> int | None:
+    """Over how many parts a group sums; None where sums are the transport's, or there is no group."""
+    return None if group is None else context_of(group).exact_parts
+
+
+def tree_sum(terms: Sequence[Tensor], *, may_overwrite: bool = False) -> Tensor:
+    """The sum of tensors by a balanced binary tree over neighbours.
+
+    Args:
+        terms: a power of two of tensors of one shape and dtype. A single one is returned as it is.
+        may_overwrite: let the sums take the terms' memory; otherwise they are not modified.
+    """
+    counter = TreeCounter(may_overwrite=may_overwrite)
+    for term in terms:
+        counter.add(term)
+    return counter.total()
+
+
+def tree_sum_stacked_(terms: Tensor) -> Tensor:
+    """The sum of a power of two of tensors that are stacked along the first dimension, by the same tree.
+
+    Sums but the last take the terms' memory, which is not kept for the result.
+    """
+    while terms.size(0) > 2:
+        terms = terms[0::2].add_(terms[1::2])
+    return terms[0] if terms.size(0) == 1 else terms[0] + terms[1]
+
+
+class TreeCounter:
+    """Sums terms as they come, by the balanced tree over all of them; keeps a partial sum for each level only.
+
+    The sums of 1, 2, 4, ... neighbours are kept as the digits of a binary counter: a new term is added to what waits on
+    its level, the result to what waits on the next, and so on.
+
+    Args:
+        may_overwrite: let the sums take the terms' memory.
+    """
+
+    __slots__ = ("_levels", "_may_overwrite")
+
+    def __init__(self, *, may_overwrite: bool = False) -> None:
+        self._levels: list[Tensor | None] = []
+        self._may_overwrite = may_overwrite
+
+    def add(self, term: Tensor) -> None:
+        """One more term; kept, and not modified but with ``may_overwrite``."""
+        for level, waiting in enumerate(self._levels):
+            if waiting is None:
+                self._levels[level] = term
+                return
+            # What waits above the first level was made here.
+            term = torch.add(waiting, term, out=waiting) if level or self._may_overwrite else waiting + term
+            self._levels[level] = None
+        self._levels.append(term)
+
+    def total(self) -> Tensor:
+        """The sum of all terms, whose number is a power of two."""
+        *below, total = self._levels
+        assert total is not None
+        assert all(waiting is None for waiting in below), "the number of terms is no power of two"
+        return total
+
+
+def all_reduce(
+    tensor: Tensor,
+    group: ProcessGroup,
+    all_to_all: Callable[..., Tensor],
+    all_gather: Callable[..., Tensor],
+) -> Tensor:
+    """The sum over a group of more than two ranks, by the tree; ``collectives`` gives what it is made of.
+
+    It is no view, nor is that of ``reduce_scatter``: ``moves`` returns both from autograd functions, and programs may
+    write to them in place.
+    """
+    t, flat = group.size(), tensor.detach().reshape(-1)
+    if flat.numel() <= _FEW_ELEMENTS:
+        gathered = all_gather(flat.unsqueeze(0), group=group)
+        return tree_sum(gathered.unbind(0)).view(tensor.shape).detach()
+    sizes = balanced_sizes(flat.numel(), t)
+    total = _summed_slices(flat, sizes, group, all_to_all)
+    return all_gather(total, group=group, sizes=sizes).view(tensor.shape).detach()
+
+
+def reduce_scatter(
+    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], all_to_all: Callable[..., Tensor]
+) -> Tensor:
+    """This rank's shard, along ``dim``, of the sum over the ranks by the tree."""
+    shape = list(tensor.shape)
+    shape[dim] = sizes[group.rank()]
+    each = tensor.numel() // tensor.size(dim) if tensor.size(dim) else 0
+    parts = tensor.detach().split(list(sizes), dim)
+    packed = torch.cat([part.reshape(-1) for part in parts]) if dim else tensor.detach().reshape(-1)
+    return _summed_slices(packed, [size * each for size in sizes], group, all_to_all).view(shape).detach()
+
+
+def _summed_slices(
+    packed: Tensor, sizes: Sequence[int], group: ProcessGroup, all_to_all: Callable[..., Tensor]
+) -> Tensor:
+    """This rank's slice of the sum of every rank's ``packed``."""
+    own = sizes[group.rank()]
+    received = all_to_all(packed, group=group, output_sizes=(own,) * group.size(), input_sizes=sizes)
+    return tree_sum(received.split(own)) if own else received

@@ -1,0 +1,107 @@
+"""The sharded state of any module: each parameter with where this rank's part lies in the whole; and the whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.collectives import all_gather, broadcast_
+from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
+from shardwise.core.sharding.rows import group_of_rows, local_rows, rows_of_ranks
+
+
+def sharded_state_dict(
+    module: nn.Module,
+    prefix: str = "",
+    sharded_offsets: Sequence[ShardedOffset] = (),
+    metadata: dict[str, Any] | None = None,
+    *,
+    group: ProcessGroup,
+) -> dict[str, ParamShard]:
+    """This rank's part of every parameter and persistent buffer of ``module``, by name, for a checkpoint.
+
+    A module with a ``sharded_state_dict`` of its own, such as a tensor-parallel layer, answers for itself and all in
+    it. What else there is, every rank of the group holds whole. A tied parameter comes once, under its first name.
+
+    Args:
+        module: any module.
+        prefix: put before each name.
+        sharded_offsets: ``(axis, index, count)`` of leading axes that stack this module with others of one name.
+        metadata: handed on to modules that answer for themselves. ``dp_cp_group`` in it is the group of the ranks that
+            hold the same: its first writes all of it; without it the planner of a checkpoint spreads the work.
+        group: tensor-parallel group.
+
+    Returns:
+        An entry for each tensor, in the order of ``module.state_dict()``.
+
+    Raises:
+        ShardingError: ``sharded_offsets`` do not fit together.
+    """
+    own: Any = getattr(module, "sharded_state_dict", None)
+    if own is None:
+        return state_of_parts(module, prefix, sharded_offsets, metadata, group=group)
+    entries: dict[str, ParamShard] = own(prefix, tuple(sharded_offsets), metadata)
+    return _each_tensor_once(entries)
+
+
+def state_of_parts(
+    module: nn.Module,
+    prefix: str = "",
+    sharded_offsets: Sequence[ShardedOffset] = (),
+    metadata: dict[str, Any] | None = None,
+    *,
+    group: ProcessGroup,
+) -> dict[str, ParamShard]:
+    """As ``sharded_state_dict``, without asking ``module`` itself: what it holds directly, and its children's answers.
+
+    For a module whose ``sharded_state_dict`` changes something of that.
+    """
+    entries: dict[str, ParamShard] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        # A dot stands before what belongs to a child.
+        if "." not in name and isinstance(tensor, Tensor):
+            layout = ParamLayout.replicated(tensor.shape, group.size())
+            offsets = tuple(sharded_offsets)
+            entries[prefix + name] = ParamShard(
+                prefix + name, tensor, layout, group.rank(), offsets, is_copy=is_copy_by(metadata)
+            )
+    for name, child in module.named_children():
+        entries |= sharded_state_dict(child, f"{prefix}{name}.", sharded_offsets, metadata, group=group)
+    return _each_tensor_once(entries)
+
+
+def _each_tensor_once(entries: dict[str, ParamShard]) -> dict[str, ParamShard]:
+    """Without those that share a tensor with one before them."""
+    first = {id(shard.data): name for name, shard in reversed(entries.items())}
+    return {name: shard for name, shard in entries.items() if first[id(shard.data)] == name}
+
+
+@torch.no_grad()
+def gather_parameter(local: Tensor, layout: ParamLayout, *, group: ProcessGroup) -> Tensor:
+    """The whole parameter, on every rank.
+
+    Collective; every rank then holds all of it, so this is not for models that need the ranks' memory together. On the
+    way, it takes the memory of the whole and of one part. Of a fully sharded model, whose data-parallel ranks hold some
+    rows of a part each, they call too.
+
+    Args:
+        local: this rank's part, or something of its shape such as its gradient; not modified.
+        layout: where each rank's part lies.
+        group: the ranks that ``layout`` is about.
+
+    Returns:
+        A new tensor of shape ``layout.global_shape``.
+    """
+    if (sharing := group_of_rows(local)) is not None:
+        local = all_gather(
+            local_rows(local), group=sharing, sizes=[stop - start for start, stop in rows_of_ranks(local)]
+        )
+    if layout.dim is None or group.size() == 1:
+        return local.detach().clone()
+    whole = local.new_empty(layout.global_shape)
+    for rank in range(group.size()):
+        shard = local.detach().contiguous() if rank == group.rank() else local.new_empty(layout.local_shape(rank))
+        layout.place_(whole, rank, broadcast_(shard, group=group, group_src=rank))
+    return whole

@@ -1,0 +1,241 @@
+"""Where each rank's part of a parameter lies in the whole one.
+
+A dimension may consist of several *sections*, each split by itself (``stride`` of them): the gate and the up projection
+of a gated MLP are two sections of one weight, so that every rank holds matching halves of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ShardingError
+from shardwise.core.sharding.balanced import Interval, checked_dim, checked_sizes, divide, intervals_of_sizes
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """Where each rank's part of one parameter lies in the whole one.
+
+    The one description that layers (initialisation), the optimizer (which gradients are whose) and checkpoints (which
+    bytes go where) all read.
+
+    Attributes:
+        global_shape: shape of the whole parameter.
+        dim: the dimension that is split; None if every rank holds the whole parameter.
+        intervals: for each rank the intervals of indices along ``dim`` that it holds, in its local order. Those of
+            different ranks may coincide (replicated key-value heads), and together they cover the dimension. Empty if
+            ``dim`` is None.
+        world_size: number of ranks.
+        stride: number of sections that were split separately (``partition_stride`` of the parameter).
+    """
+
+    global_shape: tuple[int, ...]
+    dim: int | None
+    intervals: tuple[tuple[Interval, ...], ...]
+    world_size: int
+    stride: int = 1
+
+    @classmethod
+    def replicated(cls, global_shape: Sequence[int], world_size: int) -> ParamLayout:
+        """Every rank holds the whole parameter."""
+        return cls(tuple(global_shape), None, (), world_size)
+
+    @classmethod
+    def split(
+        cls,
+        global_shape: Sequence[int],
+        dim: int,
+        world_size: int,
+        *,
+        stride: int = 1,
+        sizes: Sequence[int] | None = None,
+    ) -> ParamLayout:
+        """Split ``dim`` over the ranks by the balanced rule, or into the given ``sizes``.
+
+        Args:
+            global_shape: shape of the whole parameter.
+            dim: dimension to split; a negative one counts from the last.
+            world_size: number of ranks.
+            stride: number of equal sections of the dimension, each split by itself.
+            sizes: one size per rank, of one section; balanced if None.
+
+        Raises:
+            ShardingError: there is no such dimension, ``stride`` does not divide it, or ``sizes`` do not sum to a
+                section.
+        """
+        shape = tuple(global_shape)
+        dim = checked_dim(dim, shape)
+        section = divide(shape[dim], stride)
+        sizes = checked_sizes(sizes, section, world_size, f"dimension {dim} of shape {list(shape)}")
+        per_rank = tuple(
+            tuple((start + k * section, stop + k * section) for k in range(stride))
+            for start, stop in intervals_of_sizes(sizes)
+        )
+        return cls(shape, dim, per_rank, world_size, stride)
+
+    @classmethod
+    def of_intervals(
+        cls, global_shape: Sequence[int], dim: int, intervals: Sequence[Sequence[Interval]]
+    ) -> ParamLayout:
+        """Each rank holds the given intervals of indices along ``dim``, in the given order.
+
+        Args:
+            global_shape: shape of the whole parameter.
+            dim: dimension to split; a negative one counts from the last.
+            intervals: for each rank its own, which other ranks may hold too. Adjacent intervals are joined.
+
+        Raises:
+            ShardingError: there is no such dimension, an interval does not lie in it, or no rank holds some index.
+        """
+        shape = tuple(global_shape)
+        dim = checked_dim(dim, shape)
+        joined = tuple(tuple(_merge_adjacent(runs)) for runs in intervals)
+        covered = 0
+        for start, stop in sorted(run for runs in joined for run in runs):
+            if start > covered or not 0 <= start <= stop <= shape[dim]:
+                raise ShardingError(
+                    f"dimension {dim} of shape {list(shape)}: the interval ({start}, {stop}) does not lie in it, or no "
+                    f"rank holds the indices from {covered} on"
+                )
+            covered = max(covered, stop)
+        if covered != shape[dim]:
+            raise ShardingError(f"dimension {dim} of shape {list(shape)}: no rank holds the indices from {covered} on")
+        return cls(shape, dim, joined, len(joined))
+
+    def local_size(self, rank: int) -> int:
+        """Number of indices of the split dimension that ``rank`` holds."""
+        assert self.dim is not None
+        return sum(stop - start for start, stop in self.intervals[rank])
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what ``rank`` holds."""
+        if self.dim is None:
+            return self.global_shape
+        shape = list(self.global_shape)
+        shape[self.dim] = self.local_size(rank)
+        return tuple(shape)
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """The part of ``whole`` (shape ``global_shape``) that ``rank`` holds; a view if it is one interval."""
+        if tuple(whole.shape) != self.global_shape:
+            raise ShardingError(f"expected a tensor of shape {list(self.global_shape)}, got {list(whole.shape)}")
+        if self.dim is None:
+            return whole
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.intervals[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def assemble(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole parameter from every rank's part, in rank order; a new tensor.
+
+        Raises:
+            ShardingError: a part is not of the shape that this layout gives its rank.
+        """
+        if len(shards) != self.world_size:
+            raise ShardingError(f"expected {self.world_size} shards, one per rank, got {len(shards)}")
+        whole = shards[0].new_empty(self.global_shape)
+        # Where several ranks hold the same part, the first one's values are kept.
+        for rank in reversed(range(self.world_size)):
+            self.place_(whole, rank, shards[rank])
+        return whole
+
+    def place_(self, whole: Tensor, rank: int, shard: Tensor) -> None:
+        """Copy the part that ``rank`` holds to its place in ``whole`` (shape ``global_shape``).
+
+        Raises:
+            ShardingError: the part is not of the shape that this layout gives the rank.
+        """
+        if tuple(shard.shape) != self.local_shape(rank):
+            raise ShardingError(
+                f"shard of rank {rank} has shape {list(shard.shape)}, expected {list(self.local_shape(rank))}"
+            )
+        if self.dim is None:
+            whole.copy_(shard)
+            return
+        offset = 0
+        for start, stop in self.intervals[rank]:
+            whole.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, offset, stop - start))
+            offset += stop - start
+
+
+class Segment(NamedTuple):
+    """An interval of indices along the split dimension that no rank's boundary cuts.
+
+    Attributes:
+        start: first index in the whole parameter.
+        length: number of indices.
+        local_start: where the interval begins in the rank's part.
+    """
+
+    start: int
+    length: int
+    local_start: int
+
+
+def segments(layout: ParamLayout, rank: int) -> list[Segment]:
+    """What ``rank`` holds along the split dimension, cut wherever any rank's part begins or ends.
+
+    Two segments, of whichever ranks, are therefore the same interval or disjoint, so that "write each interval once"
+    needs no more than comparing their first indices.
+
+    Args:
+        layout: layout with a split dimension.
+        rank: one of its ranks.
+
+    Raises:
+        ShardingError: the rank holds an index twice.
+    """
+    assert layout.dim is not None
+    if layout.global_shape[layout.dim] == 0:
+        return [Segment(0, 0, 0)]
+    runs_of_rank = [_merge_adjacent(runs) for runs in layout.intervals]
+    cuts = sorted({edge for runs in runs_of_rank for run in runs for edge in run})
+    result = []
+    local_start = 0
+    for start, stop in runs_of_rank[rank]:
+        edges = [cut for cut in cuts if start <= cut <= stop]
+        result += [Segment(a, b - a, local_start + a - start) for a, b in pairwise(edges)]
+        local_start += stop - start
+    if len({segment.start for segment in result}) != len(result):
+        raise ShardingError(f"rank {rank} holds an index twice: its intervals are {list(layout.intervals[rank])}")
+    return result
+
+
+@cache
+def holders(layout: ParamLayout) -> dict[Interval, tuple[int, ...]]:
+    """For each interval of ``segments``, of all ranks, in ascending order: the ranks that hold it, in ascending order.
+
+    Args:
+        layout: layout with a split dimension.
+
+    Raises:
+        ShardingError: a rank holds an index twice.
+    """
+    ranks: dict[Interval, tuple[int, ...]] = {}
+    for rank in range(layout.world_size):
+        for start, length, _ in segments(layout, rank):
+            run = (start, start + length)
+            ranks[run] = (*ranks.get(run, ()), rank)
+    return dict(sorted(ranks.items()))
+
+
+def has_copies(layout: ParamLayout) -> bool:
+    """Whether several ranks hold the same part of a parameter that is split."""
+    return layout.dim is not None and any(len(ranks) > 1 for ranks in holders(layout).values())
+
+
+def _merge_adjacent(runs: Sequence[Interval]) -> list[Interval]:
+    """Adjacent intervals, joined: a tensor that one rank holds is then one segment, whatever its stride."""
+    merged: list[Interval] = []
+    for start, stop in runs:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged

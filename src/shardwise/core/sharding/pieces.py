@@ -1,0 +1,110 @@
+"""Pieces of one whole tensor, in the form that torch.distributed.checkpoint takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ShardingError
+
+Piece = tuple[tuple[int, ...], Tensor]
+"""Where a box of the whole tensor begins, and the view that holds it."""
+
+
+class TensorPieces(Tensor):
+    """A tensor of which this rank holds some boxes: what ``dcp.save`` and ``dcp.load`` store and fill.
+
+    A tensor by name only, since PyTorch's planners look for pieces in tensors: it has the shape of the whole one, dtype
+    and device of the pieces, and no values. It follows the protocol of ``torch.distributed._checkpointable``, which
+    DTensor follows too; that one has neither balanced shards nor shards of several runs.
+
+    Any other operation than reading its shape is an error.
+
+    Args:
+        shape: shape of the whole tensor.
+        pieces: this rank's. Of what is written any two, of whichever ranks, are the same box or have nothing in common.
+        dtype, device: the pieces'.
+        written: those of the pieces that this rank may write; other ranks write the rest. All of them if None.
+    """
+
+    _pieces: list[Piece]
+    _written: list[Piece] | None
+
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        pieces: Sequence[Piece],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        written: Sequence[Piece] | None = None,
+    ) -> TensorPieces:
+        self: TensorPieces = shape_only(cls, shape, dtype, device)
+        self._pieces, self._written = list(pieces), None if written is None else list(written)
+        return self
+
+    def pieces(self) -> list[Piece]:
+        """Each box that this rank holds: its offset in the whole, and the view that holds it."""
+        return self._pieces
+
+    def written_pieces(self) -> list[Piece]:
+        """Those of ``pieces()`` that this rank may write."""
+        return self.pieces() if self._written is None else self._written
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        """What this rank could write; the planner then chooses one writer for what several ranks hold."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(offset)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offset), view.shape),
+                    properties=TensorProperties(dtype=view.dtype),
+                    size=self.shape,
+                ),
+            )
+            for offset, view in self.written_pieces()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """The boxes that are to be filled."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(offset), view.shape) for offset, view in self.pieces()]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The view that holds the piece at ``index.offset``."""
+        return dict(self.pieces())[tuple(index.offset)]
+
+    # Tensor's takes an argument more, which only PyTorch's printing gives.
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __eq__(self, other: object) -> Any:
+        return self is other
+
+    def __ne__(self, other: object) -> Any:
+        return self is not other
+
+    __hash__ = Tensor.__hash__
+
+    # Without it PyTorch would look for an overriding function before every look at a shape. It stands in for a method.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise ShardingError(
+            f"{func} of a {cls.__name__}: it says where pieces of a tensor lie and has no values itself; use those of "
+            "its pieces"
+        )
+
+
+def shape_only(cls: type[TensorPieces], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of class ``cls`` that has a shape, a dtype and a device, and no memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)

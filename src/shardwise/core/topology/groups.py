@@ -1,0 +1,257 @@
+"""From the ranks of every group to process groups and a DeviceMesh."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.communication import context
+from shardwise.core.communication.agreement import check_same
+from shardwise.core.communication.backend import device_of
+from shardwise.core.communication.transports.shared_memory import close_channel
+from shardwise.core.errors import AssertedTopologyError, ConfigError, NotInitializedError, TopologyError
+from shardwise.core.topology.sizes import (
+    SEPARATE_ALL_GATHER,
+    EmbeddingRanks,
+    ParallelSizes,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """The process groups of this rank, by name; build with ``Topology.create``.
+
+    ====================  ==================================================================================
+    dense layers          ``tp cp dp pp``, and together ``dp_cp mp tp_cp tp_dp tp_dp_cp``; ``mp`` is tp and pp
+    expert layers         ``expt_tp ep expt_dp``, and together ``tp_ep tp_ep_pp``
+    embeddings            ``embd pos_embd``: stages that hold the word embedding, and the position embedding
+    levels of cp          ``hcp0 hcp1 ...``, innermost first; where ``sizes.hcp`` is given
+    parts of dp_cp        ``hybrid2 hybrid4 ...``, of as many ranks; with ``sizes.hybrid_context_parallel``
+    optimizer instances   ``intra_dp_cp intra_expt_dp``: the part of ``dp_cp``, of ``expt_dp``, that holds one copy of
+                          the optimizer state; ``intra_dist_opt``: all ranks of that copy; ``inter_dist_opt``: the same
+                          shard of every copy, where there are several
+    ====================  ==================================================================================
+
+    Groups of the same ranks are one process group, but for ``dp_cp_all_gather``, which ``sizes.separate_all_gather``
+    asks for. So is the group of this rank alone. It takes every collective, and its communicator is made by the first
+    one; those of the other groups are made here, where the default group is bound to a device
+    (``init_process_group(device_id=...)``).
+
+    Attributes:
+        sizes: sizes of the axes.
+        world_size: number of ranks.
+        rank_in_world: this rank.
+        validate: collectives of these groups first check that their ranks agree on the call.
+    """
+
+    sizes: ParallelSizes
+    world_size: int
+    rank_in_world: int
+    validate: bool
+    _ranks: dict[str, tuple[int, ...]] = field(repr=False)
+    _groups: dict[str, ProcessGroup] = field(repr=False)
+
+    @classmethod
+    def create(
+        cls,
+        sizes: ParallelSizes | None = None,
+        *,
+        timeout: datetime.timedelta | None = None,
+        embedding_ranks: EmbeddingRanks = default_embedding_ranks,
+        position_embedding_ranks: EmbeddingRanks = default_position_embedding_ranks,
+        validate: bool = False,
+        **axes: Any,
+    ) -> Topology:
+        """Create all groups. Collective: every rank of the world calls it with the same arguments.
+
+        Whatever is wrong with the arguments is found before the first group is made, on every rank alike. If making a
+        group fails, those that were made are destroyed.
+
+        Args:
+            sizes: sizes of the axes.
+            timeout: time limit of a collective; that of the default group (``init_process_group(timeout=)``) if None.
+            embedding_ranks: from a pipeline group's ranks, those that hold a tied word embedding.
+            position_embedding_ranks: the same for the position embedding.
+            validate: check now that all ranks ask for the same sizes, and before each collective of these groups that
+                their ranks agree on the call; for finding errors, as it costs a message more.
+            **axes: sizes by name in place of ``sizes``, as in ``Topology.create(tp=2)``.
+
+        Raises:
+            NotInitializedError: ``torch.distributed`` is not initialised.
+            ConfigError: sizes out of range, whatever the world.
+            TopologyError: the sizes do not divide the world, or a group could not be made.
+            DesyncError: ranks ask for different sizes; found under ``validate``.
+        """
+        if not dist.is_initialized():
+            raise NotInitializedError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group() first, "
+                "or start the program with torchrun"
+            )
+        if sizes is None:
+            sizes = ParallelSizes(**axes)
+        elif axes:
+            raise ConfigError(f"give sizes or axes by name, not both: {sizes} and {axes}")
+        world_size, own_rank = dist.get_world_size(), dist.get_rank()
+        if validate:
+            world = dist.group.WORLD
+            assert world is not None
+            check_same(sizes, "the sizes of the topology", group=world)
+        rank_lists = sizes.rank_lists(world_size, embedding_ranks, position_embedding_ranks)
+        timeout = _default_timeout() if timeout is None else timeout
+        made: dict[tuple[tuple[int, ...], bool], ProcessGroup | None] = {}
+        topology = cls(sizes, world_size, own_rank, validate, {}, {})
+        try:
+            # Each rank makes its group of one, or if it is in none of them calls for another rank's: the names of the
+            # groups to come count these calls. Groups of one have one name, under which no rank looks for another.
+            alone = [tuple(ranks) for lists in rank_lists.values() for ranks in lists if len(ranks) == 1]
+            if alone:
+                ranks = (own_rank,) if (own_rank,) in alone else alone[0]
+                made[ranks, False] = _new_group("alone", ranks, own_rank, timeout)
+            for name, lists in rank_lists.items():
+                for ranks in map(tuple, lists):
+                    key = ranks, name == SEPARATE_ALL_GATHER and len(ranks) > 1
+                    # Every rank takes part in creating every other group, in the same order.
+                    if len(ranks) > 1 and key not in made:
+                        made[key] = _new_group(name, ranks, own_rank, timeout)
+                    if own_rank in ranks:
+                        topology._ranks[name], topology._groups[name] = ranks, made[key]  # type: ignore[assignment]
+            for group in topology.groups() if validate else ():
+                context.validate_calls(group)
+        except BaseException:
+            _destroy(made.values())
+            raise
+        return topology
+
+    def __contains__(self, name: str) -> bool:
+        """Whether this rank is in a group of that name (a middle stage is in no embedding group)."""
+        return name in self._groups
+
+    def group(self, name: str) -> ProcessGroup:
+        """This rank's group of that name.
+
+        Raises:
+            AssertedTopologyError: there is none, or the topology was destroyed.
+        """
+        try:
+            return self._groups[name]
+        except KeyError:
+            where = f"it is in {sorted(self._groups)}" if self._groups else "the topology was destroyed"
+            raise AssertedTopologyError(f"rank {self.rank_in_world} is in no group {name!r}; {where}") from None
+
+    def groups(self) -> list[ProcessGroup]:
+        """All groups that this rank is in, each once."""
+        return list({id(group): group for group in self._groups.values()}.values())
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """Global ranks of this rank's group of that name, in group order."""
+        self.group(name)
+        return self._ranks[name]
+
+    def size(self, name: str) -> int:
+        """Number of ranks in this rank's group of that name."""
+        return len(self.ranks(name))
+
+    def rank(self, name: str) -> int:
+        """This rank's place in its group of that name."""
+        return self.ranks(name).index(self.rank_in_world)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The dense grid as a DeviceMesh over the same groups, slowest axis first.
+
+        ``fully_shard(model, mesh=topology.mesh["dp"])``, ``DTensor.from_local(x, topology.mesh["tp"], [Shard(0)])``.
+        """
+        decoder, _ = self.sizes.grids(self.world_size)
+        names = [name for name in decoder.order.split("-") if name != "ep"][::-1]
+        shape = [decoder.name_to_size[name] for name in names]
+        grid = torch.arange(self.world_size).reshape(shape)
+        groups = [self.group(name) for name in names]
+        return DeviceMesh.from_group(groups, device_of(groups[0]).type, mesh=grid, mesh_dim_names=tuple(names))
+
+    def destroy(self) -> None:
+        """Destroy the groups, so that no descriptor stays open; a second time does nothing. Every rank should call it.
+
+        Afterwards the topology has no groups. Groups that went with ``torch.distributed`` itself are only forgotten.
+        """
+        if self.__dict__.pop("mesh", None) is not None:
+            _make_dtensor_forget()
+        groups = list(self._groups.values())
+        self._groups.clear()
+        self._ranks.clear()
+        _destroy(groups)
+
+
+def _default_timeout() -> datetime.timedelta | None:
+    """The default group's time limit, in whose place ``new_group`` would take PyTorch's; None if it has none."""
+    world: Any = dist.group.WORLD
+    limits = [
+        getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+        for device in world._device_types
+    ]
+    return max((limit for limit in limits if limit is not None), default=None)
+
+
+def _new_group(
+    name: str, ranks: tuple[int, ...], own_rank: int, timeout: datetime.timedelta | None
+) -> ProcessGroup | None:
+    """The process group of ``ranks``; None where this rank is not of them."""
+    try:
+        with _unbound() if len(ranks) == 1 else contextlib.nullcontext() as device:
+            group: Any = dist.new_group(list(ranks), timeout=timeout, group_desc=f"shardwise.{name}")
+        if own_rank in ranks and device is not None:
+            # A barrier takes place there.
+            group.bound_device_id = device
+    except Exception as error:
+        raise TopologyError(
+            f"rank {own_rank} could not make group {name!r} of ranks {list(ranks)}: {error}; every rank must make the "
+            "same groups in the same order"
+        ) from error
+    return group if own_rank in ranks else None
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[torch.device | None]:
+    """Within the block a new group makes no communicator; its first collective does.
+
+    If the default group is bound to a device, which is yielded, ``new_group`` makes NCCL's at once: it splits the
+    default group's, which is a collective of all ranks of the world, those outside the new group included.
+    """
+    world: Any = dist.group.WORLD
+    device: torch.device | None = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield device
+    finally:
+        world.bound_device_id = device
+
+
+def _make_dtensor_forget() -> None:
+    """Empty DTensor's cache of results, which are kept by mesh and carry that mesh's groups.
+
+    Meshes over the same ranks count as equal, so the next topology's would be given groups that are no more.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
+def _destroy(groups: Iterable[ProcessGroup | None]) -> None:
+    for group in {id(group): group for group in groups if group is not None}.values():
+        close_channel(group)
+        # A group that torch.distributed no longer knows went with the default group.
+        if dist.is_initialized():
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(group)

@@ -1,0 +1,201 @@
+"""From sizes of the axes to the ranks of every group. Pure arithmetic."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardwise.core.errors import AssertedConfigError, AssertedTopologyError, ConfigError, TopologyError
+from shardwise.core.topology.grid import RankGenerator, check_size, generate_masked_orthogonal_rank_groups
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+HYBRID = "hybrid"
+"""Followed by their size: names of the parts that ``hybrid_context_parallel`` makes."""
+
+SEPARATE_ALL_GATHER = "dp_cp_all_gather"
+"""The one group that is not shared with another of the same ranks."""
+
+EmbeddingRanks = Callable[[list[int]], Sequence[int]]
+
+
+def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
+    """First and last rank of a pipeline group: the stages that hold a tied word embedding."""
+    return [pp_ranks[0]] if len(pp_ranks) == 1 else [pp_ranks[0], pp_ranks[-1]]
+
+
+def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
+    """First rank of a pipeline group: the stage that holds the position embedding."""
+    return [pp_ranks[0]]
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Sizes of the axes; data parallelism takes what the others leave of the world.
+
+    Dense and expert layers have a grid each, on the same ranks: ``tp cp dp pp`` and ``etp ep expert-dp pp``.
+
+    Attributes:
+        tp: tensor parallelism.
+        pp: pipeline parallelism.
+        cp: context parallelism.
+        ep: expert parallelism.
+        etp: tensor parallelism of expert layers; ``tp`` if None.
+        order: axes from fastest-varying to slowest.
+        hcp: sizes of the levels of each context-parallel group, innermost (neighbouring ranks) first; one level if
+            None.
+        num_distributed_optimizer_instances: copies of the sharded optimizer state. Each lies on the ranks of one part
+            of the data-parallel group; 1 spreads one copy over all of it.
+        hybrid_context_parallel: each data- and context-parallel group is also divided into parts of 2, 4, 8, ... ranks,
+            for programs that split a sample over as many ranks as its length asks for.
+        separate_all_gather: a second group of the data- and context-parallel ranks, so that gathering parameters and
+            reducing gradients need not wait for each other.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    order: str = DEFAULT_ORDER
+    hcp: tuple[int, ...] | None = None
+    num_distributed_optimizer_instances: int = 1
+    hybrid_context_parallel: bool = False
+    separate_all_gather: bool = False
+
+    def grids(self, world_size: int) -> tuple[RankGenerator, RankGenerator]:
+        """The grid of the dense layers and that of the expert layers, on ``world_size`` ranks.
+
+        Raises:
+            ConfigError: a size is not a whole number of at least 1, the order names an unknown axis or leaves one
+                out, or dense and expert layers of a rank would be on different stages.
+            TopologyError: the sizes do not divide the world.
+        """
+        etp = self.tp if self.etp is None else self.etp
+        for name, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("ep", self.ep), ("etp", etp)):
+            check_size(name, size)
+        dense, expert = self.tp * self.pp * self.cp, etp * self.ep * self.pp
+        for what, size in (
+            (f"tp {self.tp} x pp {self.pp} x cp {self.cp}", dense),
+            (f"expert tp {etp} x ep {self.ep} x pp {self.pp}", expert),
+        ):
+            if world_size % size != 0:
+                raise TopologyError(f"{what} = {size} does not divide the world of {world_size} ranks")
+        decoder = RankGenerator(self.tp, 1, world_size // dense, self.pp, self.cp, self.order)
+        experts = RankGenerator(etp, self.ep, world_size // expert, self.pp, 1, self.order)
+        if decoder.get_ranks("pp") != experts.get_ranks("pp"):
+            raise AssertedConfigError(
+                f"order {self.order!r} puts dense and expert layers of one rank on different pipeline stages; "
+                "put pp last or make the expert sizes match"
+            )
+        return decoder, experts
+
+    def rank_lists(
+        self,
+        world_size: int,
+        embedding_ranks: EmbeddingRanks = default_embedding_ranks,
+        position_embedding_ranks: EmbeddingRanks = default_position_embedding_ranks,
+    ) -> dict[str, list[list[int]]]:
+        """All groups of every kind, by name, as lists of ascending ranks.
+
+        Args:
+            world_size: number of ranks.
+            embedding_ranks: from a pipeline group's ranks, those that hold a tied word embedding.
+            position_embedding_ranks: the same for the position embedding.
+
+        Raises:
+            ConfigError: as ``grids``; ``hcp`` does not multiply to ``cp``; or a function returns ranks that are not of
+                the pipeline group.
+            TopologyError: the sizes, or the optimizer instances, do not divide the ranks.
+        """
+        decoder, experts = self.grids(world_size)
+        pipelines = decoder.get_ranks("pp")
+        return {
+            "tp": decoder.get_ranks("tp"),
+            "pp": pipelines,
+            "cp": decoder.get_ranks("cp"),
+            "dp": decoder.get_ranks("dp"),
+            "dp_cp": decoder.get_ranks("dp-cp"),
+            "mp": decoder.get_ranks("tp-pp"),
+            "tp_cp": decoder.get_ranks("tp-cp"),
+            "tp_dp": decoder.get_ranks("tp-dp"),
+            "tp_dp_cp": decoder.get_ranks("tp-dp-cp"),
+            "embd": [_chosen(embedding_ranks, ranks, "embedding") for ranks in pipelines],
+            "pos_embd": [_chosen(position_embedding_ranks, ranks, "position embedding") for ranks in pipelines],
+            "ep": experts.get_ranks("ep"),
+            "expt_tp": experts.get_ranks("tp"),
+            "tp_ep": experts.get_ranks("tp-ep"),
+            "tp_ep_pp": experts.get_ranks("tp-ep-pp"),
+            "expt_dp": experts.get_ranks("dp"),
+            **self._context_levels(decoder),
+            **self._hybrid_parts(decoder),
+            **({SEPARATE_ALL_GATHER: decoder.get_ranks("dp-cp")} if self.separate_all_gather else {}),
+            **self._optimizer_instances(decoder, experts),
+        }
+
+    def _context_levels(self, decoder: RankGenerator) -> dict[str, list[list[int]]]:
+        if self.hcp is None:
+            return {}
+        for size in self.hcp:
+            check_size("hcp", size)
+        if math.prod(self.hcp) != self.cp:
+            raise AssertedConfigError(
+                f"the levels {list(self.hcp)} of context parallelism multiply to {math.prod(self.hcp)}; they must "
+                f"multiply to cp {self.cp}"
+            )
+        return {f"hcp{level}": _level(decoder.get_ranks("cp"), self.hcp, level) for level in range(len(self.hcp))}
+
+    def _hybrid_parts(self, decoder: RankGenerator) -> dict[str, list[list[int]]]:
+        if not self.hybrid_context_parallel:
+            return {}
+        size = decoder.dp * decoder.cp
+        if size % 2 != 0:
+            raise AssertedConfigError(
+                f"hybrid_context_parallel halves the dp x cp = {size} ranks, which must be an even number"
+            )
+        parts = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0 and 2**power < size]
+        whole = decoder.get_ranks("dp-cp")
+        return {f"{HYBRID}{part}": _level(whole, (part, size // part), 0) for part in parts}
+
+    def _optimizer_instances(self, decoder: RankGenerator, experts: RankGenerator) -> dict[str, list[list[int]]]:
+        instances = self.num_distributed_optimizer_instances
+        check_size("num_distributed_optimizer_instances", instances)
+        for what, size in (("dp x cp", decoder.dp * decoder.cp), ("expert dp", experts.dp)):
+            if size % instances != 0:
+                raise AssertedTopologyError(
+                    f"num_distributed_optimizer_instances {instances} does not divide {what} = {size} ranks"
+                )
+        dense_levels = (decoder.dp * decoder.cp // instances, instances)
+        expert_levels = (experts.dp // instances, instances)
+        # Expert model copies are ordered by their place in expert data parallelism.
+        copies = experts.get_ranks("tp-ep-pp")
+        return {
+            "intra_dp_cp": _level(decoder.get_ranks("dp-cp"), dense_levels, 0),
+            "intra_expt_dp": _level(experts.get_ranks("dp"), expert_levels, 0),
+            "intra_dist_opt": [
+                sorted(rank for ranks in copies[start : start + expert_levels[0]] for rank in ranks)
+                for start in range(0, len(copies), expert_levels[0])
+            ],
+            # With one instance there is nothing between instances.
+            **({"inter_dist_opt": _level(experts.get_ranks("dp"), expert_levels, 1)} if instances > 1 else {}),
+        }
+
+
+def _level(groups: list[list[int]], sizes: Sequence[int], level: int) -> list[list[int]]:
+    """Each group laid out as a grid of ``sizes``, first fastest, and divided along the axis ``level``."""
+    mask = [axis == level for axis in range(len(sizes))]
+    return [
+        [ranks[place] for place in places]
+        for ranks in groups
+        for places in generate_masked_orthogonal_rank_groups(len(ranks), sizes, mask)
+    ]
+
+
+def _chosen(choose: EmbeddingRanks, pipeline: list[int], what: str) -> list[int]:
+    ranks = list(choose(list(pipeline)))
+    if not set(ranks) <= set(pipeline) or len(set(ranks)) != len(ranks):
+        raise ConfigError(
+            f"the function for the {what} ranks chose {ranks} from the pipeline group {pipeline}; it must choose "
+            "distinct ranks of that group"
+        )
+    # A process group keeps its ranks in ascending order, whatever order they are given in.
+    return sorted(ranks)

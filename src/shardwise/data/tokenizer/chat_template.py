@@ -1,0 +1,245 @@
+"""Chat templates: from messages to the text that a model knows, and which of it the assistant wrote.
+
+A template is a Jinja program in a model's folder. What it may use beyond Jinja itself is what ``transformers`` gives
+it: ``raise_exception``, ``strftime_now``, a ``tojson`` that escapes no HTML, ``break`` and ``continue``, the names of
+special tokens, and ``{% generation %}`` around what the assistant wrote. It comes from strangers, so it runs in Jinja's
+sandbox, within limits (``template_limits``).
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+
+from shardwise.core.errors import DataError
+from shardwise.core.files import read_regular
+from shardwise.core.json_files import MAX_CONFIG_BYTES, read_json
+from shardwise.data.tokenizer.declared_tokens import CONFIG_NAME, DeclaredTokens
+from shardwise.data.tokenizer.template_limits import LimitedEnvironment, render
+from shardwise.data.tokenizer.template_meter import LimitError
+
+TEMPLATE_NAME = "chat_template.jinja"
+
+Message = Mapping[str, Any]
+"""A role, a content, and what else a template reads."""
+
+Span = tuple[int, int]
+"""Where a part of a text begins, and where it ends, in characters."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Messages as text.
+
+    Attributes:
+        text: what the model reads.
+        spans: what the template marks as written by the assistant; nothing where it has no marks.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+class TemplateError(DataError):
+    """A chat template refuses messages, or fails on them."""
+
+
+class ChatTemplate:
+    """The chat template of a model.
+
+    Args:
+        source: the Jinja program.
+        tokens: names of special tokens by their roles, such as ``bos_token``.
+        where: where the program comes from, for messages.
+
+    Attributes:
+        source, tokens: likewise.
+        has_marks: whether it marks what the assistant wrote.
+
+    Raises:
+        DataError: it is no Jinja program.
+    """
+
+    def __init__(
+        self, source: str, tokens: Mapping[str, str] | None = None, *, where: str = "the chat template"
+    ) -> None:
+        self.source = source
+        self.tokens = dict(tokens or {})
+        self._where = where
+        # Where a marked part lies is known only once the whole text is there. No content can hold these by chance.
+        token = secrets.token_hex(16)
+        self._opening, self._closing = f"\ufdd0{token}\ufdd1", f"\ufdd1{token}\ufdd0"
+        try:
+            self._template = _environment(lambda text: f"{self._opening}{text}{self._closing}").limited_template(source)
+        except LimitError as error:
+            raise DataError(f"{where} {error}; {_REMEDY}") from error
+        except Exception as error:  # the template of strangers becomes a program of Python's
+            line = getattr(error, "lineno", None)
+            place = "" if line is None else f", line {line}"
+            raise DataError(f"{where}{place} is no Jinja template: {error!s:.300}; repair it") from error
+        self.has_marks = "generation" in _tags_of(source)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> ChatTemplate | None:
+        """The template in a model's folder; None if there is none.
+
+        It stands in ``chat_template.jinja``, or else under ``chat_template`` in ``tokenizer_config.json`` or
+        ``chat_template.json``: as a string, or as the one of several that is called "default".
+
+        Raises:
+            DataError: a file that cannot be read, or a template that is none.
+        """
+        folder = Path(folder)
+        tokens = DeclaredTokens(folder).names
+        path = folder / TEMPLATE_NAME
+        try:
+            return cls(read_regular(path, limit=MAX_CONFIG_BYTES).decode(), tokens, where=str(path))
+        except FileNotFoundError:
+            pass
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+        for name in (CONFIG_NAME, "chat_template.json"):
+            path = folder / name
+            try:
+                value = read_json(path).get("chat_template")
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                raise DataError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+            if value is not None:
+                return cls(_default_of(value, path), tokens, where=f"chat_template in {path}")
+        return None
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of all that decides what messages become, today's date included if the template asks for it."""
+        today = datetime.date.today().isoformat() if "strftime_now" in self.source else ""
+        return hashlib.sha256(json.dumps([self.source, sorted(self.tokens.items()), today]).encode()).hexdigest()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> Rendered:
+        """Messages as the model reads them.
+
+        Args:
+            messages: in their order; what is None in one counts as missing. Not modified.
+            tools: descriptions of functions that the assistant may call.
+            add_generation_prompt: end with what the assistant's next turn begins with.
+            variables: more for the template to read.
+
+        Raises:
+            TemplateError: the template refuses the messages, or fails on them.
+            DataError: it takes too many steps, or makes too long a text.
+        """
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        values = self.tokens | variables | {"messages": given, "tools": tools, "documents": None}
+        try:
+            text = render(self._template, values | {"add_generation_prompt": add_generation_prompt})
+        except LimitError as error:
+            raise DataError(f"{self._where} {error} for these messages; {_REMEDY}") from error
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"{self._where} refuses the messages: {error!s:.1000}") from error
+        except Exception as error:  # whatever a program of strangers may raise
+            raise TemplateError(f"{self._where} fails: {type(error).__name__}: {error!s:.1000}") from error
+        return _without_marks(text, self._opening, self._closing)
+
+
+def _without_marks(text: str, opening: str, closing: str) -> Rendered:
+    spans: list[Span] = []
+    pieces: list[str] = []
+    length = 0
+    for number, part in enumerate(text.split(opening)):
+        inside, *after = part.split(closing)
+        if number > 0 and inside:
+            spans.append((length, length + len(inside)))
+        pieces += (inside, *after)
+        length += len(inside) + sum(map(len, after))
+    return Rendered("".join(pieces), tuple(spans))
+
+
+def _default_of(value: object, path: Path) -> str:
+    """The template itself, or the default one of a list or an object of named ones."""
+    named = value
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        named = {each.get("name"): each.get("template") for each in value}
+    if isinstance(named, dict):
+        named = named.get("default")
+    if not isinstance(named, str):
+        raise DataError(f"chat_template in {str(path)!r} is neither a template nor a list with one named 'default'")
+    return named
+
+
+def _environment(mark: Callable[[str], str]) -> LimitedEnvironment:
+    environment = LimitedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        _MARK: mark,
+    }
+    return environment
+
+
+_MARK = "mark_generation"
+_LONGEST_FORM = 1000
+_REMEDY = "repair it, or use the template that the model was published with"
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %} ... {% endgeneration %}``: what stands between them passes through ``_MARK``."""
+
+    tags = {"generation"}  # noqa: RUF012 - the class variable of Jinja's own base class is declared so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_through")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _through(self, caller: Callable[[], str]) -> str:
+        mark: Any = self.environment.globals[_MARK]
+        return str(mark(caller()))
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    allowed = {name: options[name] for name in ("separators", "sort_keys") if name in options}
+    return json.dumps(value, ensure_ascii=bool(options.get("ensure_ascii", False)), indent=indent, **allowed)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form[:_LONGEST_FORM])
+
+
+def _tags_of(source: str) -> set[str]:
+    """The names that block tags of a template begin with."""
+    found: set[str] = set()
+    expects = False
+    for _, kind, value in jinja2.Environment(extensions=[jinja2.ext.loopcontrols]).lex(source):
+        if kind == "block_begin":
+            expects = True
+        elif expects and kind != "whitespace":
+            found.add(value)
+            expects = False
+    return found

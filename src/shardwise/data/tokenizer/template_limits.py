@@ -1,0 +1,386 @@
+"""A Jinja sandbox in which every template ends: bounded steps, values and output, in any thread, on any machine alike.
+
+What a template does is counted as it is done, never timed. Loops, macros and blocks count each time they are entered,
+by the nodes of what is in them. What one operation of Python's can make large (a product, a power, a width, a
+replacement) or slow (a comparison of lists of lists) is estimated before it is done, and refused if it is too large.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from types import BuiltinMethodType, FunctionType, GeneratorType
+from typing import Any
+
+import jinja2
+import jinja2.nodes as nodes
+import jinja2.sandbox
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro
+from jinja2.utils import pass_context
+from jinja2.visitor import NodeTransformer
+
+from shardwise.data.tokenizer.template_meter import SIZED, LimitError, Meter, width_of
+
+MAX_OUTPUT_BYTES = 16 << 20
+"""Longest text that a template may make, in UTF-8."""
+
+MAX_SOURCE_CHARS = 1 << 20
+"""Longest template."""
+
+
+class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with limits; ``render`` applies them to a template that ``limited_template`` made.
+
+    Args:
+        options: of Jinja's environment.
+    """
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=_finalized, **options)
+        # Random text, which no template for a model has use for.
+        del self.globals["lipsum"]
+        self.concat = _concat  # type: ignore[assignment]
+
+    def limited_template(self, source: str) -> jinja2.Template:
+        """A template of ``source``; raises as ``from_string``, or LimitError if it is too long."""
+        if len(source) > MAX_SOURCE_CHARS:
+            raise LimitError(f"has {len(source):,} characters, more than {MAX_SOURCE_CHARS:,}")
+        self.filters = {name: _limited_filter(name, each) for name, each in self.filters.items()}
+        self.filters |= {_STEP: _step, _BOUNDED: _bounded, _JOINED: _joined, _CUT: _cut}
+        self.tests = self.tests | {name: _limited_test(self.tests[name]) for name in _COMPARING_TESTS}
+        tree = _Limiter().visit(self.parse(source))
+        tree.set_environment(self)
+        return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """``left operator right``, if it is not too large."""
+        meter = _METER.get()
+        meter.check_numbers(left, right)
+        if operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, int) and hasattr(other, "__len__"):
+                    meter.make(len(other) * max(one, 0) * width_of(other))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            meter.check_bits(left.bit_length() * abs(right))
+        elif operator == "%" and isinstance(left, str | bytes):
+            meter.make(_formatted(meter, str(left), (right,)))
+        elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+            meter.make(len(left) * width_of(left) + len(right) * width_of(right))
+        return super().call_binop(context, operator, left, right)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """``obj[argument]``, which may have to compare the argument."""
+        if isinstance(argument, tuple):
+            _METER.get().weigh(argument)
+        return super().getitem(obj, argument)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as the base
+        """``__obj(*args, **kwargs)``, if its result is not too large."""
+        meter = _METER.get()
+        meter.step(_CALL_STEPS)
+        if isinstance(__obj, Macro | LoopContext | BlockReference):
+            return super().call(__context, __obj, *args, **kwargs)
+        plain = getattr(__obj, "__wrapped__", __obj) if isinstance(__obj, FunctionType) else __obj
+        if isinstance(plain, BuiltinMethodType):
+            if plain.__name__ == "join" and args:
+                args = (_listed(args[0]), *args[1:])
+            _check_operation(meter, _METHODS, plain.__name__, plain.__self__, args, kwargs)
+        else:
+            for each in (*args, *kwargs.values()):
+                meter.weigh(each)
+        found = super().call(__context, __obj, *args, **kwargs)
+        meter.made(found)
+        return found
+
+
+def render(template: jinja2.Template, *values: Mapping[str, Any]) -> str:
+    """The text that a template of ``LimitedEnvironment.limited_template`` makes of values by name.
+
+    Raises:
+        LimitError: it goes beyond a limit.
+    """
+    token = _METER.set(Meter())
+    try:
+        return template.render(*values)
+    finally:
+        _METER.reset(token)
+
+
+_METER: ContextVar[Meter] = ContextVar("meter")
+_CALL_STEPS = 40
+_FILTER_STEPS = 20
+# Names that no template can spell.
+_STEP, _BOUNDED, _JOINED, _CUT = "a step", "is compared", "is joined", "is cut"
+
+
+def _listed(value: Any) -> Any:
+    """A generator's items as a list, counted; anything else as it is."""
+    return list(value) if isinstance(value, GeneratorType) else value
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _METER.get().step(1)
+        yield item
+
+
+def _concat(pieces: Iterable[str]) -> str:
+    """Pieces of output as one text."""
+    size, kept = 0, []
+    for piece in pieces:
+        size += len(piece) if piece.isascii() else len(piece.encode(errors="surrogatepass"))
+        if size > MAX_OUTPUT_BYTES:
+            raise LimitError(f"makes a text of more than {MAX_OUTPUT_BYTES >> 20} MiB")
+        kept.append(piece)
+    _METER.get().make(size)
+    return "".join(kept)
+
+
+@pass_context
+def _finalized(context: Context, value: Any) -> Any:
+    """What is about to be written as text."""
+    if not isinstance(value, str):
+        meter = _METER.get()
+        meter.make(meter.weigh(value))
+    return value
+
+
+@pass_context
+def _step(context: Context, value: Any, count: int) -> Any:
+    _METER.get().step(count)
+    return value
+
+
+@pass_context
+def _bounded(context: Context, value: Any) -> Any:
+    """What is about to be compared, or to be the key of a dictionary."""
+    _METER.get().weigh(value)
+    return value
+
+
+@pass_context
+def _joined(context: Context, value: Any) -> Any:
+    """What is about to be written as text and put beside another."""
+    meter = _METER.get()
+    meter.make(meter.weigh(value))
+    return value
+
+
+@pass_context
+def _cut(context: Context, value: Any) -> Any:
+    """What was cut out of another value."""
+    _METER.get().made(value)
+    return value
+
+
+class _Limiter(NodeTransformer):
+    """Puts the counting into a template's tree."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - as Jinja's visitors are called
+        weight = self._enter(node)
+        if node.test is not None:
+            node.test = _filter(node.test, _STEP, nodes.Const(weight))
+        return node
+
+    def visit_Block(self, node: nodes.Block) -> nodes.Node:  # noqa: N802
+        self._enter(node)
+        return node
+
+    visit_Macro = visit_CallBlock = visit_Block  # noqa: N815
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = _guarded(node.expr, _BOUNDED)
+        for operand in node.ops:
+            operand.expr = _guarded(operand.expr, _BOUNDED)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.nodes = [_guarded(each, _JOINED) for each in node.nodes]
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(node, _CUT) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        for pair in node.items:
+            pair.key = _guarded(pair.key, _BOUNDED)
+        return node
+
+    def _enter(self, node: Any) -> int:
+        """Count each time that the body of a node is entered; returns its weight."""
+        weight = _ENTRY_STEPS[type(node)] + sum(map(_weight, node.body))
+        self.generic_visit(node)
+        count = nodes.ExprStmt(_filter(nodes.Const(None), _STEP, nodes.Const(weight)), lineno=node.lineno)
+        node.body = [count.set_lineno(node.lineno), *node.body]
+        return weight
+
+
+# What it costs to enter them, as measured.
+_ENTRY_STEPS = {nodes.For: 8, nodes.Macro: 40, nodes.CallBlock: 40, nodes.Block: 400}
+_MADE = (nodes.List, nodes.Tuple, nodes.Dict, nodes.Macro, nodes.CallBlock, nodes.For)
+
+
+def _weight(node: nodes.Node) -> int:
+    """The nodes of a part of a template, without what counts by itself when it is entered; those that allocate more."""
+    weight, left = 0, [node]
+    while left:
+        each = left.pop()
+        weight += 8 if isinstance(each, _MADE) else 1
+        bodies = each.body if isinstance(each, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block) else ()
+        left += [child for child in each.iter_child_nodes() if not any(child is inner for inner in bodies)]
+    return weight
+
+
+def _guarded(node: nodes.Expr, name: str) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _filter(node, name)
+
+
+def _filter(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
+def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that counts, and refuses what would be too large."""
+    first = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
+
+    @pass_context
+    def limited(context: Context, value: Any = None, *args: Any, **kwargs: Any) -> Any:
+        meter = _METER.get()
+        meter.step(_FILTER_STEPS)
+        if name in _CONSUMING:
+            value = _listed(value)
+        _check_operation(meter, _FILTERS, name, value, args, kwargs)
+        before = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}
+        found = function(*before.get(first or "", ()), value, *args, **kwargs)
+        if isinstance(found, GeneratorType):
+            return _counted(found)
+        meter.made(found)
+        return found
+
+    return limited
+
+
+def _limited_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    @pass_context
+    def limited(context: Context, *args: Any, **kwargs: Any) -> Any:
+        for each in (*args, *kwargs.values()):
+            _METER.get().weigh(each)
+        return function(*args, **kwargs)
+
+    return limited
+
+
+_COMPARING_TESTS = (
+    *("==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan", "<=", "le"),
+    *("in", "divisibleby", "even", "odd", "lower", "upper"),
+)
+# Filters that read all of a generator.
+_CONSUMING = frozenset(("batch", "groupby", "join", "max", "min", "slice", "sort", "sum", "unique"))
+
+
+def _check_operation(
+    meter: Meter, kinds: Mapping[str, frozenset[str]], name: str, value: Any, args: Any, kwargs: Any
+) -> None:
+    """Count what a filter, or a method, reads, and refuse what would make too much.
+
+    Args:
+        meter: of this rendering.
+        kinds: of the filters, or of the methods, by what they can do at most.
+        name: of the filter or the method.
+        value: its own value.
+        args, kwargs: the others.
+    """
+    given = (*args, *kwargs.values())
+    if name in kinds["shallow"]:
+        meter.step(1 + (len(value) >> 3 if isinstance(value, SIZED) else 0))
+        for each in given:
+            meter.weigh(each)
+        return
+    size, others = meter.weigh(value), sum(map(meter.weigh, given))
+    numbers = sum(abs(each) for each in given if isinstance(each, int))
+    if isinstance(value, int | float):
+        meter.check_bits(numbers)
+    if name in kinds["linear"] or (name == "sum" and not any(isinstance(each, list | tuple) for each in given)):
+        return
+    if name in kinds["searching"]:
+        meter.step(size * (1 + others) >> 6)
+        return
+    if name in kinds["quadratic"]:
+        meter.step(size * size >> 6)
+    meter.make(_bound(meter, name, value, size, given, others, numbers))
+
+
+def _bound(meter: Meter, name: str, value: Any, size: int, given: Any, others: int, numbers: int) -> int:
+    """The most characters that an operation makes."""
+    texts = isinstance(value, str) and all(isinstance(each, str) for each in given[:2])
+    if name == "replace" and texts and len(given) >= 2:
+        return size + value.count(given[0]) * len(given[1])
+    if name == "join" and isinstance(value, list | tuple) and given and isinstance(given[0], str):
+        return size + len(value) * len(given[0])
+    if name == "join" and isinstance(value, str) and isinstance(given[0] if given else None, list | tuple):
+        return others + len(given[0]) * size
+    if name in ("center", "ljust", "rjust", "zfill"):
+        return size + numbers
+    if name == "indent" and isinstance(value, str):
+        return size + (value.count("\n") + 1) * (4 + numbers + others)
+    if name in ("format", "format_map"):
+        return _formatted(meter, value, given)
+    return size * (1 + others + numbers)
+
+
+_NUMBER = r"\d+"
+_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
+
+
+def _formatted(meter: Meter, form: Any, given: Any) -> int:
+    """The most characters that a text with places for values becomes, by ``%`` or by ``format``."""
+    form = str(form)
+    try:
+        specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(form)]
+    except ValueError:
+        specs = []
+    widths = [width for found in _PERCENT.findall(form) for width in found]
+    if "*" in widths or any("{" in spec for spec in specs):
+        raise LimitError("formats values to a width that is itself a value")
+    digits = [number for each in (*widths, *specs) for number in re.findall(_NUMBER, each)]
+    if any(len(number) > 8 for number in digits):
+        raise LimitError("formats values to a width of more than 8 digits")
+    places = 1 + form.count("%") + form.count("{")
+    return len(form) + sum(map(int, digits)) + places * (350 + sum(map(meter.weigh, given)))
+
+
+def _set(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+# By what they do at most: look at the value but not at what is in it; read all of it; compare each part of it with each
+# of the arguments', or with each other. What is in none is taken to make as much as value and arguments multiplied.
+_FILTERS = {
+    "shallow": _set(
+        "attr count d default first items last length list map random reject rejectattr reverse select selectattr"
+    ),
+    "linear": _set(
+        "abs capitalize dictsort e escape filesizeformat float forceescape groupby int lower max min safe sort string "
+        "title trim truncate unique upper urlencode wordcount"
+    ),
+    "searching": _set(""),
+    "quadratic": _set("pprint striptags sum urlize wordwrap xmlattr"),
+}
+_METHODS = {
+    "shallow": _set("copy get items keys values"),
+    "linear": _set(
+        "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
+        "isnumeric isprintable isspace istitle isupper lower partition removeprefix removesuffix split splitlines "
+        "startswith swapcase title upper"
+    ),
+    "searching": _set("lstrip rfind rindex rpartition rsplit rstrip strip"),
+    "quadratic": _set("decode encode"),
+}

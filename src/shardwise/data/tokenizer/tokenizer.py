@@ -1,0 +1,486 @@
+"""The tokenizer: trained, loaded, cached, saved.
+
+A byte-level BPE by the ``tokenizers`` library. Every byte is a token, so every text survives the round trip exactly,
+and no text is ever out of vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from shardwise.core.errors import ConfigError, DataError, VocabularyError
+from shardwise.core.files import read_regular, write_atomically
+from shardwise.core.json_files import read_json
+from shardwise.data.tokenizer import parts
+from shardwise.data.tokenizer.declared_tokens import CONFIG_NAME, DeclaredTokens
+from shardwise.data.tokenizer.panics import panics_as_errors, shown
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Where a tokenizer file does not say which token ends a text, these names are tried in order.
+_USUAL_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+
+# What a token may at most span. Made for source code: an identifier is one piece and takes one blank and one sign in
+# front (" self", ".join", "(_name"), and a line's end is one piece with the next line's indentation and the signs
+# before it ("):\n        "). Every run is bounded, because merges within one piece of a megabyte would take hours.
+_SIGN = r"[^\s\p{L}\p{M}\p{N}_]"
+_PIECE_PATTERN = "|".join(
+    (
+        rf" ?{_SIGN}?[\p{{L}}\p{{M}}_][\p{{L}}\p{{M}}\p{{N}}_]{{0,63}}",
+        r"\p{N}{1,3}",
+        rf" ?{_SIGN}{{1,64}}(?:[\r\n]{{1,64}}[ \t]{{0,64}})?",
+        r"\s{0,64}[\r\n]{1,64}[ \t]{0,64}",
+        r"\s{1,64}",
+    )
+)
+
+# Of a tokenizer.json; those of the largest published vocabularies have 35 MB.
+_MAX_BYTES = 200_000_000
+
+_CACHE_FORMAT = 1
+
+
+class TextSource(Protocol):
+    """What ``Tokenizer.train_cached`` needs of a corpus."""
+
+    @property
+    def documents(self) -> Sequence[str]:
+        """The texts."""
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the contents."""
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def _use_one_thread() -> None:
+    """Set the library to one thread, unless ``TOKENIZERS_PARALLELISM`` says otherwise.
+
+    Its threads do not survive a fork: a forked child warns or hangs, by version. And the ranks of one machine share its
+    cores as it is.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _check_special_tokens(special_tokens: Sequence[str], vocab_size: int) -> None:
+    if isinstance(special_tokens, str) or not special_tokens or not all(special_tokens):
+        raise ConfigError(
+            f"special_tokens must be non-empty strings, the first of which ends a text: {special_tokens!r}"
+        )
+    if len(set(special_tokens)) < len(special_tokens):
+        raise ConfigError(f"special_tokens must differ from each other: {list(special_tokens)}")
+    minimum = 256 + len(special_tokens)
+    if vocab_size < minimum:
+        raise ConfigError(
+            f"vocab_size {vocab_size} is too small: every byte and each of {len(special_tokens)} special token(s) "
+            f"needs an id; use at least {minimum}"
+        )
+
+
+class Tokenizer:
+    """A tokenizer of the ``tokenizers`` library with an end-of-text token.
+
+    Text is text: a special token's name in it is encoded like any other characters, so a document cannot end itself,
+    unless ``parse_special`` says otherwise.
+
+    The library runs on one thread, some 6 MB of text per second, unless the environment has
+    ``TOKENIZERS_PARALLELISM=true``; where it has nothing of that name, ``false`` is set, since threads do not survive a
+    fork.
+
+    Args:
+        backend: the library's tokenizer; its padding, truncation and handling of special tokens are set here.
+        eos_token: the special token that ends a text.
+
+    Raises:
+        DataError: the tokenizer has no such token.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT) -> None:
+        eos_id = backend.token_to_id(eos_token)
+        if eos_id is None:
+            raise DataError(f"the tokenizer has no end-of-text token {eos_token!r}; name the one that it has")
+        _use_one_thread()
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.eos_token = eos_token
+        self.eos_id: int = eos_id
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        # The library's own pickle loses encode_special_tokens.
+        return Tokenizer._from_json, (self._backend.to_str(), self.eos_token)
+
+    @classmethod
+    def _from_json(cls, text: str, eos_token: str) -> Tokenizer:
+        return cls(tokenizers.Tokenizer.from_str(text), eos_token)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
+        """Learn a byte-level BPE. The same texts give the same tokenizer, on any number of threads.
+
+        Args:
+            texts: what to learn from; long ones are read in parts.
+            vocab_size: number of ids, special tokens included. Fewer result if the texts offer no more merges.
+            special_tokens: get the first ids; the first of them ends a text.
+
+        Raises:
+            ConfigError: ``vocab_size`` is less than 256 and the special tokens, or these are not distinct names.
+        """
+        _check_special_tokens(special_tokens, vocab_size)
+        _use_one_thread()
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_PIECE_PATTERN), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(special_tokens),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator((part for text in texts for part in parts.parts_of(text)), trainer)
+        return cls(backend, special_tokens[0])
+
+    @classmethod
+    def train_cached(
+        cls,
+        corpus: TextSource,
+        vocab_size: int,
+        cache_dir: str | os.PathLike[str],
+        special_tokens: Sequence[str] = (END_OF_TEXT,),
+    ) -> Tokenizer:
+        """``train`` on the corpus, or what an earlier call with the same contents and settings learned.
+
+        Args:
+            corpus: its documents are learned from.
+            vocab_size: see ``train``.
+            cache_dir: folder for the learned tokenizers, made if missing. A damaged entry is learned anew.
+            special_tokens: see ``train``.
+
+        Raises:
+            ConfigError: as for ``train``, or ``cache_dir`` cannot be written to.
+        """
+        _check_special_tokens(special_tokens, vocab_size)
+        settings = [_CACHE_FORMAT, corpus.sha256, vocab_size, list(special_tokens), _PIECE_PATTERN]
+        key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+        path = Path(cache_dir).expanduser() / f"tokenizer-{key[:32]}.json"
+        tokenizer = cls._from_cache(path, special_tokens[0])
+        if tokenizer is None:
+            tokenizer = cls.train(corpus.documents, vocab_size, special_tokens)
+            entry = {"sha256": tokenizer.sha256, "tokenizer": tokenizer._backend.to_str()}
+            _write_text(path, json.dumps(entry))
+        return tokenizer
+
+    @classmethod
+    def _from_cache(cls, path: Path, eos_token: str) -> Tokenizer | None:
+        """The cached tokenizer; None if there is none, or it is not what was written."""
+        try:
+            entry = read_json(path, limit=_MAX_BYTES)
+            tokenizer = cls._from_json(entry["tokenizer"], eos_token)
+            return tokenizer if tokenizer.sha256 == entry["sha256"] else None
+        except Exception:  # the library raises bare Exception; whatever is wrong, training anew is the answer
+            return None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], eos_token: str | None = None) -> Tokenizer:
+        """Read a ``tokenizer.json``, ours or another of the Hugging Face format.
+
+        The files beside it (``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``) say, too,
+        which tokens are special; see ``declared_tokens``.
+
+        Args:
+            path: the file, or the folder that holds it.
+            eos_token: the token that ends a text. If None, the one that the files beside it name, or else the first of
+                the usual names that the tokenizer has.
+
+        Raises:
+            DataError: no such file, not a tokenizer, no end-of-text token found in it, or a damaged file beside it.
+        """
+        file = Path(path).expanduser()
+        if file.is_dir():
+            file = file / "tokenizer.json"
+        try:
+            with panics_as_errors(f"be read from {str(file)!r}"):
+                backend = tokenizers.Tokenizer.from_str(read_regular(file, limit=_MAX_BYTES).decode())
+        except FileNotFoundError:
+            raise DataError(
+                f"no tokenizer at {str(file)!r}; give a tokenizer.json or the folder that holds it"
+            ) from None
+        except OSError as error:
+            raise DataError(f"cannot read the tokenizer {str(file)!r}: {error.strerror or error}") from error
+        except DataError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"{str(file)!r} is not a tokenizer.json of the Hugging Face format: {error}; use another copy"
+            ) from error
+        declared = DeclaredTokens(file.parent)
+        if eos_token is None:
+            eos_token = declared.eos_token
+        if eos_token is None:
+            eos_token = next((name for name in _USUAL_END_NAMES if backend.token_to_id(name) is not None), None)
+        if eos_token is None:
+            raise DataError(f"the tokenizer {str(file)!r} does not say which token ends a text; pass its eos_token")
+        # The end-of-text token is looked up before other tokens are declared: one added now, which the model does not
+        # know, would never end a text.
+        tokenizer = cls(backend, eos_token)
+        with panics_as_errors(f"be read from {str(file)!r}"):
+            declared.declare_(backend)
+        return tokenizer
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, which ``transformers`` opens too.
+
+        Args:
+            folder: made if missing.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            # As in GPT-2, the token that ends a text also begins one.
+            "bos_token": self.eos_token,
+            "eos_token": self.eos_token,
+            # Otherwise decoding would drop blanks before punctuation.
+            "clean_up_tokenization_spaces": False,
+        }
+        folder = Path(folder).expanduser()
+        for name, text in (
+            ("tokenizer.json", self._backend.to_str(pretty=True)),
+            (CONFIG_NAME, json.dumps(config, indent=2)),
+        ):
+            _write_text(folder / name, f"{text}\n")
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id: the rows that an embedding needs."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def tokens(self) -> dict[int, str]:
+        """What stands for each id in the tokenizer's file."""
+        return {number: name for name, number in self._backend.get_vocab(with_added_tokens=True).items()}
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hex digest of all that decides which ids a text becomes."""
+        return hashlib.sha256(f"{self.eos_token}\n{self._backend.to_str()}".encode()).hexdigest()
+
+    @cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """What the tokenizer's file puts in front of each text, such as ``<s>``; nothing for most.
+
+        ``encode`` does not add it, since its texts may be parts of one.
+        """
+        with panics_as_errors(f"encode {shown('x')}"):
+            encoding = self._backend.encode("x", add_special_tokens=True)
+        is_text = [not special for special in encoding.special_tokens_mask]
+        return tuple(encoding.ids[: is_text.index(True)] if True in is_text else ())
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a text. No token is added in front or behind.
+
+        Args:
+            text: any text without lone surrogates.
+            parse_special: read the names of special tokens in the text as these tokens, as ``transformers`` does: for
+                prompts in a chat format, not for the text of people whom you don't trust.
+
+        Raises:
+            DataError: the text holds a lone surrogate, which no byte sequence stands for; or a regular expression of
+                the tokenizer gives up on it.
+        """
+        return self.encode_batch([text], parse_special=parse_special)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, parse_special: bool = False) -> list[list[int]]:
+        """``encode`` of each text; on several threads if ``TOKENIZERS_PARALLELISM=true`` is set."""
+        backend = self._parsing_backend if parse_special else self._backend
+
+        def encode(texts: Sequence[str]) -> list[list[int]]:
+            try:
+                with panics_as_errors(f"encode {shown(texts[0]) if texts else 'nothing'}"):
+                    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+            except DataError:
+                for text in texts if len(texts) > 1 else ():
+                    encode([text])
+                raise
+
+        pieces: list[str] = []
+        counts: list[int] = []
+        try:
+            for text in texts:
+                pieces.extend(
+                    parts.encodable_parts(text, lambda part: encode([part])[0], longest_name=self._longest_name)
+                    if len(text) > parts.MAX_PART_CHARS and self._encodes_locally
+                    else (text,)
+                )
+                counts.append(len(pieces))
+            encoded = encode(pieces)
+        except TypeError as error:
+            for number, text in enumerate(texts):
+                if text.encode(errors="ignore").decode() != text:
+                    raise DataError(
+                        f"text {number} cannot be encoded: it has a lone surrogate, which is no character; remove it"
+                    ) from error
+            raise
+        starts = (0, *counts[:-1])
+        return [
+            encoded[start] if stop - start == 1 else [token for ids in encoded[start:stop] for token in ids]
+            for start, stop in zip(starts, counts, strict=False)
+        ]
+
+    def encode_with_spans(self, text: str, *, parse_special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """``encode``, and where in the text each token begins and ends, in characters.
+
+        Raises:
+            DataError: the text holds a lone surrogate, or a regular expression of the tokenizer gives up on it.
+        """
+        backend = self._parsing_backend if parse_special else self._backend
+        try:
+            with panics_as_errors(f"encode {shown(text)}"):
+                encoding = backend.encode(text, add_special_tokens=False)
+        except TypeError as error:
+            raise DataError("the text has a lone surrogate, which is no character; remove it") from error
+        return encoding.ids, encoding.offsets
+
+    def encode_framed(
+        self, text: str, pair: str | None = None, *, max_length: int, parse_special: bool = False
+    ) -> tuple[list[int], list[int], bool]:
+        """A text, or two, with what the tokenizer's file puts around them, as ``transformers`` reads a text by itself.
+
+        Args:
+            text: the text.
+            pair: the second one.
+            max_length: most tokens; of longer texts the end of the longer one is cut.
+            parse_special: see ``encode``.
+
+        Returns:
+            Token ids, and for each its token type; and whether anything was cut.
+
+        Raises:
+            DataError: a text holds a lone surrogate, a regular expression of the tokenizer gives up on it, or what is
+                put around it is longer than ``max_length``.
+        """
+        encoding = self._framed(text, pair, max_length, parse_special)
+        return encoding.ids, encoding.type_ids, bool(encoding.overflowing)
+
+    def encode_words(
+        self, words: Sequence[str], *, max_length: int, parse_special: bool = False
+    ) -> tuple[list[int], list[int], list[int | None], bool]:
+        """``encode_framed`` of words, and of which word each token is, by its number; None for what is put around them.
+
+        As ``transformers`` with ``is_split_into_words``: there is nothing between words that is not in them.
+        """
+        encoding = self._framed(list(words), None, max_length, parse_special)
+        return encoding.ids, encoding.type_ids, encoding.word_ids, bool(encoding.overflowing)
+
+    @cached_property
+    def joins_words(self) -> bool:
+        """Whether ``encode_words`` reads words as if they were one, as byte-level tokenizers usually do."""
+        with panics_as_errors("encode the words 'x' and 'x'"):
+            encoding = self._framing_backend.encode(["x", "x"], is_pretokenized=True, add_special_tokens=False)
+        return self.decode(encoding.ids) == "xx"
+
+    def _framed(
+        self, text: str | list[str], pair: str | None, max_length: int, parse_special: bool
+    ) -> tokenizers.Encoding:
+        backend = self._framing_backend
+        backend.encode_special_tokens = not parse_special
+        if (backend.truncation or {}).get("max_length") != max_length:
+            around = backend.num_special_tokens_to_add(pair is not None)
+            if around >= max_length:
+                raise DataError(f"{max_length} tokens are too few: the tokenizer puts {around} around every text")
+            backend.enable_truncation(max_length)
+        whole = text if isinstance(text, str) else " ".join(text)
+        try:
+            with panics_as_errors(f"encode {shown(whole if pair is None else f'{whole} {pair}')}"):
+                return backend.encode(text, pair, is_pretokenized=isinstance(text, list), add_special_tokens=True)
+        except TypeError as error:
+            raise DataError("the text has a lone surrogate, which is no character; remove it") from error
+
+    def id_of(self, name: str) -> int | None:
+        """The id of the token of that name; None if there is none."""
+        number: int | None = self._backend.token_to_id(name)
+        return number
+
+    @cached_property
+    def added_names(self) -> dict[int, str]:
+        """The names of tokens that are found in a text as they are, special ones or not, by their ids."""
+        return {number: str(token.content) for number, token in self._backend.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def special_names(self) -> tuple[str, ...]:
+        """The names of special tokens."""
+        return tuple(self.added_names[token_id] for token_id in sorted(self.special_ids))
+
+    @cached_property
+    def _parsing_backend(self) -> tokenizers.Tokenizer:
+        """A fresh copy, which reads special tokens, so that no call changes what another one sees."""
+        return tokenizers.Tokenizer.from_str(self._backend.to_str())
+
+    @cached_property
+    def _framing_backend(self) -> tokenizers.Tokenizer:
+        """A fresh copy, which may truncate."""
+        return tokenizers.Tokenizer.from_str(self._backend.to_str())
+
+    @cached_property
+    def _longest_name(self) -> int:
+        return max((len(token.content) for token in self._backend.get_added_tokens_decoder().values()), default=0)
+
+    @cached_property
+    def _encodes_locally(self) -> bool:
+        """Whether a text may be encoded in parts: not if each part gets a blank in front, as SentencePiece does."""
+        ids = self.encode("x")
+        return self.decode(ids + ids) == "xx"
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens by their names.
+
+        ``decode(encode(text)) == text``. Ids that end within a character give U+FFFD for it.
+
+        Args:
+            ids: token ids.
+
+        Raises:
+            VocabularyError: an id is outside the vocabulary.
+            DataError: a regular expression of the tokenizer gives up on the text.
+        """
+        numbers = [int(token) for token in ids]
+        for position, token in enumerate(numbers):
+            if not 0 <= token < self.vocab_size:
+                raise VocabularyError(
+                    f"token id {token} at position {position} is outside the vocabulary of {self.vocab_size} ids"
+                )
+        with panics_as_errors(f"decode {len(numbers):,} token ids"):
+            return self._backend.decode(numbers, skip_special_tokens=False)
+
+
+class PaddedTokenizer(Tokenizer):
+    """The tokenizer of a model whose vocabulary may be larger, as published models' often are."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As ``Tokenizer.decode``; ids that only the model has stand for nothing."""
+        return super().decode([token for token in ids if token < self.vocab_size])

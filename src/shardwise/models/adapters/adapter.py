@@ -1,0 +1,116 @@
+"""The factors of an adapter, split over the ranks as the layer beside which they stand."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.trees import exact_parts
+from shardwise.core.sharding import ParamLayout
+from shardwise.models.adapters.config import LoraConfig
+from shardwise.models.adapters.sections import local_places, section_layout
+from shardwise.nn import ColumnLinear, RowLinear, ShardedModule
+from shardwise.nn.parallel_linear import ParallelLinear
+
+# PEFT initialises A as nn.Linear does its weight, uniformly within 1 / sqrt(fan in).
+_INIT_A = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
+_REDUCED_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class Adapter(ShardedModule):
+    """The two factors for one layer of Hugging Face's.
+
+    Attributes:
+        r, scaling: rank, and factor of the product.
+    """
+
+    def __init__(self, layer: ShardedModule, weight: Tensor, config: LoraConfig) -> None:
+        super().__init__(
+            layer.group,
+            device=weight.device,
+            dtype=torch.float32 if weight.dtype in _REDUCED_PRECISION else weight.dtype,
+            # The factors are initialised even if the weight was read from a file.
+            initialize=True,
+            init_on_cpu=layer.init_on_cpu,
+        )
+        self.r, self.scaling = config.r, config.scaling
+
+
+class LoraAdapter(Adapter):
+    """The two factors for one Hugging Face linear layer.
+
+    Factors of a layer in half precision are kept in fp32, so that small updates are not lost, and multiplied in the
+    layer's dtype.
+
+    Args:
+        layer: the linear layer beside which they stand.
+        config: rank.
+        section: which rows of a column-parallel layer's output they add to, in their order; all in order if None.
+
+    Attributes:
+        r, scaling: rank, and factor of the product.
+        lora_A: ``[r, i]`` of a column-parallel layer, ``[r, i/t]`` of a row-parallel one.
+        lora_B: ``[o/t, r]`` of a column-parallel layer, ``[o, r]`` of a row-parallel one; starts as 0.
+        lora_magnitude_vector: with ``use_dora``, ``[o/t]`` or ``[o]``: the lengths of the weight's rows, which are what
+            they start as.
+        places: ``[o/t]``, the rows of the rank's part of the layer's output; None if these are all, in order.
+    """
+
+    places: Tensor | None
+
+    def __init__(self, layer: ParallelLinear, config: LoraConfig, section: Tensor | None = None) -> None:
+        assert layer.weight is not None
+        weight_layout = layer.param_layouts["weight"]
+        super().__init__(layer, layer.weight, config)
+        t, rank, is_exact = self.group.size(), self.group.rank(), exact_parts(self.group) is not None
+        output_size, input_size = weight_layout.global_shape
+        places: Tensor | None = None
+        if isinstance(layer, ColumnLinear):
+            if section is None:
+                section = torch.arange(output_size)
+            layout_a = ParamLayout.replicated((config.r, input_size), t)
+            layout_b = section_layout(section, weight_layout, config.r)
+            partial_a, partial_b = layer.sequence_parallel and not is_exact, False
+            places = local_places(section, weight_layout, rank)
+        else:
+            layout_a = ParamLayout((config.r, input_size), 1, weight_layout.intervals, t, weight_layout.stride)
+            layout_b = ParamLayout.replicated((output_size, config.r), t)
+            partial_a, partial_b = False, t > 1 and not is_exact
+        self._make_parameter("lora_A", layout_a, _INIT_A, partial_gradient=partial_a)
+        self._make_parameter("lora_B", layout_b, init.zeros_, partial_gradient=partial_b)
+        self.lora_A: nn.Parameter
+        self.lora_B: nn.Parameter
+        if config.use_dora:
+            layout_m = ParamLayout(
+                layout_b.global_shape[:1], layout_b.dim, layout_b.intervals, layout_b.world_size, layout_b.stride
+            )
+            lengths = row_lengths(layer, layer.weight.detach())
+            own = lengths if places is None else lengths[places.to(lengths.device)]
+            self._make_parameter("lora_magnitude_vector", layout_m, init.zeros_, partial_gradient=partial_b)
+            self.lora_magnitude_vector: nn.Parameter
+            with torch.no_grad():
+                self.lora_magnitude_vector.copy_(own)
+        self.register_buffer("places", None if places is None else places.to(layer.weight.device), persistent=False)
+
+    def extra_repr(self) -> str:
+        layout = self.param_layouts
+        (r, in_features), out_features = layout["lora_A"].global_shape, layout["lora_B"].global_shape[0]
+        return (
+            f"in_features={in_features}, out_features={out_features}, r={r}, tp={self.group.rank()}/{self.group.size()}"
+        )
+
+
+def row_lengths(layer: ParallelLinear, weight: Tensor) -> Tensor:
+    """The 2-norm of each of this rank's rows of a weight of ``layer``'s layout, ``[o/t]`` or ``[o]``, in fp32 or wider.
+
+    Of a row-parallel layer a row is split over the ranks, and its squares are summed over them.
+    """
+    squares = weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(dim=1)
+    if isinstance(layer, RowLinear) and layer.group.size() > 1:
+        squares = all_reduce(squares, group=layer.group)
+    return squares.sqrt()

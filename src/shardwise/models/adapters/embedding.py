@@ -1,0 +1,132 @@
+"""The embedding split over the vocabulary with a low-rank adapter: ``W[i] + scaling * B A[:, i]`` for an id ``i``.
+
+``A`` has a column for each id and is split like ``W``; ``B`` is whole, and its gradient partial. Of an id that is not a
+rank's all is masked, so that the product joins the partial sum before the layer's own reduction: nothing else travels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import init
+
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.trees import exact_parts
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharding import ParamLayout
+from shardwise.models.adapters.adapter import Adapter
+from shardwise.models.adapters.config import LoraConfig
+from shardwise.models.adapters.layers import LoraLayer
+from shardwise.nn import VocabEmbedding
+
+
+class LoraEmbeddingAdapter(Adapter):
+    """The two factors for an embedding.
+
+    Args:
+        layer: the embedding beside which they stand.
+        config: rank, and whether columns have learned lengths.
+
+    Attributes:
+        r, scaling: rank, and factor of the product.
+        lora_embedding_A: ``[r, v/t]``; starts as 0.
+        lora_embedding_B: ``[h, r]``; starts normally distributed, as in ``peft``.
+        lora_magnitude_vector: with ``use_dora``, ``[h]``: the lengths of the weight's columns.
+    """
+
+    def __init__(self, layer: VocabEmbedding, config: LoraConfig) -> None:
+        super().__init__(layer, layer.weight, config)
+        t, vocabulary = self.group.size(), layer.param_layouts["weight"]
+        layout_a = ParamLayout((config.r, layer.num_embeddings), 1, vocabulary.intervals, t, vocabulary.stride)
+        layout_b = ParamLayout.replicated((layer.embedding_dim, config.r), t)
+        self._make_parameter("lora_embedding_A", layout_a, init.zeros_)
+        self._make_parameter("lora_embedding_B", layout_b, init.normal_, partial_gradient=t > 1)
+        self.lora_embedding_A: nn.Parameter
+        self.lora_embedding_B: nn.Parameter
+        if config.use_dora:
+            layout_m = ParamLayout.replicated((layer.embedding_dim,), t)
+            self._make_parameter("lora_magnitude_vector", layout_m, init.zeros_, partial_gradient=t > 1)
+            self.lora_magnitude_vector: nn.Parameter
+            with torch.no_grad():
+                self.lora_magnitude_vector.copy_(column_lengths(layer, layer.weight.detach()))
+
+
+class LoraEmbedding(LoraLayer, VocabEmbedding):
+    """What a VocabEmbedding becomes with an adapter; see ``LoraLayer``. There is no dropout, as in ``peft``."""
+
+    weight: Tensor
+
+    @staticmethod
+    def add(layer: nn.Module, config: LoraConfig, name: str) -> LoraEmbedding:
+        """Give an embedding an adapter, in place. With ``config.use_dora`` collective over the layer's group.
+
+        Args:
+            layer: a VocabEmbedding, or of a class derived from it.
+            config: rank and strength.
+            name: the adapter's.
+
+        Raises:
+            ConfigError: the layer has an adapter, is of another kind, or sums over parts.
+        """
+        if isinstance(layer, LoraEmbedding):
+            raise ConfigError(f"the layer has adapters already: {', '.join(layer.lora)}; remove them first")
+        if not isinstance(layer, VocabEmbedding):
+            raise ConfigError(f"a {type(layer).__name__} is no embedding that is split over a vocabulary")
+        if exact_parts(layer.group) is not None:
+            raise ConfigError("an adapter on the embedding has no exact sums; leave it out, or exact_parts")
+        plain: Any = type(layer)
+        result: LoraEmbedding = LoraLayer._turn(
+            layer, _with_adapter(plain), {name: LoraEmbeddingAdapter(layer, config)}, config
+        )
+        return result
+
+    @property
+    def _adapter(self) -> LoraEmbeddingAdapter:
+        (adapter,) = self.lora.values()
+        assert isinstance(adapter, LoraEmbeddingAdapter)
+        return adapter
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        output = super()._look_up(ids)
+        if not self._is_active:
+            return output
+        adapter = self._adapter
+        columns = adapter.lora_embedding_A.t()
+        low_rank = columns[ids] if self.deterministic else F.embedding(ids, columns)
+        up = (adapter.scaling * adapter.lora_embedding_B.t()).to(output.dtype)
+        output = output + low_rank.to(output.dtype) @ up
+        return output * self._factors().to(output.dtype) if self.lora_config.use_dora else output
+
+    def _factors(self) -> Tensor:
+        """With ``use_dora``, ``m / n`` of each column, ``[h]``."""
+        with torch.no_grad():
+            lengths = column_lengths(self, self.weight + self.delta())
+        return self._adapter.lora_magnitude_vector / lengths
+
+    def _scaled(self, weight: Tensor, factors: Tensor) -> Tensor:
+        return weight * factors
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """This rank's part of what the adapter adds to the weight, ``scaling * (B A)^T``, in fp32 or wider."""
+        adapter = self._adapter
+        wide = torch.promote_types(adapter.lora_embedding_A.dtype, torch.float32)
+        return adapter.scaling * (adapter.lora_embedding_A.t().to(wide) @ adapter.lora_embedding_B.t().to(wide))
+
+
+def column_lengths(layer: VocabEmbedding, weight: Tensor) -> Tensor:
+    """The 2-norm of each column over the whole vocabulary, ``[h]``, in fp32 or wider."""
+    squares = weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(dim=0)
+    if layer.group.size() > 1:
+        squares = all_reduce(squares, group=layer.group)
+    return squares.sqrt()
+
+
+@functools.cache
+def _with_adapter(plain: Any) -> type[nn.Module]:
+    """The class of a ``plain`` embedding with an adapter."""
+    return type(f"Lora{plain.__name__}", (LoraEmbedding, plain), {"__doc__": f"A {plain.__name__} with an adapter."})

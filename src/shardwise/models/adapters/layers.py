@@ -1,0 +1,389 @@
+"""Tensor-parallel linear layers with low-rank adapters: exact at every number of ranks, and cheap on the wire.
+
+==================== ================= ================= ==============================================================
+layer                A                 B                 communication beside the layer's own
+==================== ================= ================= ==============================================================
+column               whole             split like ``W``  all-reduce of the gradient of ``z = A x``
+column, sequence     whole, gradient   split like ``W``  all-gather of ``z``, reduce-scatter of its gradient
+parallel             partial
+row, also sequence   split like ``W``  whole, gradient   none: ``B z`` joins the partial sum before the layer's own
+parallel                               partial           reduction
+==================== ================= ================= ==============================================================
+
+``z`` has ``r`` features, so what travels per token is ``r / hidden_size`` of what the layer itself sends. Gradients
+marked partial are summed once per step by ``finalize_gradients_``. A replicated ``A`` sees its whole gradient on every
+rank, because the sum over ranks is taken of the gradient of ``z`` already.
+
+In a group that sums over parts (``core.communication.trees``) no gradient is partial, and of a row-parallel layer the
+sum of ``z`` over the ranks is taken too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.core.communication import moves
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharding import balanced_sizes, local_parts, uneven_sizes
+from shardwise.kernels.exact_products import ExactProducts
+from shardwise.models.adapters.adapter import Adapter, LoraAdapter, row_lengths
+from shardwise.models.adapters.config import LoraConfig
+from shardwise.nn import ColumnLinear, LinearParallelism, RowLinear, ShardedModule
+from shardwise.nn.dropout import sharded_dropout
+from shardwise.nn.exact import linear_by_rows
+from shardwise.nn.linear import reduce_product, tensor_parallel_linear
+from shardwise.nn.parallel_linear import ParallelLinear
+from shardwise.nn.quantization import QuantizedTensor
+
+
+class LoraLayer(ShardedModule):
+    """What layers with adapters share.
+
+    Not made by itself: ``add`` turns a layer into one with adapters, in place, so that its parameters keep their names.
+
+    Attributes:
+        lora: the adapters, by the last part of their Hugging Face names.
+        lora_config: rank, strength, dropout.
+        lora_enabled: whether the adapters take part in ``forward``.
+        lora_merged: whether their product is part of ``weight`` now.
+        layer_number: whose random numbers dropout draws; None for those of what is in no layer.
+        addition: what stands next to the layer, for messages of rooms that know no adapters.
+    """
+
+    addition = "adapters"
+    layer_number: int | None = None
+    weight: Any
+    lora: nn.ModuleDict
+    lora_config: LoraConfig
+    lora_enabled: bool
+    lora_merged: bool
+    lora_row_factors: Tensor
+
+    @staticmethod
+    def _turn(layer: nn.Module, into: type[nn.Module], adapters: Mapping[str, Adapter], config: LoraConfig) -> Any:
+        """Make a plain layer one of the class ``into``, in place."""
+        adapted: Any = layer
+        adapted.__class__ = into
+        adapted.lora = nn.ModuleDict(adapters)
+        adapted.lora_config = config
+        adapted.lora_enabled = True
+        adapted.lora_merged = False
+        return adapted
+
+    def remove(self) -> None:
+        """Take the adapters away, in place; a merged product stays in the weight."""
+        plain: Any = self
+        vars(plain).pop("layer_number", None)
+        del plain.lora, plain.lora_config, plain.lora_enabled, plain.lora_merged
+        plain.__class__ = type(self).__bases__[1]
+
+    @property
+    def _is_active(self) -> bool:
+        return self.lora_enabled and not self.lora_merged
+
+    def delta(self) -> Tensor:
+        """This rank's part of what the adapters add to the weight, of its shape, in fp32 or wider."""
+        raise NotImplementedError
+
+    def _scaled(self, weight: Tensor, factors: Tensor) -> Tensor:
+        """The weight with what ``use_dora`` multiplies."""
+        return weight * factors[:, None]
+
+    def _factors(self) -> Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def merge_(self) -> None:
+        """Add the adapters' product to the weight, in place; afterwards ``forward`` costs what it did without them.
+
+        With ``use_dora`` rows get their learned lengths too. Collective then, of a layer whose rows are split.
+
+        Raises:
+            ConfigError: the weight is quantised.
+        """
+        if isinstance(self.weight, QuantizedTensor):
+            raise ConfigError(
+                f"adapters cannot be merged into a base in {self.weight.kind}, whose codes have no room for them: save "
+                "the adapters, and merge them into the model loaded without quantisation"
+            )
+        if not self.lora_merged:
+            whole = self.weight + self.delta()
+            if self.lora_config.use_dora:
+                # Kept, because the lengths before cannot be told from the product.
+                self.lora_row_factors = self._factors()
+                whole = self._scaled(whole, self.lora_row_factors)
+            self.weight.copy_(whole)
+            self.lora_merged = True
+
+    @torch.no_grad()
+    def unmerge_(self) -> None:
+        """Subtract the product again, in place: the weight is what it was up to one rounding."""
+        if self.lora_merged:
+            whole: Tensor = self.weight
+            if self.lora_config.use_dora:
+                whole = self._scaled(whole, 1 / self.lora_row_factors)
+                del self.lora_row_factors
+            self.weight.copy_(whole - self.delta())
+            self.lora_merged = False
+
+
+class LoraLinear(LoraLayer, ParallelLinear):
+    """What column- and row-parallel layers with adapters share; see ``LoraLayer``."""
+
+    weight: nn.Parameter
+    # Of the rank's rows those whose bias is trained, as bools; None if all, or none, are.
+    lora_bias_rows: Tensor | None
+
+    @staticmethod
+    def add(
+        layer: nn.Module,
+        config: LoraConfig,
+        sections: Mapping[str, Tensor | None],
+        paths: Mapping[str, str] | None = None,
+    ) -> LoraLinear:
+        """Give a linear layer adapters, in place. With ``config.use_dora`` collective over the layer's group.
+
+        Args:
+            layer: a ColumnLinear or a RowLinear, or of a class derived from one of them.
+            config: rank, strength and dropout.
+            sections: for each adapter's name the rows of the layer's output that it adds to; None for all in order.
+            paths: for each adapter's name its path in Hugging Face's model, of which the patterns of the config are.
+
+        Returns:
+            ``layer``, now of a class with adapters.
+
+        Raises:
+            ConfigError: the layer has adapters, or is of a kind that cannot have any.
+        """
+        if isinstance(layer, LoraLinear):
+            raise ConfigError(f"the layer has adapters already: {', '.join(layer.lora)}; remove them first")
+        if not isinstance(layer, ColumnLinear | RowLinear):
+            raise ConfigError(f"a {type(layer).__name__} cannot have adapters; only tensor-parallel linear layers can")
+        if layer.weight is None:
+            raise ConfigError("the layer has no weight of its own, so it cannot have adapters")
+        if layer.parallelism is LinearParallelism.LOCAL and layer.group.size() > 1:
+            raise ConfigError("the layer leaves its communication to its caller, so it cannot have adapters")
+        adapters = {
+            name: LoraAdapter(layer, config.at(name if paths is None else paths[name]), section)
+            for name, section in sections.items()
+        }
+        plain: Any = type(layer)
+        result: LoraLinear = LoraLayer._turn(layer, _with_adapters(plain), adapters, config)
+        result.register_buffer("lora_bias_rows", None, persistent=False)
+        if result._exact is not None:
+            result._check_exact()
+        return result
+
+    @property
+    def is_one_product(self) -> bool:
+        """See ``ParallelLinear.is_one_product``."""
+        return not self._is_active and super().is_one_product
+
+    def _check_exact(self) -> None:
+        """Raise ConfigError for adapters that have no sum over parts."""
+        if self.lora_config.use_dora:
+            raise ConfigError(
+                "use_dora has no exact form: the lengths of rows are sums over what ranks split; leave it out, or "
+                "exact_parts"
+            )
+        assert self._exact is not None
+        for name, adapter in self.lora.items():
+            assert isinstance(adapter, LoraAdapter)
+            for factor, layout in adapter.param_layouts.items():
+                if layout.dim is not None:
+                    what = f"{factor} of the adapter {name!r}"
+                    local_parts(layout, self.group.rank(), self._exact.num_parts, what=what)
+
+    @property
+    def lora_widths(self) -> set[int]:
+        """Of how many features there are products: the ranks of the adapters, and of all together."""
+        ranks = [adapter.r for adapter in self._adapters()]
+        return {*ranks, sum(ranks)}
+
+    def _exact_products(self) -> ExactProducts:
+        """Of the factor that is split as the weight is."""
+        assert self._exact is not None
+        return dataclasses.replace(self._exact, is_narrow=True)
+
+    def _add_exact(self, output: Tensor, product: Tensor) -> Tensor:
+        # Not in one operation, which may round the elements at the end of a tensor otherwise.
+        return output + product * self._adapters()[0].scaling
+
+    def remove(self) -> None:
+        """See ``LoraLayer.remove``."""
+        del self.lora_bias_rows
+        super().remove()
+
+    def _adapters(self) -> list[LoraAdapter]:
+        return [adapter for adapter in self.lora.values() if isinstance(adapter, LoraAdapter)]
+
+    def _low_rank(self, input_: Tensor, *, dim: int | None, sizes: Sequence[int] | None) -> Tensor:
+        """``A x`` of all adapters side by side, ``[..., ranks]``; ``dim`` and ``sizes`` say how ``x`` is split."""
+        adapters, p = self._adapters(), self.lora_config.lora_dropout
+        if not self.training or p == 0:
+            return self._down(input_, _side_by_side([adapter.lora_A for adapter in adapters], 0))
+        number, parts = self.layer_number, []
+        for adapter in adapters:
+            kept = sharded_dropout(input_, p, dim=dim, group=self.group, sizes=sizes, layer_number=number)
+            parts.append(self._down(kept, adapter.lora_A))
+        return _side_by_side(parts, -1)
+
+    def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
+        """``A x``, of a row-parallel layer a partial sum unless the group sums over parts."""
+        return F.linear(input_, factor.to(input_.dtype))
+
+    def _up(self) -> Tensor:
+        """``B`` of all adapters as one matrix ``[o/t, ranks]`` over the layer's output, 0 where an adapter has none.
+
+        Those with another strength than the first are multiplied by the ratio of both.
+        """
+        columns, adapters = [], self._adapters()
+        for adapter in adapters:
+            factor: Tensor = adapter.lora_B
+            if adapter.scaling != adapters[0].scaling:
+                factor = factor * (adapter.scaling / adapters[0].scaling)
+            if adapter.places is not None:
+                whole = factor.new_zeros(self.weight.size(0), factor.size(1))
+                factor = whole.index_copy(0, adapter.places, factor)
+            columns.append(factor)
+        return _side_by_side(columns, 1)
+
+    def _add_up(self, output: Tensor, low_rank: Tensor) -> Tensor:
+        """``output + scaling * B z``, in one product."""
+        up = self._up().to(output.dtype)
+        flat = torch.addmm(
+            output.flatten(0, -2), low_rank.flatten(0, -2).to(output.dtype), up.t(), alpha=self._adapters()[0].scaling
+        )
+        return flat.view(output.shape)
+
+    def _factors(self) -> Tensor:
+        """With ``use_dora``, ``m / n`` of each of this rank's rows, ``[o/t]``; 1 where there is no adapter."""
+        with torch.no_grad():
+            lengths = row_lengths(self, self.weight + self.delta())
+        factors = torch.ones_like(lengths)
+        for adapter in self._adapters():
+            if adapter.places is None:
+                return adapter.lora_magnitude_vector / lengths
+            factors = factors.index_copy(0, adapter.places, adapter.lora_magnitude_vector / lengths[adapter.places])
+        return factors
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """This rank's part of what the adapters add to the weight, ``scaling * B A``, in fp32 or wider."""
+        down = _side_by_side([adapter.lora_A for adapter in self._adapters()], 0)
+        wide = torch.promote_types(down.dtype, torch.float32)
+        return self._adapters()[0].scaling * (self._up().to(wide) @ down.to(wide))
+
+
+class LoraColumn(LoraLinear):
+    """What a ColumnLinear becomes with adapters."""
+
+    sequence_parallel: bool
+
+    def _multiply(
+        self,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_length: int | None = None,
+        parallelism: LinearParallelism | None = None,
+    ) -> Tensor:
+        if bias is not None and self.lora_bias_rows is not None:
+            bias = torch.where(self.lora_bias_rows, bias, bias.detach())
+        is_dora = self._is_active and self.lora_config.use_dora
+        # The factors of DoRA are not of the bias.
+        output = super()._multiply(input_, weight, None if is_dora else bias, sequence_length, parallelism)
+        if not self._is_active:
+            return output
+        t, sizes = self.group.size(), None
+        if self.sequence_parallel and sequence_length is not None:
+            sizes = balanced_sizes(sequence_length, t)
+        low_rank = self._low_rank(input_, dim=0 if self.sequence_parallel else None, sizes=sizes)
+        if self.sequence_parallel:
+            uneven = None if sequence_length is None else uneven_sizes(sequence_length, t)
+            low_rank = moves.gather_for_parts(low_rank, dim=0, group=self.group, sizes=uneven)
+        elif t > 1:
+            low_rank = moves.copy(low_rank, group=self.group)
+        if self._exact is not None:
+            up = tensor_parallel_linear(
+                low_rank,
+                self._up().to(output.dtype),
+                None,
+                parallelism=LinearParallelism.LOCAL,
+                group=self.group,
+                exact=self._exact_products(),
+            )
+            return self._add_exact(output, up)
+        output = self._add_up(output, low_rank)
+        if is_dora:
+            output = output * self._factors().to(output.dtype)
+            output = output if bias is None else output + bias.to(output.dtype)
+        return output
+
+    def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
+        if self._exact is None:
+            return super()._down(input_, factor)
+        return linear_by_rows(input_, factor, group=self.group, sequence_parallel=self.sequence_parallel)
+
+
+class LoraRow(LoraLinear):
+    """What a RowLinear becomes with adapters: their product is added before the sum over ranks.
+
+    In a group that sums over parts ``A x`` is summed by itself, and ``B`` is multiplied with the sum.
+    """
+
+    sequence_parallel: bool
+    _input_sizes: list[int]
+
+    def _multiply(
+        self,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_length: int | None = None,
+        parallelism: LinearParallelism | None = None,
+    ) -> Tensor:
+        if not self._is_active:
+            return super()._multiply(input_, weight, bias, sequence_length, parallelism)
+        if self._exact is not None:
+            output = super()._multiply(input_, weight, bias, sequence_length, parallelism)
+            low_rank = self._low_rank(input_, dim=-1, sizes=self._input_sizes)
+            up = linear_by_rows(low_rank, self._up(), group=self.group, sequence_parallel=self.sequence_parallel)
+            return self._add_exact(output, up)
+        is_dora = self.lora_config.use_dora
+        output = super()._multiply(input_, weight, None if is_dora else bias, parallelism=LinearParallelism.LOCAL)
+        output = self._add_up(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes))
+        if is_dora:
+            output = output * self._factors().to(output.dtype)
+            output = output if bias is None else output + bias.to(output.dtype)
+        return reduce_product(output, self.parallelism, self.group)
+
+    def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
+        if self._exact is None:
+            return super()._down(input_, factor)
+        return tensor_parallel_linear(
+            input_,
+            factor.to(input_.dtype),
+            None,
+            parallelism=self.parallelism,
+            group=self.group,
+            exact=self._exact_products(),
+        )
+
+
+@functools.cache
+def _with_adapters(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class of a ``plain`` layer with adapters."""
+    base = LoraColumn if issubclass(plain, ColumnLinear) else LoraRow
+    return type(f"Lora{plain.__name__}", (base, plain), {"__doc__": f"A {plain.__name__} with adapters."})
+
+
+def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,0 +1,161 @@
+"""Keys and values of the tokens that a model has read, so that each token is read once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.models.gpt import GPT
+from shardwise.models.transformer.heads import split_heads
+
+
+class PreallocatedCache:
+    """A key-value cache of fixed capacity for the heads of one rank; a ``models.transformer.attention.KeyValueCache``.
+
+    A forward pass appends to each layer once. A pass that failed half-way is undone by ``truncate(cache.length)``.
+
+    Args:
+        num_layers: number of layers, which append as 1 to ``num_layers``.
+        num_groups: key-value heads of this rank.
+        head_dim: width of a head.
+        batch_size: number of sequences.
+        capacity: most tokens that it can hold of each sequence.
+        dtype: dtype of keys and values.
+        device: device of keys and values; the default device if None.
+
+    Raises:
+        ConfigError: a size under 1.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_groups: int,
+        head_dim: int,
+        *,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        sizes = {
+            "num_layers": num_layers,
+            "num_groups": num_groups,
+            "head_dim": head_dim,
+            "batch_size": batch_size,
+            "capacity": capacity,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ConfigError(f"{name} of a key-value cache is {size}; it must be at least 1")
+        self.capacity = capacity
+        # [layers, key or value, b, groups/t, capacity, d]
+        self._store = torch.empty(num_layers, 2, batch_size, num_groups, capacity, head_dim, dtype=dtype, device=device)
+        self._lengths = [0] * num_layers
+
+    @classmethod
+    def for_model(cls, model: GPT, *, batch_size: int, capacity: int) -> PreallocatedCache:
+        """An empty cache for this rank's part of ``model``, in its dtype and on its device.
+
+        Args:
+            model: its attention is ``SelfAttention`` or holds the same heads on each rank.
+            batch_size: number of sequences.
+            capacity: most tokens that it can hold of each sequence.
+
+        Raises:
+            ConfigError: a size under 1.
+        """
+        num_heads, num_groups, head_dim = model.config.heads
+        start, stop = split_heads(num_heads, num_groups, model.tp_group.size()).groups[model.tp_group.rank()]
+        weight = model.embedding.word_embeddings.weight
+        return cls(
+            model.config.num_layers,
+            stop - start,
+            head_dim,
+            batch_size=batch_size,
+            capacity=capacity,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens that every layer holds: it grows when the last layer of a pass has appended."""
+        return min(self._lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the cache takes on this rank, full or empty."""
+        return self._store.numel() * self._store.element_size()
+
+    def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new tokens to one layer.
+
+        Args:
+            layer_number: the layer's number, from 1.
+            key: ``[b, groups/t, new, d]``; copied.
+            value: like ``key``.
+
+        Returns:
+            Keys and values of all tokens so far, ``[b, groups/t, all, d]``: views of the cache, which the next
+            ``truncate`` and ``append`` may overwrite.
+
+        Raises:
+            ShardingError: no such layer, a shape that does not fit, more tokens than the capacity, or a layer that
+                appends twice before all others did once.
+        """
+        num_layers, _, b, groups, _, d = self._store.shape
+        if not 1 <= layer_number <= num_layers:
+            raise ShardingError(f"layer {layer_number} is not one of the {num_layers} layers of the key-value cache")
+        new = key.size(2) if key.dim() == 4 else 0
+        if key.shape != (b, groups, new, d) or value.shape != key.shape:
+            raise ShardingError(
+                f"the key-value cache holds [{b}, {groups}, tokens, {d}] per layer; layer {layer_number} appends a key "
+                f"of shape {list(key.shape)} and a value of shape {list(value.shape)}"
+            )
+        start = self._lengths[layer_number - 1]
+        if start != self.length:
+            raise ShardingError(
+                f"layer {layer_number} has {start} tokens in the key-value cache and another layer {self.length}: "
+                f"each layer appends once per forward pass; truncate({self.length}) undoes a pass that failed"
+            )
+        stop = start + new
+        if stop > self.capacity:
+            raise ShardingError(
+                f"the key-value cache holds {self.capacity} tokens per sequence; layer {layer_number} appends {new} to "
+                f"{start}; make it with a capacity of at least {stop}"
+            )
+        keys, values = self._store[layer_number - 1]
+        keys[:, :, start:stop] = key.detach()
+        values[:, :, start:stop] = value.detach()
+        self._lengths[layer_number - 1] = stop
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def whole_layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, from 1, ``[b, groups/t, capacity, d]``: views of all that it can hold."""
+        keys, values = self._store[layer_number - 1]
+        return keys, values
+
+    def extend(self, count: int) -> None:
+        """Count ``count`` tokens that were written into ``whole_layer`` of every layer.
+
+        Raises:
+            ShardingError: there is no room for them.
+        """
+        if self.length + count > self.capacity:
+            raise ShardingError(
+                f"the key-value cache holds {self.capacity} tokens per sequence; {count} more than {self.length} do "
+                f"not fit; make it with a capacity of at least {self.length + count}"
+            )
+        self._lengths = [self.length + count] * len(self._lengths)
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens; 0 empties the cache.
+
+        Raises:
+            ShardingError: there are not that many tokens.
+        """
+        if not 0 <= length <= self.length:
+            raise ShardingError(f"cannot truncate a key-value cache of {self.length} tokens to {length}")
+        self._lengths = [length] * len(self._lengths)

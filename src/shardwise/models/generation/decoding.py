@@ -1,0 +1,111 @@
+"""One token's pass through a model on CUDA, the same operations at the same addresses for every token.
+
+What differs from token to token (its id, its position, how much of the cache is filled) lies in buffers on the GPU, and
+the host reads none of it. So the pass can be recorded once as a CUDA graph, and launched as one: at one sequence a time
+the host otherwise takes longer to launch the operations than the GPU to do them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import dispatch
+from shardwise.models.generation.cache import PreallocatedCache
+from shardwise.models.gpt import GPT
+from shardwise.models.transformer.attention import SelfAttention
+
+
+class CacheAtPosition:
+    """A cache whose layers write at a position on the device, and return all that they can hold.
+
+    A ``models.transformer.attention.KeyValueCache`` that attention reads by ``kernels.decode_attention``.
+
+    Attributes:
+        query_position: int64 ``[1]``.
+    """
+
+    def __init__(self, cache: PreallocatedCache, query_position: Tensor) -> None:
+        self._cache = cache
+        self.query_position = query_position
+
+    def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """``[b, groups/t, 1, d]`` each in; ``[b, groups/t, capacity, d]`` each out."""
+        keys, values = self._cache.whole_layer(layer_number)
+        keys.index_copy_(2, self.query_position, key)
+        values.index_copy_(2, self.query_position, value)
+        return keys, values
+
+
+class DecodeStep:
+    """Reads one token after those in a cache.
+
+    Args:
+        model: in evaluation mode whenever it is called; ``why_not`` says nothing against it.
+        cache: of the model; it has room for the token.
+    """
+
+    def __init__(self, model: GPT, cache: PreallocatedCache) -> None:
+        device = model.embedding.word_embeddings.weight.device
+        self._model, self._cache = model, cache
+        self._token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
+        self._at_position = CacheAtPosition(cache, self._position)
+        # A fused exchange is followed by the host, step by step.
+        fused = getattr(model.decoder, "fused", False)
+        self._is_recorded = not fused and dispatch.CUDA_GRAPHS.why_not(_call(self._token)) is None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: Tensor | None = None
+
+    @staticmethod
+    def why_not(model: GPT) -> str | None:
+        """Why a token of this model is read as any other input is; None if ``DecodeStep`` reads it."""
+        weight = model.embedding.word_embeddings.weight
+        if (why_not := dispatch.DECODE_TRITON.why_not(_call(weight))) is not None:
+            return why_not
+        if model.config.heads[2] > dispatch.WIDEST_HEAD:
+            return f"there is no kernel for heads wider than {dispatch.WIDEST_HEAD}"
+        if model.depends_on_length:
+            return "the rotary frequencies depend on the number of tokens"
+        attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+        if len(attentions) != model.config.num_layers or not all(each.attends_at_position for each in attentions):
+            return "its layers attend otherwise than by a softmax over even groups of queries"
+        return None
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Read a token, ``[1]`` of int64.
+
+        Returns:
+            The logits of the one after it, ``[1, v/t]``, or ``[1, v]`` of a model without ``parallel_output``. The next
+            call may overwrite them.
+        """
+        self._token.copy_(token.view(1, 1))
+        self._position.fill_(self._cache.length)
+        logits = self._replay() if self._is_recorded else self._run()
+        self._cache.extend(1)
+        return logits
+
+    def _run(self) -> Tensor:
+        logits: Tensor = self._model(self._token, self._position, cache=self._at_position)
+        return logits[-1]
+
+    def _replay(self) -> Tensor:
+        if self._graph is None:
+            # What is compiled or allocated at a first call is so before the recording, on a stream of its own, as
+            # PyTorch asks. Each run writes the same keys to the same place.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self._run()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._logits = self._run()
+        self._graph.replay()
+        assert self._logits is not None
+        return self._logits
+
+
+def _call(tensor: Tensor) -> dispatch.Call:
+    return dispatch.Call(tensor.device.type, tensor.dtype, tensor.numel(), tensor.device.index or 0)

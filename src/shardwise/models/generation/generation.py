@@ -1,0 +1,187 @@
+"""Text from a model, one token at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.communication.agreement import check_same
+from shardwise.core.errors import ConfigError, VocabularyError
+from shardwise.core.sharding import balanced_range
+from shardwise.models.generation.cache import PreallocatedCache
+from shardwise.models.generation.decoding import DecodeStep
+from shardwise.models.generation.prefix import PrefixCache
+from shardwise.models.generation.sampling import Sampling, checked_choice, choose_next_token
+from shardwise.models.gpt import GPT
+
+
+def generate(
+    model: GPT,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    eos_id: int | Sequence[int] | None = None,
+    on_token: Callable[[int], None] | None = None,
+    prefix: PrefixCache | None = None,
+) -> list[int]:
+    """Continue a prompt.
+
+    Every rank of the model's tensor-parallel group calls it with the same arguments and gets the same tokens; the same
+    seed gives the same tokens at every size of the group, up to rounding of the logits.
+
+    The model reads at most its ``max_sequence_length`` tokens. Of a longer prompt it reads the last ones. When the
+    context is full, its older half is dropped and the rest is read anew from position 0, so that text of any length
+    can be generated; a token then follows from at least the ``max_sequence_length // 2`` tokens before it. With
+    LongRoPE the context is read anew, too, when it outgrows ``original_max_position_embeddings``: from there on each
+    of its tokens has other rotary frequencies.
+
+    The model is in evaluation mode meanwhile. PyTorch's default random generators are not used.
+
+    Args:
+        model: the model; sequence parallelism is allowed, but saves nothing here and costs time.
+        prompt_ids: token ids; may be empty if ``eos_id`` is given, from which (the first, of several) the model then
+            starts, as from the end of the text before.
+        max_new_tokens: most tokens to generate.
+        sampling: how a token is chosen.
+        seed: seed of the choices, from 0 to 2**63 - 1.
+        eos_id: the token that ends the text, or several that do.
+        on_token: called with each token as soon as it is chosen, on every rank. What it raises ends the generation on
+            its rank.
+        prefix: keys and values of the text before, of the same model; those of this text are left in it.
+
+    Returns:
+        The new tokens, without the prompt and without the one that ended the text.
+
+    Raises:
+        ConfigError: no prompt, a negative ``max_new_tokens``, a seed out of range, a model that is one of several
+            pipeline stages, or a ``prefix`` of another model.
+        VocabularyError: a token of the prompt or ``eos_id`` outside the vocabulary.
+        DesyncError: the ranks were given different arguments.
+        DivergenceError: the logits are infinite or not numbers.
+    """
+    vocab_size = model.vocab_size
+    assert vocab_size is not None
+    if not (model.pre_process and model.post_process):
+        raise ConfigError("generation needs the whole model on each rank, and this is one pipeline stage of it")
+    # This comes before the other checks, so that a mistake on one rank leaves no rank waiting.
+    prompt_sha256 = hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()
+    eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
+    window = model.max_sequence_length
+    context = list(prompt_ids or eos_ids[:1])[-window:]
+    is_of_another = prefix is not None and prefix.model is not model
+    known = 0 if prefix is None or is_of_another else prefix.shared(context)
+    kept = f", tokens kept: {known}{' of another model' if is_of_another else ''}" if prefix is not None else ""
+    asked = f"prompt SHA-256 {prompt_sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_ids=}{kept}"
+    check_same(asked, "what to generate", group=model.tp_group)
+    if is_of_another:
+        raise ConfigError("the prefix cache is of another model; make it of the one that generates")
+    check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
+
+    device = model.embedding.word_embeddings.weight.device
+    generator = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(seed)
+    capacity = min(window, len(context) + max_new_tokens)
+    if prefix is None:
+        cache = PreallocatedCache.for_model(model, batch_size=1, capacity=capacity)
+    else:
+        cache = prefix.take(context, capacity)
+    new_tokens: list[int] = []
+    unread = torch.tensor([context[cache.length :]], device=device)
+    step = DecodeStep(model, cache) if DecodeStep.why_not(model) is None else None
+    try:
+        with evaluation_mode(model):
+            while len(new_tokens) < max_new_tokens:
+                logits = _next_logits(model, unread, cache, vocab_size, step)
+                chosen = choose_next_token(
+                    logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generator
+                )
+                # The one time that the host waits for the device; the token's way back to the model is on the device.
+                token = int(chosen)
+                if token < 0:
+                    checked_choice(chosen)
+                if token in eos_ids:
+                    break
+                new_tokens.append(token)
+                if on_token is not None:
+                    on_token(token)
+                context.append(token)
+                unread = chosen.unsqueeze(0)
+                is_full = len(context) > window
+                if is_full:
+                    context = context[-max(1, window // 2) :]
+                if is_full or (model.rotary is not None and model.rotary.is_outgrown_at(len(context))):
+                    cache.truncate(0)
+                    unread = torch.tensor([context], device=device)
+    finally:
+        if prefix is not None:
+            prefix.keep(context)
+    return new_tokens
+
+
+def sequence_log_probs(model: GPT, input_ids: Tensor) -> Tensor:
+    """The log-probability of each token after the ones before it, from one pass over whole sequences.
+
+    Args:
+        model: put in evaluation mode meanwhile.
+        input_ids: ``[b, s]``, at least 2 tokens each.
+
+    Returns:
+        ``[b, s - 1]``, of the tokens from the second on; fp32 (fp64 for an fp64 model), the same on every rank.
+
+    Raises:
+        ShardingError: the sequences are longer than the model's ``max_sequence_length`` and one.
+        VocabularyError: a token outside the vocabulary.
+    """
+    with evaluation_mode(model):
+        loss: Tensor = model(input_ids[:, :-1], labels=input_ids[:, 1:])
+    return -loss
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode is restored, whatever it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        # inference_mode is not used, since a buffer that is first made under it cannot be used in training afterwards.
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _next_logits(
+    model: GPT, unread: Tensor, cache: PreallocatedCache, vocab_size: int, step: DecodeStep | None
+) -> Tensor:
+    """``[1, v/t]``: read the tokens ``[1, s]`` after those in the cache; the logits of the one after them."""
+    if step is not None and cache.length > 0 and unread.size(1) == 1:
+        logits = step(unread.squeeze(0))
+    else:
+        positions = torch.arange(cache.length, cache.length + unread.size(1), device=unread.device)
+        logits = model(unread, positions, cache=cache)[-1]
+    if not model.parallel_output:
+        start, stop = balanced_range(vocab_size, model.tp_group.size(), model.tp_group.rank())
+        logits = logits[:, start:stop]
+    return logits
+
+
+def check_arguments(
+    prompt_ids: Sequence[int], max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocab_size: int
+) -> None:
+    """Raise what ``generate`` does of arguments out of range."""
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must not be negative")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed is {seed}; it must be from 0 to 2**63 - 1")
+    if not prompt_ids and not eos_ids:
+        raise ConfigError("the prompt is empty; give at least one token, or an eos_id to start from")
+    for name, ids in (("prompt_ids[{}]", prompt_ids), ("eos_id", eos_ids)):
+        for index, token in enumerate(ids):
+            if not 0 <= token < vocab_size:
+                raise VocabularyError(f"{name.format(index)} is {token}, outside the vocabulary of {vocab_size} ids")

@@ -1,0 +1,226 @@
+r"""The choice of the next token from logits that are split over the ranks.
+
+Every rank holds ``x``, the logits of its part of the vocabulary. Sampling from ``softmax(x / T)`` is an argmax in
+disguise (the Gumbel-max trick): with ``u`` uniform on (0, 1), one number for each id,
+
+    argmax_i  x_i + T · (-log(-log u_i))
+
+is a sample. So greedy choice and sampling are one small all-gather: every rank's best score and its id. Top-k gathers k
+candidates of every rank, and top-p without top-k all logits, since its threshold needs their sum in order.
+
+Every rank draws ``u`` for the *whole* vocabulary from a generator of the same seed. The noise thereby belongs to the
+id, not to a rank or to a place in a list: the same seed gives the same text at every tensor-parallel size. Where the
+logits at two sizes differ by their last bits, a choice differs only between scores as close as that. The noise is made
+on the generator's device, whose numbers for a seed are its own: a CPU's text for a seed is not a GPU's.
+
+Nothing here waits for a GPU before the choice is read: a token that cannot be chosen is -1 until then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.collectives import all_gather
+from shardwise.core.errors import ConfigError, DivergenceError, ShardingError
+from shardwise.core.sharding import balanced_range, balanced_sizes
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: temperature first, then top-k, then top-p of what is left.
+
+    Attributes:
+        temperature: logits are divided by it; under 1 favours likely tokens. 0 always takes the likeliest.
+        top_k: choose among this many likeliest tokens; 0 is off.
+        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum, over 0 and at most 1; 1 is
+            off.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"temperature is {self.temperature}; it must be a number of at least 0 (0 is greedy)")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; it must be at least 0 (0 is off)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must be over 0 and at most 1 (1 is off)")
+
+
+GREEDY = Sampling(temperature=0.0)
+"""Always the likeliest token."""
+
+
+def vocab_parallel_argmax(scores: Tensor, *, vocab_size: int, group: ProcessGroup) -> Tensor:
+    """The id of the highest score over all ranks; of equal scores the lowest id, at every number of ranks.
+
+    Layout V -> I: one all-gather of 16 bytes per row and rank.
+
+    Args:
+        scores: ``[b, v/t]``, this rank's part of the vocabulary by the balanced rule; not modified.
+        vocab_size: size of the whole vocabulary.
+        group: the ranks that split it.
+
+    Returns:
+        ``[b]``, int64, the same on every rank.
+
+    Raises:
+        ShardingError: ``scores`` is not this rank's part of the vocabulary.
+        DivergenceError: the highest score of a row is infinite or not a number; on every rank.
+    """
+    return checked_choice(_argmax(scores, vocab_size, group))
+
+
+def _argmax(scores: Tensor, vocab_size: int, group: ProcessGroup) -> Tensor:
+    start = _check_shard(scores, vocab_size, group)
+    scores = _without_nan(scores)
+    # Unlike topk, argmax guarantees the first of equal values.
+    index = scores.argmax(dim=-1, keepdim=True)
+    best = torch.stack((scores.gather(1, index), (index + start).double()), dim=-1)
+    values, ids = all_gather(best, group=group, dim=1).unbind(-1)
+    return _pick_highest(values, ids)
+
+
+def sample_next_token(
+    logits: Tensor, sampling: Sampling, *, vocab_size: int, group: ProcessGroup, generator: torch.Generator
+) -> Tensor:
+    """Choose a token for each row of split logits.
+
+    Layout V -> I: one all-gather, per row and rank of 16 bytes (``min(k, v/t)`` times as many with top-k, ``v/t`` times
+    with top-p alone).
+
+    Args:
+        logits: ``[b, v/t]``, this rank's part of the vocabulary by the balanced rule; not modified.
+        sampling: how to choose.
+        vocab_size: size of the whole vocabulary.
+        group: the ranks that split it.
+        generator: of the CPU or of the logits' device, in the same state on every rank; it draws ``b * vocab_size``
+            numbers (greedy: none).
+
+    Returns:
+        ``[b]`` ids, int64, the same on every rank.
+
+    Raises:
+        ShardingError: ``logits`` is not this rank's part of the vocabulary.
+        DivergenceError: the logits are infinite or not numbers; on every rank.
+    """
+    return checked_choice(choose_next_token(logits, sampling, vocab_size=vocab_size, group=group, generator=generator))
+
+
+def choose_next_token(
+    logits: Tensor,
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+    group: ProcessGroup,
+    generator: torch.Generator | Sequence[torch.Generator],
+) -> Tensor:
+    """``sample_next_token`` without a look at the choice: -1 where the logits are infinite or not numbers.
+
+    Of several generators each row has its own, as if it were alone.
+    """
+    if sampling.temperature == 0 or sampling.top_k == 1:
+        return _argmax(logits, vocab_size, group)
+    start = _check_shard(logits, vocab_size, group)
+    generators = [generator] if isinstance(generator, torch.Generator) else generator
+    shape = logits.size(0) // len(generators), vocab_size
+    uniform = torch.cat([torch.rand(shape, generator=g, dtype=torch.float64, device=g.device) for g in generators])
+    # Multiplying by the temperature, where dividing by it would be equivalent, does not overflow at a small one.
+    noise = (-uniform.log()).log_().mul_(-sampling.temperature).to(logits.device)
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        local_noise = noise[:, start : start + logits.size(1)]
+        return _argmax(logits + local_noise, vocab_size, group)
+    values, ids = _gather_candidates(_without_nan(logits), start, sampling.top_k or vocab_size, vocab_size, group)
+    if sampling.top_p < 1:
+        values = _keep_top_p(values, sampling.top_p, sampling.temperature)
+    return _pick_highest(values + noise.gather(1, ids.long()), ids)
+
+
+def checked_choice(ids: Tensor) -> Tensor:
+    """``ids`` as they are; waits for their device.
+
+    Raises:
+        DivergenceError: one is -1.
+    """
+    if bool((ids < 0).any()):
+        raise DivergenceError(
+            "the model's logits are infinite or not numbers, so that no token can be chosen: its weights have "
+            "diverged; use an earlier checkpoint or train with a lower learning rate"
+        )
+    return ids
+
+
+def _check_shard(scores: Tensor, vocab_size: int, group: ProcessGroup) -> int:
+    """The first id of this rank's part of the vocabulary."""
+    t, rank = group.size(), group.rank()
+    if vocab_size < t:
+        raise ShardingError(f"a vocabulary of {vocab_size} ids is too small for {t} ranks; each needs at least one")
+    start, stop = balanced_range(vocab_size, t, rank)
+    if scores.dim() != 2 or scores.size(1) != stop - start:
+        raise ShardingError(
+            f"rank {rank} of {t} holds {stop - start} of {vocab_size} ids; pass scores of shape "
+            f"[batch, {stop - start}], not {list(scores.shape)}"
+        )
+    return start
+
+
+def _without_nan(scores: Tensor) -> Tensor:
+    """In double precision, and NaN as infinity: it wins on whichever rank it is, so that all ranks refuse it alike."""
+    scores = scores.double()
+    return torch.where(scores.isnan(), torch.inf, scores)
+
+
+def _pick_highest(values: Tensor, ids: Tensor) -> Tensor:
+    """The id of each row's highest value, -1 if that is not finite; of equals the first, so ``ids`` are in order."""
+    index = values.argmax(dim=-1, keepdim=True)
+    chosen = ids.gather(1, index).masked_fill(~values.gather(1, index).isfinite(), -1)
+    return chosen.squeeze(1).long()
+
+
+def _gather_candidates(
+    logits: Tensor, start: int, top_k: int, vocab_size: int, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` highest logits of all ranks and their ids, both ``[b, k]`` in double precision, in order of ids."""
+    ids = torch.arange(start, start + logits.size(1), device=logits.device).double().expand_as(logits)
+    candidates = _top_k_in_order(torch.stack((logits, ids), dim=-1), top_k)
+    sizes = [min(top_k, size) for size in balanced_sizes(vocab_size, group.size())]
+    candidates = all_gather(candidates, group=group, dim=1, sizes=sizes)
+    values, ids = _top_k_in_order(candidates, top_k).unbind(-1)
+    return values, ids
+
+
+def _top_k_in_order(candidates: Tensor, k: int) -> Tensor:
+    """``[b, n, 2]`` pairs of value and id to the ``[b, k, 2]`` of highest value, their order kept.
+
+    Of equal values the first are taken, on which ``torch.topk`` makes no promise.
+    """
+    values = candidates[..., 0]
+    if k >= values.size(1):
+        return candidates
+    threshold = values.topk(k, dim=1).values[:, -1:]
+    above = values > threshold
+    equal = values == threshold
+    kept = above | (equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    # Not candidates[kept], whose size a GPU would have to tell the host first. What is not kept goes to one more place.
+    place = torch.where(kept, kept.cumsum(1) - 1, k).unsqueeze(-1).expand_as(candidates)
+    result = candidates.new_empty(candidates.size(0), k + 1, 2)
+    return result.scatter_(1, place, candidates)[:, :k]
+
+
+def _keep_top_p(values: Tensor, top_p: float, temperature: float) -> Tensor:
+    """``values`` ``[b, n]`` with -inf for all but the fewest whose probabilities sum to at least ``top_p``."""
+    ordered, order = values.sort(dim=1, descending=True, stable=True)
+    probabilities = ((ordered - ordered[:, :1]) / temperature).softmax(dim=1)
+    dropped = probabilities.cumsum(1) - probabilities >= top_p
+    return values.masked_fill(torch.zeros_like(dropped).scatter_(1, order, dropped), -torch.inf)

@@ -1,0 +1,364 @@
+"""Self-attention whose heads are split over the tensor-parallel group."""
+
+import copy
+import math
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.attention import sdpa_kernel
+
+from shardwise.core.communication import moves
+from shardwise.core.errors import ConfigError
+from shardwise.core.layout import Layout
+from shardwise.core.random import streams
+from shardwise.kernels.blocks import in_blocks
+from shardwise.kernels.decode_attention import attend_to_cache
+from shardwise.kernels.dispatch import why_repeat_keys
+from shardwise.kernels.rotary import split, split_and_rotate
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.activations import softcap
+from shardwise.models.transformer.backend import attention_kernels, kernels_on_a_cache
+from shardwise.models.transformer.heads import HeadSplit, split_heads
+from shardwise.models.transformer.layer_arguments import layer_arguments, make_norm
+from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.models.transformer.rotary import apply_rotary
+from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, norm_heads, parameter_device
+from shardwise.nn.dropout import sharded_dropout
+from shardwise.nn.recompute import recomputed
+
+# 64 MiB of fp32.
+_SCORES_OF_BLOCK = 1 << 24
+
+
+class KeyValueCache(Protocol):
+    """What attention needs of a cache: it appends new keys and values and returns all of them."""
+
+    def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """``[b, groups/t, new, d]`` each in; ``[b, groups/t, all, d]`` each out."""
+        ...
+
+
+class SelfAttention(GroupModule):
+    """Multi-head, grouped-query or multi-query attention.
+
+    The query-key-value weight holds one block per key-value head: its queries, its key, its value. Ranks hold whole
+    blocks, by the balanced rule, so 7 heads on 3 ranks are 3, 2 and 2. Where there are fewer key-value heads than
+    ranks, ranks hold their share of the query heads, and a copy of the key-value heads that these use; the copies'
+    gradients are partial sums until ``finalize_gradients_`` (``models.transformer.heads.HeadSplit``).
+
+    Args:
+        config: sizes and kind of the attention.
+        layer_number: this layer's place in the model, from 1; names its cache.
+        tp_group: tensor-parallel group.
+        attn_mask_type: what it forbids by itself.
+
+    Attributes:
+        num_local_groups: key-value heads of this rank.
+        q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of one head each, or of all heads together. Every
+            rank holds them whole and applies them to its own heads, so that their gradients are partial sums
+            (``param.sequence_parallel``), with sequence parallelism or without, except with ``config.exact_parts``.
+        window_size: of this layer; None if none.
+        rotates: whether this layer rotates queries and keys.
+
+    Raises:
+        ConfigError: fewer query heads than ranks, or with ``config.exact_parts`` fewer key-value heads.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_number: int,
+        tp_group: ProcessGroup,
+        *,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+    ) -> None:
+        super().__init__()
+        group = tp_group
+        num_heads, num_groups, head_dim = config.heads
+        split = split_heads(num_heads, num_groups, group.size())
+        if config.exact_parts is not None and num_groups < group.size():
+            raise ConfigError(
+                f"exact: num_query_groups is {num_groups}, fewer than the {group.size()} tensor-parallel ranks, which "
+                "hold copies of key-value heads, and the sum of their gradients has no exact form; use "
+                f"tp {1 << num_groups.bit_length() - 1} at most, or no exact mode"
+            )
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
+        self.head_dim = head_dim
+        self.dropout = config.attention_dropout
+        self.softmax_scale = config.softmax_scale
+        self.logit_softcap = config.attention_logit_softcap
+        self.window_size = config.window_size if config.windows(layer_number) else None
+        self.rotates = config.rotates(layer_number)
+        self._exact = config.exact_parts is not None
+        self.rotary_interleaved = config.rotary_interleaved
+        self.recomputes_core = config.recomputes("core_attn")
+        self._hold(split, group)
+        self._backend = config.attention_backend
+        self._kernels = attention_kernels(config)
+        layout = split.qkv_layout((config.hidden_size,), head_dim)
+        arguments = layer_arguments(config, group=group)
+        self.linear_qkv = ColumnLinear(
+            config.hidden_size,
+            layout.global_shape[0],
+            bias=config.add_qkv_bias,
+            init=config.init_method,
+            intervals=layout.intervals,
+            **arguments,
+        )
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
+        if config.qk_layernorm:
+            with parameter_device(group, on_cpu=config.use_cpu_initialization):
+                self.q_layernorm, self.k_layernorm = self._make_norms(config, split)
+            for param in (*self.q_layernorm.parameters(), *self.k_layernorm.parameters()):
+                # By parts a gradient is whole as soon as it is made.
+                param.sequence_parallel = group.size() > 1 and not self._exact  # type: ignore[attr-defined]
+        self.linear_proj = RowLinear(
+            num_heads * head_dim,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init=config.output_layer_init_method,
+            sizes=[n * head_dim for n in self._head_sizes],
+            **arguments,
+        )
+
+    @property
+    def input_layout(self) -> Layout:
+        """The layout of hidden states, I or V(dim=0)."""
+        return self.linear_qkv.input_layout
+
+    @property
+    def output_layout(self) -> Layout:
+        """As ``input_layout``."""
+        return self.linear_proj.output_layout
+
+    def _hold(self, split: HeadSplit, group: ProcessGroup) -> None:
+        self.group = group
+        self.queries_of_groups = split.queries_of_groups(group.rank())
+        self.num_local_groups = len(self.queries_of_groups)
+        self._is_even = len(set(self.queries_of_groups)) == 1
+        self._head_sizes = split.query_sizes()
+
+    def with_heads_of(self, split: HeadSplit, group: ProcessGroup) -> Self:
+        """A copy whose ``attended`` takes the heads of a rank of another group, and norms neither queries nor keys."""
+        other = copy.copy(self)
+        other._hold(split, group)
+        # A dictionary of its own, as the copy shares that of the original.
+        other._modules = {**self._modules, "q_layernorm": None, "k_layernorm": None}
+        return other
+
+    def _make_norms(self, config: ModelConfig, split: HeadSplit) -> tuple[nn.Module, nn.Module]:
+        rank, head_dim = self.group.rank(), self.head_dim
+        if not config.qk_layernorm_over_heads:
+            return make_norm(config, head_dim), make_norm(config, head_dim)
+        options: dict[str, Any] = {
+            "eps": config.layernorm_epsilon,
+            "zero_centered": config.layernorm_zero_centered_gamma,
+            "dtype": config.params_dtype,
+        }
+        num_heads, num_groups, _ = config.heads
+        queries, keys = split.queries[rank], split.groups[rank]
+        return (
+            HeadsRMSNorm(num_heads * head_dim, queries, queries[1] - queries[0], head_dim, **options),
+            HeadsRMSNorm(num_groups * head_dim, keys, split.num_first_groups(rank), head_dim, **options),
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        attention_mask: Tensor | AttentionMask | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        window_rotary: tuple[Tensor, Tensor] | None = None,
+        cache: KeyValueCache | None = None,
+        sequence_length: int | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            hidden: ``[s, b, h]``, or ``[s/t, b, h]`` with sequence parallelism.
+            attention_mask: True where attention is forbidden, beyond what ``attn_mask_type`` and the window forbid,
+                broadcast to ``[b, heads/t, s, keys]``; or with documents and ALiBi, an ``AttentionMask``.
+            rotary: cosine and sine of the positions; no rotation if None.
+            window_rotary: the same for layers with a window, where these have their own.
+            cache: keys and values of earlier tokens; what is new is appended.
+            sequence_length: ``s``, which sequence parallelism must be told where the ranks do not divide it.
+
+        Returns:
+            Like ``hidden``.
+
+        Raises:
+            ShardingError: a mask that does not fit.
+        """
+        mixed: Tensor = self.linear_qkv(hidden, sequence_length=sequence_length)
+        if self.window_size is not None and window_rotary is not None:
+            rotary = window_rotary
+        mask = attention_mask if isinstance(attention_mask, AttentionMask) else AttentionMask(attention_mask)
+        output: Tensor = self.linear_proj(self.attended(mixed, mask, rotary, cache))
+        return output
+
+    def attended(
+        self,
+        mixed: Tensor,
+        mask: AttentionMask,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """``forward`` between its two linear layers: ``[s, b, rows/t]`` to ``[s, b, heads/t * d]``."""
+        s, b, _ = mixed.shape
+        query, key, value = self._split_heads(mixed, rotary if self.rotates else None)
+        # [s, b, heads, d] -> [b, heads, s, d], as views.
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if cache is not None:
+            key, value = cache.append(self.layer_number, key, value)
+        attend = partial(recomputed, self._attend) if self.recomputes_core and cache is None else self._attend
+        context = attend(query, key, value, mask)
+        return context.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+    def _norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """``[s, b, heads/t, d]`` and ``[s, b, groups/t, d]`` to the same."""
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return query, key
+        if self._exact:
+            return (
+                norm_heads(self.q_layernorm, query, group=self.group),
+                norm_heads(self.k_layernorm, key, group=self.group),
+            )
+        if not isinstance(self.q_layernorm, HeadsRMSNorm) or not isinstance(self.k_layernorm, HeadsRMSNorm):
+            return self.q_layernorm(query), self.k_layernorm(key)
+        squares = torch.stack((self.q_layernorm.squares(query), self.k_layernorm.squares(key)))
+        # The sum is identical on all ranks, and each uses it for its own heads: the gradient is a partial sum there.
+        squares = moves.copy(moves.reduce(squares, group=self.group), group=self.group)
+        return self.q_layernorm(query, squares[0]), self.k_layernorm(key, squares[1])
+
+    def _split_heads(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """``[s, b, rows/t]`` to ``[s, b, heads/t, d]`` and twice ``[s, b, groups/t, d]``, normed and rotated."""
+        s, b, _ = mixed.shape
+        per_group, head_dim, interleaved = self.queries_of_groups[0], self.head_dim, self.rotary_interleaved
+        if self._is_even and rotary is not None and self.q_layernorm is None and not self._exact:
+            return split_and_rotate(
+                mixed, *rotary, queries_per_group=per_group, head_dim=head_dim, interleaved=interleaved
+            )
+        if self._is_even:
+            query, key, value = split(mixed, queries_per_group=per_group, head_dim=head_dim)
+        else:
+            sections = [n for queries in self.queries_of_groups for n in (queries, 1, 1)]
+            parts = mixed.view(s, b, -1, head_dim).split(sections, dim=2)
+            query, key, value = (torch.cat(parts[i::3], dim=2) for i in range(3))
+        query, key = self._norm_heads(query, key)
+        if rotary is not None:
+            query, key = (
+                apply_rotary(x, rotary, interleaved=interleaved, at_any_size=self._exact) for x in (query, key)
+            )
+        return query, key, value
+
+    @property
+    def attends_at_position(self) -> bool:
+        """Whether it can attend to a cache that is read by ``AttentionMask.query_position``."""
+        return type(self) is SelfAttention and self._is_even and self.attn_mask_type.is_causal and not self._exact
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        if mask.query_position is not None:
+            return attend_to_cache(
+                query,
+                key,
+                value,
+                mask.query_position,
+                scale=self.softmax_scale or 1 / math.sqrt(self.head_dim),
+                before=-1 if self.window_size is None else self.window_size[0],
+                softcap=self.logit_softcap,
+                slopes=mask.alibi_slopes,
+            )
+        bias, is_causal = mask.bias(query, key.size(2), causal=self.attn_mask_type.is_causal, window=self.window_size)
+        dropout = self.dropout if self.training else 0.0
+        if self.logit_softcap is not None:
+            return self._attend_in_blocks(query, key, value, bias, is_causal, dropout)
+        if self._backend == "local" or (dropout > 0 and streams().rule == "global"):
+            return self._attend_written_out(query, key, value, bias, is_causal, dropout)
+        grouped = self.num_local_groups < query.size(1)
+        if grouped and (not self._is_even or self._repeats_keys(query, masked=bias is not None)):
+            key, value, grouped = self._for_all_queries(key), self._for_all_queries(value), False
+        kernels = self._kernels
+        if query.is_cuda and query.size(2) != key.size(2):
+            kernels = kernels_on_a_cache(kernels)
+        with (
+            streams().fork() if dropout > 0 else nullcontext(),
+            sdpa_kernel(kernels) if kernels is not None else nullcontext(),
+        ):
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=bias,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=self.softmax_scale,
+                enable_gqa=grouped,
+            )
+
+    def _repeats_keys(self, query: Tensor, *, masked: bool) -> bool:
+        device_type, head_dim = query.device.type, self.head_dim
+        return why_repeat_keys(self._backend, device_type, query.dtype, head_dim=head_dim, masked=masked) is not None
+
+    def _for_all_queries(self, heads: Tensor) -> Tensor:
+        """Keys or values ``[b, groups/t, keys, d]``, each repeated for all of its queries."""
+        if self.num_local_groups == sum(self.queries_of_groups):
+            return heads
+        copies = [heads[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_of_groups)]
+        return torch.cat(copies, dim=1)
+
+    def _attend_in_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
+    ) -> Tensor:
+        """Written out for some queries at a time, and again in the backward, so that no more scores are in memory."""
+        b, heads, s, _ = query.shape
+        # The gradients of keys and values are sums over blocks, which then may not depend on how many heads are here.
+        counted = sum(self._head_sizes) if self._exact else heads
+        rows = max(1, _SCORES_OF_BLOCK // max(1, b * counted * key.size(2)))
+        blocks = []
+        for start in range(0, s, rows):
+            some = query[:, :, start : start + rows]
+            part = bias if bias is None or bias.size(-2) == 1 else bias[..., start : start + rows, :]
+            # Of causal attention without a bias, which has as many keys as queries, the later keys are not seen.
+            seen = start + some.size(2) if is_causal else key.size(2)
+            attend = partial(self._attend_written_out, is_causal=is_causal, dropout=dropout)
+            blocks.append(recomputed(attend, some, key[:, :, :seen], value[:, :, :seen], part))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+    def _attend_written_out(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
+    ) -> Tensor:
+        """As explicit matrix products: PyTorch's own attention draws its dropout mask itself, and what is needed for
+        the "global" rule is a slice of all heads' mask.
+        """
+        key, value = self._for_all_queries(key), self._for_all_queries(value)
+        forbidden = blind = None
+        if is_causal:
+            new, seen = query.size(2), key.size(2)
+            forbidden = torch.ones(new, seen, dtype=torch.bool, device=query.device).triu(seen - new + 1)
+        scale = self.softmax_scale or 1 / math.sqrt(self.head_dim)
+        scores = (query @ key.transpose(-1, -2)) * scale
+        if self.logit_softcap is not None:
+            capped = partial(softcap, cap=self.logit_softcap)
+            scores = in_blocks(capped, scores) if self._exact else capped(scores)
+        if bias is not None:
+            scores = scores + bias
+            forbidden = bias == -torch.inf
+            blind = forbidden.all(dim=-1, keepdim=True)
+        if forbidden is not None:
+            # Not -inf, of which the softmax of a token that sees nothing would be NaN.
+            scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+        if blind is not None:
+            weights = weights.masked_fill(blind, 0.0)
+        weights = sharded_dropout(
+            weights, dropout, dim=1, group=self.group, sizes=self._head_sizes, layer_number=self.layer_number
+        )
+        return weights @ value

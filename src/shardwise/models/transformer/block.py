@@ -1,0 +1,183 @@
+"""The stack of transformer layers that one pipeline stage holds, and the norm after the last layer of the model."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.core.errors import ConfigError, TopologyError
+from shardwise.core.initialization import part_seeded
+from shardwise.core.layout import Layout, hidden_layout
+from shardwise.core.sharded_state import sharded_state_dict
+from shardwise.core.sharding import ParamShard, ShardedOffset
+from shardwise.kernels.agreed import agree_on_kernels
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
+from shardwise.nn import GroupModule, apply_norm, parameter_device
+from shardwise.nn.recompute import recomputed
+
+
+def layers_of_this_stage(
+    config: ModelConfig, pp_group: ProcessGroup | None = None, vp_stage: int | None = None
+) -> range:
+    """The layers of the model, counted from 0, that this rank's stage, or its chunk ``vp_stage``, holds.
+
+    Args:
+        config: number of layers, and how they are dealt out to stages.
+        pp_group: pipeline-parallel group; may be None if there is one stage.
+        vp_stage: this part of the stage, with interleaving.
+
+    Raises:
+        TopologyError: there are several stages and no group, or one of another size.
+        ConfigError: ``vp_stage`` is needed and not given, or is not one of the chunks.
+    """
+    stages = config.stage_layers()
+    if len(stages) > 1 and (pp_group is None or pp_group.size() != len(stages)):
+        found = "no pipeline-parallel group" if pp_group is None else f"a group of {pp_group.size()} ranks"
+        raise TopologyError(
+            f"pipeline_model_parallel_size is {len(stages)}, and there is {found}; give the model's groups a group "
+            "'pp' of that size"
+        )
+    chunks = stages[0 if pp_group is None or len(stages) == 1 else pp_group.rank()]
+    if vp_stage is None and len(chunks) > 1:
+        raise ConfigError(f"each stage has {len(chunks)} chunks; give vp_stage, from 0 to {len(chunks) - 1}")
+    chunk = vp_stage or 0
+    if not 0 <= chunk < len(chunks):
+        raise ConfigError(f"vp_stage is {vp_stage}; it must be from 0 to {len(chunks) - 1}")
+    return chunks[chunk]
+
+
+class TransformerBlock(GroupModule):
+    """Layers, one after the other, and a norm after the model's last.
+
+    Args:
+        config: sizes of the model.
+        spec: what a layer is made of.
+        tp_group: tensor-parallel group.
+        layers: which of the model's layers, counted from 0; all if None.
+        post_process: whether the model ends here, so that the final norm (``config.final_layernorm``) is here too.
+        seed: from which each layer's own is derived, so that a layer starts alike on every stage; the default
+            generators go on from layer to layer if None.
+
+    Attributes:
+        layers: indexed from 0 on every stage; each knows its place in the model, from 1, as ``layer_number``.
+        final_layernorm: or None.
+        recompute_method, recompute_num_layers: which layers are recomputed; see ``ModelConfig``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: TransformerLayerSpec,
+        tp_group: ProcessGroup,
+        *,
+        layers: range | None = None,
+        post_process: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp_group = tp_group
+        self._sequence_parallel = config.sequence_parallel
+        self._num_layers = config.num_layers
+        self.recompute_method = config.recompute_method
+        self.recompute_num_layers = config.recompute_num_layers
+        self.layers = nn.ModuleList()
+        for index in range(config.num_layers) if layers is None else layers:
+            with part_seeded(seed, *_part(index + 1)):
+                self.layers.append(TransformerLayer(config, spec, index + 1, self.tp_group))
+        self.final_layernorm: nn.Module | None = None
+        if post_process and config.final_layernorm:
+            with parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization):
+                self.final_layernorm = spec.norm(config)
+
+    @property
+    def input_layout(self) -> Layout:
+        """The layout of hidden states, I or V(dim=0)."""
+        return hidden_layout(sequence_parallel=self._sequence_parallel)
+
+    @property
+    def output_layout(self) -> Layout:
+        """As ``input_layout``."""
+        return self.input_layout
+
+    def seeded_parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
+        """Each layer, and what is mixed into the seed from which it starts."""
+        for layer in self.layers:
+            assert isinstance(layer, TransformerLayer)
+            yield _part(layer.layer_number), layer
+
+    def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
+        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
+
+        ``sequence_length`` and what else is given by keyword are those of ``SelfAttention.forward``.
+        """
+        for line in agree_on_kernels(hidden, group=self.tp_group):
+            if self.tp_group.rank() == 0:
+                warnings.warn(line, stacklevel=2)
+        for layers, is_recomputed in self._spans():
+            # With a cache, a second call would append to it once more.
+            run = recomputed if is_recomputed and attention.get("cache") is None else _call
+            hidden = run(_through, layers, hidden, sequence_length=sequence_length, **attention)
+        if self.final_layernorm is not None:
+            hidden = apply_norm(
+                self.final_layernorm, hidden, group=self.tp_group, sequence_parallel=self._sequence_parallel
+            )
+        return hidden
+
+    def _spans(self) -> Iterator[tuple[list[nn.Module], bool]]:
+        """Layers, one after the other, that are recomputed as one, or not at all."""
+        layers, number = list(self.layers), self.recompute_num_layers or 0
+        if self.recompute_method == "uniform":
+            for first in range(0, len(layers), number):
+                yield layers[first : first + number], True
+        else:
+            for layer in layers[:number]:
+                yield [layer], True
+            yield layers[number:], False
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[ShardedOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ParamShard]:
+        """This rank's part of each parameter; a layer's names have its place in the whole model, from 0.
+
+        Args:
+            prefix: put before each name, such as ``"decoder."``.
+            sharded_offsets: ``(axis, index, count)`` of leading axes that stack this block with others of one name.
+            metadata: handed on to the layers. If ``non_homogeneous_layers`` in it is False, the tensors of all layers
+                are stacked: the key of an entry has no number, and the entry is one of ``num_layers``.
+
+        Raises:
+            ShardingError: ``sharded_offsets`` do not fit together.
+        """
+        entries: dict[str, ParamShard] = {}
+        for layer in self.layers:
+            assert isinstance(layer, TransformerLayer)
+            name = f"{prefix}layers.{layer.layer_number - 1}."
+            key, offsets = name, tuple(sharded_offsets)
+            if (metadata or {}).get("non_homogeneous_layers") is False:
+                key, offsets = f"{prefix}layers.", (*offsets, (len(offsets), layer.layer_number - 1, self._num_layers))
+            part = sharded_state_dict(layer, key, offsets, metadata, group=self.tp_group)
+            entries |= {name + entry.removeprefix(key): shard for entry, shard in part.items()}
+        if self.final_layernorm is not None:
+            name = f"{prefix}final_layernorm."
+            entries |= sharded_state_dict(self.final_layernorm, name, sharded_offsets, metadata, group=self.tp_group)
+        return entries
+
+
+def _through(layers: Sequence[nn.Module], hidden: Tensor, **keywords: Any) -> Tensor:
+    for layer in layers:
+        hidden = layer(hidden, **keywords)
+    return hidden
+
+
+def _call(function: Callable[..., Tensor], *args: Any, **keywords: Any) -> Tensor:
+    return function(*args, **keywords)
+
+
+def _part(layer_number: int) -> tuple[object, ...]:
+    return ("layer", layer_number)

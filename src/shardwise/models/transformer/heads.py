@@ -1,0 +1,108 @@
+"""Which attention heads are on which rank: pure arithmetic."""
+
+from dataclasses import dataclass
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, intervals_of_sizes
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Which heads each rank holds.
+
+    With at least as many key-value heads as ranks, ranks hold whole groups: a key-value head and all of its query
+    heads. With fewer, the query heads are dealt out, and a rank holds a copy of each key-value head that one of them
+    uses. Groups and query heads are dealt out by the balanced rule, in order.
+
+    Attributes:
+        queries_per_group: query heads that share a key-value head, on all ranks together.
+        groups: for each rank, the interval of its key-value heads.
+        queries: for each rank, the interval of its query heads.
+    """
+
+    queries_per_group: int
+    groups: tuple[Interval, ...]
+    queries: tuple[Interval, ...]
+
+    def queries_of_groups(self, rank: int) -> tuple[int, ...]:
+        """For each key-value head of ``rank``, how many of its query heads are there too."""
+        return tuple(stop - start for start, stop in self._queries_by_group(rank))
+
+    def num_first_groups(self, rank: int) -> int:
+        """How many of the key-value heads of ``rank``, its last ones, no rank before it holds."""
+        start, stop = self.groups[rank]
+        return stop - (start if rank == 0 else max(start, self.groups[rank - 1][1]))
+
+    def query_sizes(self) -> tuple[int, ...]:
+        """How many query heads each rank holds."""
+        return tuple(stop - start for start, stop in self.queries)
+
+    def qkv_layout(self, row_shape: tuple[int, ...], head_dim: int) -> ParamLayout:
+        """Layout of a query-key-value weight ``[rows, *row_shape]``.
+
+        Its rows are one block for each key-value head: its queries, its key, its value, each of ``head_dim`` rows. A
+        rank holds for each of its key-value heads those queries that are its own, the key and the value.
+        """
+        block = self.queries_per_group + 2
+        intervals = []
+        for rank, (first, _) in enumerate(self.groups):
+            runs = []
+            for group, (start, stop) in enumerate(self._queries_by_group(rank), first):
+                # In rows of the weight, `2 * group` keys and values stand before the queries of `group`.
+                key = group * block + self.queries_per_group
+                runs += [(start + 2 * group, stop + 2 * group), (key, key + 2)]
+            intervals.append([(start * head_dim, stop * head_dim) for start, stop in runs])
+        num_groups = self.groups[-1][1]
+        return ParamLayout.of_intervals((num_groups * block * head_dim, *row_shape), 0, intervals)
+
+    def _queries_by_group(self, rank: int) -> list[Interval]:
+        first, last = self.queries[rank]
+        n = self.queries_per_group
+        return [(max(first, group * n), min(last, (group + 1) * n)) for group in range(*self.groups[rank])]
+
+
+def qkv_sections(num_heads: int, num_groups: int, head_dim: int) -> tuple[tuple[Interval, ...], ...]:
+    """The rows of a query-key-value weight that are queries, keys and values; see ``HeadSplit.qkv_layout``.
+
+    >>> qkv_sections(4, 2, 1)
+    (((0, 2), (4, 6)), ((2, 3), (6, 7)), ((3, 4), (7, 8)))
+
+    Args:
+        num_heads: query heads.
+        num_groups: key-value heads, which divide the query heads.
+        head_dim: rows of a head.
+    """
+    n = num_heads // num_groups
+    return tuple(
+        tuple(
+            ((block + first) * head_dim, (block + last) * head_dim) for block in range(0, num_groups * (n + 2), n + 2)
+        )
+        for first, last in ((0, n), (n, n + 1), (n + 1, n + 2))
+    )
+
+
+def split_heads(num_heads: int, num_groups: int, world_size: int) -> HeadSplit:
+    """The heads of each rank.
+
+    >>> split_heads(6, 2, 4).groups
+    ((0, 1), (0, 2), (1, 2), (1, 2))
+
+    Args:
+        num_heads: query heads.
+        num_groups: key-value heads, which divide the query heads.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: fewer query heads than ranks.
+    """
+    if num_heads < world_size:
+        raise ConfigError(
+            f"{num_heads} attention heads cannot be split over {world_size} tensor-parallel ranks; use at most as many "
+            "ranks as attention heads"
+        )
+    n = num_heads // num_groups
+    if num_groups >= world_size:
+        groups = intervals_of_sizes(balanced_sizes(num_groups, world_size))
+        return HeadSplit(n, groups, tuple((start * n, stop * n) for start, stop in groups))
+    queries = intervals_of_sizes(balanced_sizes(num_heads, world_size))
+    return HeadSplit(n, tuple((start // n, (stop - 1) // n + 1) for start, stop in queries), queries)

@@ -1,0 +1,195 @@
+"""One transformer layer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.core.layout import Layout, hidden_layout
+from shardwise.core.sharding import balanced_sizes
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.layer_arguments import make_norm
+from shardwise.models.transformer.mlp import MLP
+from shardwise.nn import GroupModule, add_and_norm, apply_norm, parameter_device
+from shardwise.nn.dropout import sharded_dropout
+from shardwise.nn.recompute import OutputRecomputation, recomputed
+
+__all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "make_norm"]
+
+
+class ResidualDropout(GroupModule):
+    """Dropout on the residual stream: the same mask on every rank, or on its shard of the sequence each rank's own.
+
+    With streams of the "global" rule, the mask of the whole sequence is the same at every number of ranks.
+
+    Args:
+        p: dropout probability.
+        sequence_parallel: whether each rank holds its shard of the sequence.
+        group: the ranks that share the sequence.
+        layer_number: of the layer that it is in; None if in none.
+    """
+
+    def __init__(self, p: float, sequence_parallel: bool, group: ProcessGroup, layer_number: int | None = None) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+        self.p = p
+        self.sequence_parallel = sequence_parallel
+        self.group = group
+
+    def forward(self, input_: Tensor, *, sequence_length: int | None = None) -> Tensor:
+        """``[s, ...]``, or ``[s/t, ...]`` of ``sequence_length`` positions, to the same shape."""
+        if self.p == 0.0 or not self.training:
+            return input_
+        sizes = None if sequence_length is None else balanced_sizes(sequence_length, self.group.size())
+        dim = 0 if self.sequence_parallel else None
+        return sharded_dropout(input_, self.p, dim=dim, group=self.group, sizes=sizes, layer_number=self.layer_number)
+
+
+@dataclass(frozen=True)
+class TransformerLayerSpec:
+    """What a layer is made of; replace a part to change the model.
+
+    Attributes:
+        norm: from the config, a norm.
+        attention: from config, layer number (from 1) and group, the attention; called as ``SelfAttention`` is.
+        mlp: from config and group, the MLP; called as ``MLP`` is.
+    """
+
+    norm: Callable[[ModelConfig], nn.Module] = make_norm
+    attention: Callable[[ModelConfig, int, ProcessGroup], nn.Module] = SelfAttention
+    mlp: Callable[[ModelConfig, ProcessGroup], nn.Module] = MLP
+
+
+class _Input(NamedTuple):
+    """What is added to, what goes into attention or MLP, and whose output is to be freed after it."""
+
+    residual: Tensor
+    input_: Tensor
+    recomputation: OutputRecomputation | None
+
+
+class TransformerLayer(GroupModule):
+    """Attention and MLP, each with a norm and added to the residual stream.
+
+    With ``config.norm_position`` "pre": ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with "post":
+    ``norm(x + attention(x))``, then ``norm(x + mlp(x))``; with "branch": ``x + norm(attention(x))``, and with
+    "sandwich": ``x + norm(attention(norm(x)))``. ``config.apply_residual_connection_post_layernorm`` adds to
+    ``norm(x)`` in place of ``x``; ``config.parallel_residual`` gives the layer's input to both, and adds both to it.
+
+    Args:
+        config: sizes of the model.
+        spec: what the layer is made of.
+        layer_number: this layer's place in the model, from 1.
+        tp_group: tensor-parallel group.
+
+    Attributes:
+        layer_number: as given.
+        input_layernorm, pre_mlp_layernorm: the norms before attention and MLP, or None.
+        post_self_attn_layernorm, post_mlp_layernorm: those after them, or None.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: TransformerLayerSpec,
+        layer_number: int,
+        tp_group: ProcessGroup,
+    ) -> None:
+        super().__init__()
+        position = config.norm_position
+        is_before, is_after = position in ("pre", "sandwich"), position != "pre"
+        self.layer_number = layer_number
+        self.is_parallel = config.parallel_residual
+        self.residual_is_normed = config.apply_residual_connection_post_layernorm
+        self._tp_group, self._sequence_parallel = tp_group, config.sequence_parallel
+        self._exact = config.exact_parts is not None
+        self.residual_multiplier = config.residual_multiplier
+        self._norms_sum = position == "post"
+        self.recomputes_norms, self.recomputes_mlp = config.recomputes("layernorm"), config.recomputes("mlp")
+        # What the spec makes knows no group, or may not ask it where its parameters belong.
+        with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
+            self.input_layernorm = spec.norm(config) if is_before else None
+            self.self_attention = spec.attention(config, layer_number, tp_group)
+            self.post_self_attn_layernorm = spec.norm(config) if is_after else None
+            self.pre_mlp_layernorm = spec.norm(config) if is_before else None
+            self.mlp = spec.mlp(config, tp_group)
+            self.post_mlp_layernorm = spec.norm(config) if is_after else None
+        self.dropout = ResidualDropout(config.hidden_dropout, config.sequence_parallel, tp_group, layer_number)
+
+    @property
+    def input_layout(self) -> Layout:
+        """The layout of hidden states, I or V(dim=0)."""
+        return hidden_layout(sequence_parallel=self._sequence_parallel)
+
+    @property
+    def output_layout(self) -> Layout:
+        """As ``input_layout``."""
+        return self.input_layout
+
+    def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
+        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
+
+        ``sequence_length`` and what else is given by keyword are those of ``SelfAttention.forward``.
+        """
+        residual, input_, norm = self._before(hidden, self.input_layernorm)
+        attended = self.self_attention(input_, sequence_length=sequence_length, **attention)
+        if norm is not None:
+            norm.discard_(attended)
+        added = self._branch(attended, self.post_self_attn_layernorm, sequence_length)
+        if self.is_parallel:
+            residual = residual + added
+            _, input_, norm = self._before(hidden, self.pre_mlp_layernorm)
+        else:
+            residual, input_, norm = self._between(residual, added)
+        if self.recomputes_mlp:
+            mixed = recomputed(self.mlp, input_, sequence_length=sequence_length)
+        else:
+            mixed = self.mlp(input_, sequence_length=sequence_length)
+        if norm is not None:
+            norm.discard_(mixed)
+        added = self._branch(mixed, self.post_mlp_layernorm, sequence_length)
+        # The norm after a pre-norm layer's sum is the next layer's: layers are recomputed, sharded and put on stages
+        # one by one.
+        norm_after = self.post_mlp_layernorm if self._norms_sum else None
+        return residual + added if norm_after is None else self._add_and_norm(norm_after, residual, added)[1]
+
+    def _branch(self, output: Tensor, norm: nn.Module | None, sequence_length: int | None) -> Tensor:
+        """What attention or MLP adds to the residual stream."""
+        if norm is not None and not self._norms_sum:
+            output = (self._by_parts(norm) if self._exact else norm)(output)
+        if self.residual_multiplier != 1.0:
+            output = output * self.residual_multiplier
+        added: Tensor = self.dropout(output, sequence_length=sequence_length)
+        return added
+
+    def _before(self, hidden: Tensor, norm: nn.Module | None) -> _Input:
+        if norm is None:
+            return _Input(hidden, hidden, None)
+        recomputation = OutputRecomputation() if self.recomputes_norms else None
+        apply = self._by_parts(norm) if self._exact else norm
+        normed: Tensor = apply(hidden) if recomputation is None else recomputation.run(apply, hidden)
+        return _Input(normed if self.residual_is_normed else hidden, normed, recomputation)
+
+    def _between(self, residual: Tensor, added: Tensor) -> _Input:
+        """From the sum of the residual stream and attention to the MLP."""
+        if self._norms_sum:
+            assert self.post_self_attn_layernorm is not None
+            _, normed = self._add_and_norm(self.post_self_attn_layernorm, residual, added)
+            return _Input(normed, normed, None)
+        if self.recomputes_norms or self.pre_mlp_layernorm is None:
+            return self._before(residual + added, self.pre_mlp_layernorm)
+        total, normed = self._add_and_norm(self.pre_mlp_layernorm, residual, added)
+        return _Input(normed if self.residual_is_normed else total, normed, None)
+
+    def _add_and_norm(self, norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._exact:
+            return add_and_norm(norm, residual, added)
+        total = residual + added
+        return total, self._by_parts(norm)(total)
+
+    def _by_parts(self, norm: nn.Module) -> Callable[[Tensor], Tensor]:
+        return partial(apply_norm, norm, group=self._tp_group, sequence_parallel=self._sequence_parallel)

@@ -1,0 +1,193 @@
+"""The linear layer whose output features are split over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise.core.communication import moves
+from shardwise.core.errors import ConfigError, ShardingError, WeightError
+from shardwise.core.initialization import InitMethod
+from shardwise.core.layout import I, Layout, R, V
+from shardwise.core.sharding import Interval, ParamLayout
+from shardwise.nn.linear import LinearParallelism
+from shardwise.nn.parallel_linear import ParallelLinear, as_linear
+
+
+class ColumnLinear(ParallelLinear):
+    """Linear layer ``y = x A^T + b`` whose output features are split over the ranks.
+
+    Made from one state of the default generator it holds this rank's rows of ``torch.nn.Linear(in_features,
+    out_features, bias)``.
+
+    Args:
+        in_features: width of the input, ``i``.
+        out_features: width of the whole output, ``o``.
+        bias: whether there is a bias.
+        group: the ranks that share the layer.
+        sequence_parallel: each rank is given its shard of the sequence, and gathers it.
+        sizes: output features of each rank, within one section; balanced if None.
+        device: where parameters are made; PyTorch's default if None, or the GPU where the ranks talk by NCCL.
+        dtype: of the parameters; PyTorch's default if None.
+        init: fills the whole weight in place, and the bias starts at 0; both as in ``torch.nn.Linear`` if None.
+        sections: number of equal parts of the output, each split by itself: 2 for a gate and an up projection.
+        intervals: in place of ``sizes`` and ``sections``: for each rank the intervals of output features that it
+            holds, in the order of its output. Several ranks may hold the same interval, and their weight gradients are
+            then partial sums; such an output is not gathered.
+        own_weight: make a weight; without, it is passed to ``forward``.
+        output_dtype: of the output, whose sums are not rounded to a narrower one; that of the input if None.
+        parallelism: what the layer communicates, where it is not the usual: LOCAL leaves the input's gradient a partial
+            sum.
+        options: ``fuse_weight_gradient``, ``delay_weight_gradient`` and ``weight_gradient_queue`` of
+            ``ParallelLinear``; ``initialize`` and ``init_on_cpu`` of ``ShardedModule``.
+
+    Attributes:
+        weight: ``[o/t, i]``, or None.
+        bias: ``[o/t]``, or None.
+
+    Raises:
+        ShardingError: ``sizes`` do not sum to a section.
+        ConfigError: ``intervals`` with what they exclude; an ``output_dtype`` that is no floating-point dtype, or in a
+            group that sums over parts.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+    """
+
+    _usual_parallelism = (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: ProcessGroup,
+        sequence_parallel: bool = False,
+        sizes: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        init: InitMethod | None = None,
+        sections: int = 1,
+        intervals: Sequence[Sequence[Interval]] | None = None,
+        own_weight: bool = True,
+        output_dtype: torch.dtype | None = None,
+        parallelism: LinearParallelism | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            sections=sections,
+            parallelism=parallelism,
+            device=device,
+            dtype=dtype,
+            **options,
+        )
+        if intervals is not None and (sections != 1 or sizes is not None):
+            raise ConfigError("intervals exclude sections and sizes; leave those at their defaults")
+        t = group.size()
+        self._can_gather = intervals is None
+
+        def layout_of(shape: tuple[int, ...]) -> ParamLayout:
+            if intervals is not None:
+                return ParamLayout.of_intervals(shape, 0, intervals)
+            return ParamLayout.split(shape, 0, t, stride=sections, sizes=sizes)
+
+        layout = layout_of((out_features, in_features))
+        self.weight_shape = torch.Size(layout.local_shape(group.rank()))
+        self.local_features = self.weight_shape[0]
+        self._output_sizes = [layout.local_size(rank) for rank in range(t)]
+        self._weight_layout, self._init = layout, init
+        self._sum_in_parts(layout, "output")
+        self._set_output_dtype(output_dtype)
+        self._make_parameters(layout if own_weight else None, layout_of((out_features,)) if bias else None, init)
+
+    def _set_output_dtype(self, dtype: torch.dtype | None) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigError(f"output_dtype is {dtype}; it must be a floating-point dtype, or None for the input's")
+        if dtype is not None and self._exact is not None:
+            raise ConfigError(
+                f"output_dtype is {dtype}, and the group's sums are exact, whose outputs have the input's dtype; leave "
+                "output_dtype out, or cast the output"
+            )
+        self.output_dtype = dtype
+
+    @property
+    def input_layout(self) -> Layout:
+        """I, V(dim=0) with sequence parallelism, R if the layer leaves its input's gradient a partial sum."""
+        return self.parallelism.outside or (I if self.group.size() == 1 else R)
+
+    @property
+    def output_layout(self) -> Layout:
+        """V(dim=-1), this rank's features."""
+        return V(dim=-1, sizes=tuple(self._output_sizes))
+
+    def own_weight_(self, weight: Tensor) -> None:
+        """Give a layer that was made without a weight this one, ``[o/t, i]``, in place."""
+        if weight.shape != self.weight_shape:
+            raise WeightError(
+                f"the weight has shape {list(weight.shape)}; rank {self.group.rank()} needs {list(self.weight_shape)}"
+            )
+        self.param_layouts = {"weight": self._weight_layout, **self.param_layouts}
+        self._init_methods["weight"] = self._init or as_linear
+        self.weight = Parameter(weight)
+        self._mark("weight")
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, *, sequence_length: int | None = None) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            input_: ``[s, b, i]``, the same on every rank, or this rank's shard ``[s/t, b, i]`` with sequence
+                parallelism; not modified.
+            weight: ``[o/t, i]``, in place of the layer's own.
+            sequence_length: ``s``, where the ranks do not divide it, with sequence parallelism: shards are then of the
+                balanced sizes. None if all ranks hold as many positions.
+
+        Returns:
+            ``[s, b, o/t]``.
+
+        Raises:
+            ShardingError: the input is not of the layer's width.
+            WeightError: there is no weight, or a passed one is not of this layer's shape.
+        """
+        return self._multiply(input_, self._checked_weight(input_, weight), self.bias, sequence_length)
+
+    def _checked_weight(self, input_: Tensor, weight: Tensor | None) -> Tensor:
+        """The layer's own weight if ``weight`` is None; an error for one of another shape, or an input that is."""
+        if input_.shape[-1:] != (self.in_features,):
+            raise self._wrong_width(input_, self.in_features)
+        if weight is None:
+            weight = self.weight
+            if weight is None:
+                raise WeightError("the layer was made without a weight of its own; pass a weight to forward")
+        elif weight.shape != self.weight_shape:
+            raise WeightError(
+                f"the weight has shape {list(weight.shape)}; rank {self.group.rank()} needs {list(self.weight_shape)}"
+            )
+        return weight
+
+    def gather(self, output: Tensor) -> Tensor:
+        """The whole output ``[s, b, o]`` of this rank's part ``[s, b, o/t]``, the same on every rank.
+
+        Layout V -> I: forward all-gather, backward split.
+
+        Raises:
+            ShardingError: the layer was made with ``intervals``.
+        """
+        if not self._can_gather:
+            raise ShardingError("the layer was made with intervals; its output cannot be gathered")
+        if self.group.size() == 1:
+            return output
+        gathered = moves.gather(output, dim=-1, group=self.group, sizes=self._output_sizes)
+        if self.sections == 1:
+            return gathered
+        # Each rank's part holds its piece of every section; the whole has the sections one after the other.
+        parts = [part.chunk(self.sections, dim=-1) for part in gathered.split(self._output_sizes, dim=-1)]
+        return torch.cat([part[section] for section in range(self.sections) for part in parts], dim=-1)

@@ -1,0 +1,133 @@
+"""Dropout of a tensor that the ranks share, so that the whole tensor's mask can be the same at every number of ranks.
+
+By the streams' rule (``shardwise.core.random``) a shard's mask is drawn from the rank's own stream ("per_rank", as
+Megatron does), or is this rank's slice of a mask that belongs to the whole tensor ("global"). The latter is drawn by
+every rank alike, a bounded block at a time: more random numbers, for a run that does not depend on its layout.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.random import DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
+from shardwise.core.sharding import checked_dim
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def sharded_dropout(
+    input_: Tensor,
+    p: float,
+    *,
+    dim: int | None,
+    group: ProcessGroup,
+    sizes: Sequence[int] | None = None,
+    training: bool = True,
+    layer_number: int | None = None,
+) -> Tensor:
+    """Zero each element with probability ``p`` and scale the others by ``1 / (1 - p)``; no communication.
+
+    Args:
+        input_: this rank's shard, or the whole tensor, the same on every rank, if ``dim`` is None; not modified.
+        p: from 0 to 1.
+        dim: the dimension that the ranks split.
+        group: the ranks that share the tensor.
+        sizes: every rank's size along ``dim``; all the same as this rank's if None.
+        training: return the input itself if False.
+        layer_number: the layer that draws, by the "global" rule from a stream of its own; None for one that all share.
+
+    Returns:
+        Of the shape and dtype of ``input_``. A whole tensor is treated alike on every rank.
+
+    Raises:
+        ConfigError: ``p`` is no probability.
+        ShardingError: no such dimension, or ``sizes`` does not fit ``input_``.
+        TopologyError: the random streams were not seeded.
+    """
+    if not 0 <= p <= 1:
+        raise ConfigError(f"dropout probability {p} is not from 0 to 1")
+    if not training or p == 0:
+        return input_
+    if streams().rule == "per_rank":
+        with streams().fork(DATA_PARALLEL_STREAM if dim is None else TENSOR_PARALLEL_STREAM):
+            return F.dropout(input_, p)
+    keep = global_keep_mask(
+        input_.shape, p, dim=dim, group=group, sizes=sizes, device=input_.device, layer_number=layer_number
+    )
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    return torch.where(keep, input_ * scale, 0.0)
+
+
+def global_keep_mask(
+    shape: Sequence[int],
+    p: float,
+    *,
+    dim: int | None,
+    group: ProcessGroup,
+    sizes: Sequence[int] | None = None,
+    device: torch.device | None = None,
+    layer_number: int | None = None,
+) -> Tensor:
+    """This rank's slice of the whole tensor's mask, from the stream that all ranks share.
+
+    Args:
+        shape: of this rank's shard.
+        p: probability of dropping an element.
+        dim: the dimension that the ranks split; None if ``shape`` is the whole tensor's.
+        group: the ranks that share the tensor.
+        sizes: every rank's size along ``dim``; all the same as this rank's if None.
+        device: where to draw; another device draws other numbers.
+        layer_number: the layer that draws, from a stream of its own; None for one that all share.
+
+    Returns:
+        Bools of the given shape, True where the element is kept. Together the ranks' slices are the mask that one rank
+        alone would have drawn, whichever dimension is split.
+
+    Raises:
+        ShardingError: no such dimension, or ``sizes`` does not fit ``shape``.
+        TopologyError: the streams were not seeded with ``rng="global"``.
+    """
+    if dim is None:
+        outer, total, first, size, inner = 1, math.prod(shape), 0, math.prod(shape), 1
+    else:
+        dim, rank = checked_dim(dim, shape), group.rank()
+        size = shape[dim]
+        sizes = (size,) * group.size() if sizes is None else sizes
+        if len(sizes) != group.size() or sizes[rank] != size:
+            raise ShardingError(
+                f"dropout on rank {rank} of {group.size()}: sizes {list(sizes)} do not fit a shard of {size} along "
+                f"dimension {dim}; pass one size per rank"
+            )
+        total, first = sum(sizes), sum(sizes[:rank])
+        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    # The whole is [outer, total * inner] in memory's order, and this rank's part the same columns of each row.
+    row, start, width = total * inner, first * inner, size * inner
+    keep = torch.empty(outer, width, dtype=torch.bool, device=device)
+    with streams().fork(streams().global_stream(layer_number)), torch.no_grad():
+        for low in range(0, outer * row, _BLOCK_ELEMENTS):
+            block = torch.empty(min(_BLOCK_ELEMENTS, outer * row - low), dtype=torch.bool, device=device)
+            block.bernoulli_(1 - p)
+            _copy_columns_(keep, block, low, row, start, width)
+    return keep.view(tuple(shape))
+
+
+def _copy_columns_(keep: Tensor, block: Tensor, low: int, row: int, start: int, width: int) -> None:
+    """Copy to ``keep`` what ``block``, the elements from ``low`` on of a matrix with rows of ``row``, has of it."""
+    high = low + block.numel()
+    first_whole, last_whole = -(-low // row), high // row
+    if first_whole < last_whole:
+        rows = block[first_whole * row - low : last_whole * row - low].view(-1, row)
+        keep[first_whole:last_whole].copy_(rows[:, start : start + width])
+    # At most one row begins before the block, and at most one ends after it.
+    for index in {low // row, (high - 1) // row}:
+        if first_whole <= index < last_whole:
+            continue
+        left, right = max(low, index * row + start), min(high, index * row + start + width)
+        if left < right:
+            offset = index * row + start
+            keep[index, left - offset : right - offset].copy_(block[left - low : right - low])

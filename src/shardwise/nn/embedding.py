@@ -1,0 +1,138 @@
+"""The embedding whose vocabulary is split over the ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication import moves
+from shardwise.core.communication.agreement import check_ids_alike
+from shardwise.core.communication.trees import exact_parts
+from shardwise.core.initialization import InitMethod
+from shardwise.core.layout import I, Layout, hidden_layout
+from shardwise.core.sharding import ParamLayout
+from shardwise.core.validation import safe_to_look_up
+from shardwise.nn.module import ShardedModule
+
+
+class VocabEmbedding(ShardedModule):
+    """Embedding whose rows, the vocabulary, are split over the ranks by the balanced rule.
+
+    Made from one state of the default generator it holds this rank's rows of ``torch.nn.Embedding(num_embeddings,
+    embedding_dim)``.
+
+    Args:
+        num_embeddings: size of the vocabulary, of any size, ``v``.
+        embedding_dim: width of an embedding, ``h``.
+        group: the ranks that share the layer.
+        sequence_parallel: return this rank's shard of the sequence, with the sequence in front.
+        init: fills the whole weight in place; as in ``torch.nn.Embedding`` if None.
+        deterministic: sum the weight's gradient in a fixed order.
+        options: ``device``, ``dtype``, ``initialize`` and ``init_on_cpu`` of ``ShardedModule``.
+
+    Attributes:
+        weight: ``[v/t, h]``.
+        vocab_start_index, vocab_end_index: ids on this rank, the end excluded.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+    """
+
+    _allow_shape_mismatch = True
+    weight: Tensor
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: ProcessGroup,
+        sequence_parallel: bool = False,
+        init: InitMethod | None = None,
+        deterministic: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(group, **options)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.sequence_parallel = sequence_parallel
+        self.deterministic = deterministic
+        layout = ParamLayout.split((num_embeddings, embedding_dim), 0, group.size())
+        self.vocab_start_index, self.vocab_end_index = layout.intervals[group.rank()][0]
+        self._make_parameter("weight", layout, init or torch.nn.init.normal_)
+
+    @property
+    def input_layout(self) -> Layout:
+        """I: ids have no gradient."""
+        return I
+
+    @property
+    def output_layout(self) -> Layout:
+        """I; V(dim=0) with sequence parallelism."""
+        return hidden_layout(sequence_parallel=self.sequence_parallel)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Look ids up.
+
+        Args:
+            input_: ``[b, s]`` ids of the whole vocabulary, the same on every rank; not modified.
+
+        Returns:
+            ``[b, s, h]``, the same on every rank; with sequence parallelism ``[s/t, b, h]``, by the balanced rule where
+            the ranks do not divide the sequence.
+
+        Raises:
+            VocabularyError: an id outside the vocabulary.
+        """
+        check_ids_alike(input_, self.num_embeddings, what="token id", group=self.group)
+        # The gradient of a row is summed in the order of the ids: by parts in the same, with sequence parallelism or
+        # without.
+        sequence_first = exact_parts(self.group) is not None
+        if sequence_first or (self.sequence_parallel and self.group.size() > 1):
+            input_ = input_.transpose(0, 1)
+        if self.group.size() == 1:
+            output = self._look_up(safe_to_look_up(input_, self.num_embeddings))
+            if sequence_first:
+                return output if self.sequence_parallel else output.transpose(0, 1)
+            return output.transpose(0, 1).contiguous() if self.sequence_parallel else output
+        output = look_up_own(input_, self.vocab_start_index, self.vocab_end_index, self._look_up_or_none)
+        if self.sequence_parallel:
+            return moves.reduce_scatter(output, dim=0, group=self.group)
+        output = moves.reduce(output, group=self.group)
+        return output.transpose(0, 1) if sequence_first else output
+
+    def _look_up_or_none(self, ids: Tensor) -> Tensor:
+        if self.weight.size(0):
+            return self._look_up(ids)
+        return self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        # In an embedding's gradient on CUDA the zeros that stand for other ranks' ids shift the runs that are added.
+        exact = ids.is_cuda and exact_parts(self.group) is not None
+        return look_up(ids, self.weight, deterministic=self.deterministic or exact)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}, "
+            f"ids=[{self.vocab_start_index}, {self.vocab_end_index}), tp={self.group.rank()}/{self.group.size()}"
+        )
+
+
+def look_up(ids: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:
+    """The rows of ``weight``; with ``deterministic`` its gradient is summed in a fixed order."""
+    if deterministic:
+        # The gradient of indexing sorts by id before it sums; that of an embedding adds as threads come.
+        return weight[ids]
+    return F.embedding(ids, weight)
+
+
+def look_up_own(ids: Tensor, start: int, stop: int, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``look_up`` gives for the ids of a rank that has those from ``start`` to ``stop``, -0.0 for others'."""
+    local = ids - start
+    elsewhere = (local < 0) | (local >= stop - start)
+    output = look_up(local.masked_fill_(elsewhere, 0))
+    # Nothing saved the lookup's output, so it may be masked in place.
+    # Not 0.0, to which -0.0 cannot be added without becoming 0.0.
+    return output.masked_fill_(elsewhere.unsqueeze(-1), -0.0)

@@ -1,0 +1,357 @@
+"""The linear map inside a tensor-parallel region, with its communication, as one autograd function.
+
+Fusing the move with the matrix product saves a copy (the product is reduced where it lies), an autograd node, and lets
+the backward's communication run while the weight gradient is computed.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication import moves
+from shardwise.core.communication.collectives import (
+    all_gather,
+    all_gather_async,
+    all_reduce,
+    all_reduce_async,
+    reduce_scatter,
+    reduce_scatter_async,
+)
+from shardwise.core.communication.context import context_of
+from shardwise.core.communication.pending import Pending
+from shardwise.core.errors import ShardingError
+from shardwise.core.layout import Layout, hidden_layout
+from shardwise.core.sharding import uneven_sizes
+from shardwise.kernels import products
+from shardwise.kernels.exact_products import ExactProducts
+from shardwise.kernels.main_grad import add_product_, main_grad_of
+from shardwise.kernels.products import AlignedProducts, ProductsIn
+from shardwise.nn.overlapped import multiply_gathered, multiply_scattered
+from shardwise.nn.quantization import QuantizedTensor, quantized_linear
+from shardwise.nn.recompute import is_kept_briefly
+from shardwise.nn.weight_gradient import WeightGradient
+
+Sizes = Sequence[int] | None
+
+
+class LinearParallelism(Enum):
+    """What a tensor-parallel linear communicates.
+
+    ================== ========================== ====================================================
+    member             forward                    backward
+    ================== ========================== ====================================================
+    LOCAL              nothing                    nothing
+    COLUMN             nothing (I -> V)           all-reduce of the input gradient
+    COLUMN_SEQUENCE    all-gather of the input    the same again, reduce-scatter of the input gradient
+    ROW                all-reduce of the output   nothing
+    ROW_SEQUENCE       reduce-scatter of output   all-gather of the output gradient
+    ================== ========================== ====================================================
+    """
+
+    LOCAL = "local"
+    COLUMN = "column"
+    COLUMN_SEQUENCE = "column_sequence"
+    ROW = "row"
+    ROW_SEQUENCE = "row_sequence"
+
+    @property
+    def outside(self) -> Layout | None:
+        """Layout of hidden states ``[s, b, h]`` in front of COLUMN and COLUMN_SEQUENCE and behind ROW and ROW_SEQUENCE.
+
+        None for LOCAL, which makes no move.
+        """
+        if self is LinearParallelism.LOCAL:
+            return None
+        return hidden_layout(sequence_parallel=self in _OVERLAPPED)
+
+
+_OVERLAPPED = (LinearParallelism.COLUMN_SEQUENCE, LinearParallelism.ROW_SEQUENCE)
+
+
+class TensorParallelLinear(Function):
+    """``input @ weight.T + bias`` with the communication of ``parallelism``.
+
+    With COLUMN_SEQUENCE only this rank's shard of the input is kept for the backward, which gathers it again
+    (Korthikanti et al. 2022, section 4.2.2). Where what is kept is recomputed just before the backward, it is the
+    gathered input, so that recomputation costs no collective. A frozen weight keeps no input at all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parallelism: LinearParallelism,
+        group: ProcessGroup | None,
+        sizes: Sizes,
+        weight_gradient: WeightGradient | None,
+        exact: ExactProducts | AlignedProducts | None = None,
+        overlaps: bool = False,
+    ) -> Tensor:
+        ctx.exact = exact
+        ctx.overlaps = overlaps
+        ctx.parallelism = parallelism
+        ctx.group = group
+        ctx.sizes = sizes
+        ctx.weight_gradient = weight_gradient
+        kept = input_ if ctx.needs_input_grad[1] else None
+        output: Tensor | None = None
+        keeps_gathered = False
+        if parallelism is LinearParallelism.COLUMN_SEQUENCE:
+            assert group is not None
+            # A deferred gradient gathers by itself, when its time comes.
+            defers = weight_gradient is not None and weight_gradient.may_wait
+            keeps_gathered = kept is not None and is_kept_briefly() and not defers
+            # What is dropped after the product lies in memory that every layer uses in turn.
+            buffer = None if keeps_gathered else context_of(group).buffers
+            if overlaps:
+                output, gathered = multiply_gathered(
+                    "column forward",
+                    input_,
+                    weight,
+                    bias,
+                    group=group,
+                    sizes=sizes,
+                    buffer=buffer,
+                    needs_whole=keeps_gathered,
+                )
+                input_ = input_ if gathered is None else gathered
+            else:
+                input_ = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer).wait()
+            if keeps_gathered:
+                kept = input_
+        elif parallelism is LinearParallelism.ROW_SEQUENCE:
+            assert group is not None
+            ctx.sizes = uneven_sizes(input_.size(0), group.size())
+        if kept is not None and weight_gradient is not None:
+            weight_gradient.announce(kept)
+        ctx.gathers_again = parallelism is LinearParallelism.COLUMN_SEQUENCE and not keeps_gathered
+        ctx.save_for_backward(kept, weight)
+        if output is None and overlaps and parallelism is LinearParallelism.ROW_SEQUENCE:
+            output = multiply_scattered("row forward", input_, weight, group=cast(ProcessGroup, group)).wait()
+        elif output is None:
+            output = _multiply_and_reduce(input_, weight, bias, parallelism, group, exact)
+        # Not as a view of the product's rows: PyTorch lets nobody write in place to a view that is made in here.
+        return output.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        input_, weight = ctx.saved_tensors
+        needs_input_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
+        parallelism, group, sizes = ctx.parallelism, ctx.group, ctx.sizes
+        weight_gradient: WeightGradient | None = ctx.weight_gradient
+        exact: ExactProducts | AlignedProducts | None = ctx.exact
+        grad_input = grad_weight = grad_bias = None
+        # An output may have a dtype of its own (``ProductsIn``).
+        grad_output = grad_output.to(weight.dtype)
+
+        if parallelism is LinearParallelism.ROW_SEQUENCE:
+            if ctx.overlaps and needs_input_grad:
+                grad_input, gathered = multiply_gathered(
+                    "row backward", grad_output, weight.t(), group=group, sizes=sizes
+                )
+                grad_output = cast(Tensor, gathered)
+            else:
+                grad_output = all_gather(grad_output, group=group, dim=0, sizes=sizes)
+        if needs_weight_grad and weight_gradient is not None and weight_gradient.defer(input_, grad_output):
+            needs_weight_grad = False
+            grad_weight = weight_gradient.placeholder()
+        gathered_input: Pending | None = None
+        if ctx.gathers_again and needs_weight_grad:
+            # The gather is in flight during the product for the input gradient.
+            buffer = context_of(group).buffers
+            gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
+
+        pending: Pending | None = None
+        if ctx.overlaps and needs_input_grad:
+            if parallelism is LinearParallelism.COLUMN_SEQUENCE:
+                pending = multiply_scattered("column backward", grad_output, weight.t(), group=group)
+        elif needs_input_grad:
+            grad_input = (products if exact is None else exact).input_gradient(grad_output, weight)
+            if parallelism is LinearParallelism.COLUMN:
+                pending = all_reduce_async(grad_input, group=group, may_overwrite=True)
+            elif parallelism is LinearParallelism.COLUMN_SEQUENCE:
+                pending = reduce_scatter_async(grad_input, group=group, dim=0, sizes=sizes)
+
+        # The input gradient's reduction is in flight while the gradients of weight and bias are computed.
+        if needs_weight_grad:
+            if gathered_input is not None:
+                input_ = gathered_input.wait()
+            if weight_gradient is not None and weight_gradient.fuse:
+                # In the dtype of `main_grad`: where it is wider, the sum over micro-batches loses nothing to rounding.
+                add_product_(main_grad_of(weight_gradient.weight), _flat(grad_output), _flat(input_))
+                grad_weight = weight_gradient.placeholder()
+            else:
+                grad_weight = (products if exact is None else exact).weight_gradient(_flat(grad_output), _flat(input_))
+        if needs_bias_grad:
+            flat = _flat(grad_output)
+            grad_bias = flat.sum(dim=0) if exact is None else exact.bias_gradient(flat)
+        if pending is not None:
+            grad_input = pending.wait()
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    # Not -1 for the rows: it is ambiguous where a rank holds no features.
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.size(-1))
+
+
+def tensor_parallel_linear(
+    input_: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    parallelism: LinearParallelism,
+    group: ProcessGroup | None,
+    sequence_length: int | None = None,
+    weight_gradient: WeightGradient | None = None,
+    exact: ExactProducts | AlignedProducts | None = None,
+    overlaps: bool = False,
+) -> Tensor:
+    """``input_ @ weight.T + bias`` on one rank's shard of the weight, with the communication of ``parallelism``.
+
+    Args:
+        input_: ``[s, b, i]`` (``[s/t, b, i]`` with COLUMN_SEQUENCE); not modified.
+        weight: ``[o, i]``, this rank's shard.
+        bias: ``[o]`` or None; with ROW it would be added once per rank, so it must be None there.
+        parallelism: which communication.
+        group: the ranks that share the layer; may be None with LOCAL.
+        sequence_length: ``s``, which COLUMN_SEQUENCE cannot see: shards are then of the balanced sizes. None if all
+            ranks hold as many positions.
+        weight_gradient: what becomes of the weight's gradient; autograd's if None.
+        exact: makes the products, in a group that sums over parts (``core.communication.trees``), of one rank too,
+            where the output's rows are to lie aligned, and where the output has a dtype of its own; PyTorch's products
+            if None.
+        overlaps: let the products of COLUMN_SEQUENCE and ROW_SEQUENCE be made as the ranks' rows come and go; nothing
+            with the other two, and with ``exact``.
+
+    Returns:
+        ``[s, b, o]`` (``[s/t, b, o]`` with ROW_SEQUENCE, by the balanced rule).
+
+    Raises:
+        ShardingError: ``sequence_length`` does not fit this rank's shard.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198).
+    """
+    if group is None or group.size() == 1:
+        parallelism = LinearParallelism.LOCAL
+    sizes: Sizes = None
+    if sequence_length is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
+        assert group is not None
+        sizes = shard_sizes(input_, sequence_length, group)
+    if isinstance(weight, QuantizedTensor):
+        product = _quantized(input_, weight, bias, parallelism, group, sizes)
+        return product.to(exact.dtype) if isinstance(exact, ProductsIn) else product
+    overlaps = overlaps and exact is None and parallelism in _OVERLAPPED
+    local = parallelism is LinearParallelism.LOCAL
+    if (local and weight_gradient is None and exact is None) or not torch.is_grad_enabled():
+        # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
+        if overlaps:
+            return _overlapped(input_, weight, bias, parallelism, cast(ProcessGroup, group), sizes)
+        if parallelism is LinearParallelism.COLUMN_SEQUENCE:
+            assert group is not None
+            input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=context_of(group).buffers)
+        return _multiply_and_reduce(input_, weight, bias, parallelism, group, exact)
+    if torch.is_autocast_enabled(input_.device.type):
+        input_, weight, bias = products.autocast(input_, weight, bias)
+    is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
+    fused = LinearParallelism.LOCAL if is_row and is_kept_briefly() else parallelism
+    arguments = (fused, group, sizes, weight_gradient, exact, overlaps and fused is parallelism)
+    output: Tensor = TensorParallelLinear.apply(input_, weight, bias, *arguments)
+    if fused is parallelism:
+        return output
+    # Recomputation ends with the last tensor that is saved. The product saves, the move after it does not: apart, the
+    # move is not repeated for a row layer at the end of what is recomputed.
+    return reduce_product(output, parallelism, group)
+
+
+def _quantized(
+    input_: Tensor,
+    weight: QuantizedTensor,
+    bias: Tensor | None,
+    parallelism: LinearParallelism,
+    group: ProcessGroup | None,
+    sizes: Sizes,
+) -> Tensor:
+    """With a frozen weight in 8 or 4 bits: the moves beside a product that keeps neither weight nor input."""
+    if group is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
+        input_ = moves.gather_for_parts(input_, dim=0, group=group, sizes=sizes)
+    elif group is not None and parallelism is LinearParallelism.COLUMN:
+        input_ = moves.copy(input_, group=group)
+    return reduce_product(quantized_linear(input_, weight, bias), parallelism, group)
+
+
+def reduce_product(output: Tensor, parallelism: LinearParallelism, group: ProcessGroup | None) -> Tensor:
+    """What ROW and ROW_SEQUENCE do with the ranks' products, as a move of its own; nothing for the others."""
+    if group is None or parallelism not in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE):
+        return output
+    if parallelism is LinearParallelism.ROW:
+        return moves.reduce(output, group=group)
+    return moves.reduce_scatter(output, dim=0, group=group)
+
+
+def shard_sizes(shard: Tensor, sequence_length: int | None, group: ProcessGroup) -> Sizes:
+    """How many positions of a sequence each rank holds; None where all hold as many.
+
+    Args:
+        shard: ``[s/t, ...]``.
+        sequence_length: ``s``, by the balanced rule; None if all ranks hold as many.
+        group: the ranks that hold the sequence.
+
+    Raises:
+        ShardingError: ``sequence_length`` does not fit this rank's shard.
+    """
+    if sequence_length is None:
+        return None
+    sizes = uneven_sizes(sequence_length, group.size())
+    if sizes is None and shard.size(0) * group.size() != sequence_length:
+        raise ShardingError(
+            f"rank {group.rank()} of {group.size()} has {shard.size(0)} positions of a sequence of "
+            f"{sequence_length}; it should have {sequence_length // group.size()}"
+        )
+    return sizes
+
+
+def _overlapped(
+    input_: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    parallelism: LinearParallelism,
+    group: ProcessGroup,
+    sizes: Sizes,
+) -> Tensor:
+    """The forward of the sequence-parallel forms without a gradient, overlapped."""
+    if torch.is_autocast_enabled(input_.device.type):
+        input_, weight, bias = products.autocast(input_, weight, bias)
+    if parallelism is LinearParallelism.ROW_SEQUENCE:
+        return multiply_scattered("row forward", input_, weight, group=group).wait()
+    buffer = context_of(group).buffers
+    return multiply_gathered(
+        "column forward", input_, weight, bias, group=group, sizes=sizes, buffer=buffer, needs_whole=False
+    )[0]
+
+
+def _multiply_and_reduce(
+    input_: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    parallelism: LinearParallelism,
+    group: ProcessGroup | None,
+    exact: ExactProducts | AlignedProducts | None = None,
+) -> Tensor:
+    """The product of whole rows, and what the row forms do with it."""
+    output = (products if exact is None else exact).linear(input_, weight, bias)
+    if group is not None:
+        if parallelism is LinearParallelism.ROW:
+            return all_reduce(output, group=group, may_overwrite=True)
+        if parallelism is LinearParallelism.ROW_SEQUENCE:
+            return reduce_scatter(output, group=group, dim=0)
+    return output

@@ -1,0 +1,225 @@
+r"""Cross entropy over a split vocabulary, with one collective.
+
+A logit ``x`` enters the softmax as ``y = softcap · tanh(x / softcap) / temperature``, which is ``x`` without options.
+Rank ``r`` holds the logits of its part of the vocabulary, and sends three numbers per token::
+
+    m_r = max y        s_r = Σ exp(y - m_r)        d_r = z - m_r
+
+where ``z`` is the target's (``d_r = -inf`` where the rank does not hold it): 12 bytes, 24 for fp64 logits. One
+all-gather brings every rank's to every rank, and each then computes
+
+    M = max m_r        S = Σ s_r exp(m_r - M)        nll = log S - max_r (d_r + (m_r - M))
+
+With label smoothing ``a`` a fourth number travels, ``Σ (y - m_r)``. The loss is
+
+    (1 - a) nll + a/(K-1) Σ_{i≠target} nll_i + z_loss (M + log S)²
+
+over the true vocabulary of ``K`` ids. The backward needs no communication: with ``w = 1 + 2 z_loss (M + log S)`` and
+``q`` the target distribution, ``∂loss/∂y = w exp(y - M) / S - q``; in the target's column, where two numbers near 1 may
+cancel, it is computed as ``expm1(-nll) + a + (w - 1) exp(-nll)``.
+
+Error. No number near ``M``, which may be near 1e4, is added to one near 1. With ``u`` half a unit in the last place of
+fp32 (6e-8; 1e-16 for fp64 logits), of logits taken as they are given:
+
+- each term of ``s_r`` is off by a few ``u`` and by ``u |y - m_r|`` of itself, and so is their sum, of positive terms;
+- ``log S`` is off by what ``S`` is off relative to itself, and by ``u log S``; the target's difference by ``u`` of the
+  spread ``M - z``. So ``|error of nll| ≤ c u (1 + nll)`` with a ``c`` of about 10, however large the logits;
+- an option that computes ``y`` rounds it: softcap and temperature add ``2 u max |y|``;
+- the z-loss is off by ``4 u`` of itself, and by ``u`` of its weight times ``M²``;
+- the gradient is rounded to the logits' dtype once.
+
+``kernels`` makes each of the two passes over the logits: one reads them, the other reads them and writes the gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.trees import exact_parts
+from shardwise.core.sharding import Interval
+from shardwise.kernels.dispatch import loss_kernels
+from shardwise.nn.loss.checks import LossChecks
+from shardwise.nn.loss.combine import combine, gather_statistics
+from shardwise.nn.loss.equal_shards import equal_ranges, with_size, without_sizes
+from shardwise.nn.loss.options import LossOptions
+from shardwise.nn.loss.parts import column_parts, columns_between
+from shardwise.nn.loss.reduction import Reduction
+from shardwise.nn.loss.vocabulary import IGNORE_INDEX, check_target_shape, columns_of, flat_rows, vocab_ranges
+
+
+class SplitCrossEntropy(Function):
+    """The two passes over the logits, and what the ranks tell each other in between; see the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        ranges: list[Interval],
+        options: LossOptions,
+        ignore_index: int,
+        inplace: bool,
+        checks: LossChecks,
+        sizes_are_known: bool,
+        group: ProcessGroup,
+    ) -> Tensor:
+        own_ids = ranges[group.rank()]
+        # What is left are padded columns, which take no probability.
+        flat = flat_rows(logits)[:, : own_ids[1] - own_ids[0]]
+        target_local, ignored = columns_of(target, own_ids, ignore_index)
+        columns, ranges = column_parts(ranges, group)
+        # All parts go one way, which does not depend on how many are here.
+        size = None if exact_parts(group) is None else flat.size(0) * ranges[-1][1]
+
+        def statistics(start: int, stop: int) -> Tensor:
+            part, local = (
+                flat[:, start:stop],
+                target_local if len(columns) == 1 else columns_between(target_local, start, stop),
+            )
+            kernels, smooth = loss_kernels(part, softcap=options.softcap, size=size), options.label_smoothing > 0
+            own: Tensor = kernels.row_statistics(part, local, want_sum=smooth, **options.of_kernels)
+            checks.mark_ignored_(own, ignored, group)
+            return own if sizes_are_known else with_size(own, logits.size(-1))
+
+        own = [statistics(*interval) for interval in columns]
+        every = gather_statistics(own[0] if len(own) == 1 else torch.stack(own), group)
+        if not sizes_are_known:
+            every = without_sizes(every, logits.size(-1))
+        checks.run(every, flat.__getitem__, target, ignored, own_ids, group)
+        combined = combine(every, ranges, ignored, options)
+
+        numbers = [combined.maximum, combined.weight, combined.at_target]
+        rest = [] if combined.rest is None else [combined.rest]
+        ctx.save_for_backward(logits, target_local, ignored, *numbers, *rest)
+        ctx.num_valid, ctx.columns, ctx.size = flat.size(1), columns, size
+        ctx.options = options
+        # The compiler decides what lies where.
+        ctx.inplace = inplace and not torch.compiler.is_compiling()
+        # As no view, to which nobody could write in place.
+        return combined.loss.view(target.shape).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        logits, target_local, ignored, maximum, weight, at_target, *rest = ctx.saved_tensors
+        source = flat_rows(logits)
+        result = source if ctx.inplace else torch.empty_like(source)
+        num_valid, options = ctx.num_valid, ctx.options
+        incoming = grad_output.reshape(-1).to(maximum.dtype).masked_fill(ignored, 0.0)
+        numbers = (maximum, incoming * weight, incoming * at_target, incoming * rest[0] if rest else None)
+        for start, stop in ctx.columns:
+            out, valid = result[:, start:stop], source[:, start:stop]
+            local = target_local if len(ctx.columns) == 1 else columns_between(target_local, start, stop)
+            loss_kernels(valid, out, softcap=options.softcap, size=ctx.size).gradient_(
+                out, valid, local, *numbers, **options.of_kernels
+            )
+        if num_valid < result.size(1):
+            result[:, num_valid:] = 0.0
+        return result.view(logits.shape), *(None,) * 8
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    group: ProcessGroup,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    padded_vocab_size: int | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: str = "none",
+    data_parallel_group: ProcessGroup | None = None,
+    inplace_: bool = False,
+    validate: bool = True,
+    check_finite: bool = False,
+) -> Tensor:
+    """Cross entropy of each token; see the module for the formula and its error.
+
+    Layout V -> I: one all-gather of 12 bytes per token and rank in fp32 (16 with label smoothing), none in the
+    backward.
+
+    Args:
+        logits: ``[..., v/t]``, this rank's part of the vocabulary.
+        target: ``[...]`` global ids, the same on every rank.
+        group: the ranks that split the vocabulary.
+        vocab_size: true size of the vocabulary.
+        label_smoothing: probability taken from the target and spread over all other ids.
+        z_loss: weight of the squared logarithm of the softmax's normalizer.
+        softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
+        temperature: divides the (capped) logits.
+        padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
+        ignore_index: a target that costs nothing and has no gradient.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored.
+        data_parallel_group: average over the tokens of all its ranks: what its ranks return adds up to the mean over
+            the whole batch, and their gradients, summed, are the mean's. One all-reduce of 8 bytes.
+        inplace_: the caller gives up ``logits``: their memory becomes the gradient's (not under torch.compile, which
+            plans memory itself).
+        validate: check that targets are in the vocabulary, on CUDA without waiting for it (``validation.check_ids``);
+            on a CPU, that they are the same on all ranks (which costs nothing where they are), and warn where a mean
+            has no token.
+        check_finite: look for NaN and inf in the logits, for tokens with every logit -inf and, on CUDA too, for targets
+            that are not the same on all ranks.
+
+    Returns:
+        ``[...]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
+
+    Raises:
+        ConfigError: an option out of range.
+        ShardingError: the shapes of logits and target do not match, or the shard does not fit the vocabulary.
+        VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
+        DesyncError: the ranks have different targets; on every rank.
+        DivergenceError: logits that are NaN, with ``check_finite``.
+    """
+    return cross_entropy_of_ranges(
+        vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group),
+        logits,
+        target,
+        LossOptions(label_smoothing, z_loss, softcap, temperature),
+        Reduction(reduction, ignore_index, data_parallel_group, validate),
+        group=group,
+        inplace_=inplace_,
+        check_finite=check_finite,
+    )
+
+
+def cross_entropy_of_ranges(
+    ranges: list[Interval] | None,
+    logits: Tensor,
+    target: Tensor,
+    options: LossOptions,
+    reduction: Reduction,
+    *,
+    group: ProcessGroup,
+    inplace_: bool = False,
+    check_finite: bool = False,
+    function: Callable[..., Tensor] = SplitCrossEntropy.apply,
+) -> Tensor:
+    """``vocab_parallel_cross_entropy`` from every rank's range of ids where those are known.
+
+    If ``ranges`` is None each rank takes all shards to be as large as its own, and the all-gather has one more row, of
+    the ranks' sizes: see ``equal_shards``, which raises a ShardingError on every rank where they differ. In the forward
+    of another autograd function, ``function`` is the forward of ours.
+    """
+    check_target_shape(logits, target)
+    sizes_are_known = ranges is not None
+    if ranges is None:
+        ranges = equal_ranges(logits.size(-1), group)
+    vocab_size = ranges[-1][1]
+    if sizes_are_known:
+        options.check_vocabulary(vocab_size)
+        reduction.check_targets(target, vocab_size, group=group)
+    checks = LossChecks(logits=check_finite, targets=reduction.validate)
+    loss = function(logits, target, ranges, options, reduction.ignore_index, inplace_, checks, sizes_are_known, group)
+    if not sizes_are_known:
+        # Not earlier: of ranks whose sizes differ, some would take a target for wrong and never reach the all-gather.
+        reduction.check_targets(target, vocab_size, group=group)
+    # The warning is about the call of the function that called this one.
+    return reduction.apply(loss, target, stacklevel=4)

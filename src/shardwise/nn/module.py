@@ -1,0 +1,202 @@
+"""What layers with sharded parameters share: their group, parameters made from layouts, and state for checkpoints."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise.core import sharded_state
+from shardwise.core.communication.backend import default_device
+from shardwise.core.errors import ShardingError
+from shardwise.core.initialization import InitMethod, initialize_shard_
+from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
+
+
+class GroupModule(nn.Module):
+    """A module that holds process groups, and parameters with attributes of their own.
+
+    ``copy.deepcopy`` (for moving averages, or a reference model) gives one with parameters and buffers of its own. The
+    groups are the same, since a group cannot be copied; and parameters keep the attributes that say how they are split
+    and how their gradients are summed (``sequence_parallel``, ``shared_embedding`` and others), which PyTorch's copy
+    of a parameter loses. As there, gradients are not copied.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        for module in self.modules():
+            for value in vars(module).values():
+                if isinstance(value, ProcessGroup):
+                    memo[id(value)] = value
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        for own, other in zip(self.parameters(), copied.parameters(), strict=True):
+            vars(other).update(copy.deepcopy(vars(own), memo))
+        return copied
+
+
+def parameter_device(group: ProcessGroup, *, on_cpu: bool = False) -> torch.device:
+    """Where the parameters of a layer are made: PyTorch's default device, or the GPU of a group that is of GPUs.
+
+    Args:
+        group: the ranks that share the layer.
+        on_cpu: the default device whatever the group is of.
+    """
+    # Such a group may not be able to talk about anything that lies on the CPU.
+    return torch.get_default_device() if on_cpu else default_device(group)
+
+
+def viewless(output: Tensor) -> Tensor:
+    """The same elements in the same memory, as no view: what a model returns.
+
+    PyTorch refuses in-place operations on some views, and under ``fully_shard`` they lose what gathers the parameters
+    for the backward; it warns of every view there.
+
+    Args:
+        output: whose memory nobody else reads, neither a backward nor the caller.
+    """
+    if torch.compiler.is_compiling() or not output._is_view():
+        return output
+    # As PyTorch's own matrix product returns its rows: recorded by autograd, and without a base.
+    unviewed: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return unviewed
+
+
+class ShardedModule(GroupModule):
+    """A layer whose parameters are split over a group, or held whole by each of its ranks.
+
+    Args:
+        group: the ranks that share the layer.
+        device: where parameters are made; ``parameter_device`` if None.
+        dtype: of the parameters; PyTorch's default if None.
+        initialize: give parameters their initial values when they are made.
+        init_on_cpu: draw initial values on the CPU, so that they do not depend on the device.
+
+    Attributes:
+        group: the ranks that share the layer.
+        param_layouts: for each of the layer's own parameters, where this rank's part lies in the whole one.
+        initializes, init_on_cpu: as ``initialize`` and ``init_on_cpu``.
+    """
+
+    # Of a vocabulary, whose padding may differ between a checkpoint and this layer.
+    _allow_shape_mismatch = False
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        initialize: bool = True,
+        init_on_cpu: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.param_layouts: dict[str, ParamLayout] = {}
+        self._made_as = (device, dtype)
+        self.initializes = initialize
+        self.init_on_cpu = init_on_cpu
+        self._init_methods: dict[str, InitMethod] = {}
+        self._partial_gradients: set[str] = set()
+
+    def _device(self) -> torch.device:
+        device = self._made_as[0]
+        return parameter_device(self.group, on_cpu=self.init_on_cpu) if device is None else torch.device(device)
+
+    def _make_parameter(
+        self, name: str, layout: ParamLayout, init_method: InitMethod, *, partial_gradient: bool = False
+    ) -> None:
+        """Make parameter ``name``; ``partial_gradient``: what each rank computes of its gradient is a part of a sum."""
+        self.param_layouts[name] = layout
+        self._init_methods[name] = init_method
+        if partial_gradient:
+            self._partial_gradients.add(name)
+        shape = layout.local_shape(self.group.rank())
+        self.register_parameter(name, Parameter(torch.empty(shape, dtype=self._made_as[1], device=self._device())))
+        self._mark(name)
+        if self.initializes:
+            self._initialize(name)
+
+    def _mark(self, name: str) -> None:
+        """Set the attribute by which ``training.optimizer.gradients`` knows whose gradients to sum over the group."""
+        getattr(self, name).sequence_parallel = name in self._partial_gradients
+
+    def _initialize(self, name: str) -> None:
+        param, layout = getattr(self, name), self.param_layouts[name]
+        initialize_shard_(param, layout, self.group.rank(), self._init_methods[name], on_cpu=self.init_on_cpu)
+
+    def _wrong_width(self, input_: Tensor, width: int) -> ShardingError:
+        return ShardingError(
+            f"the input has shape {list(input_.shape)}; rank {self.group.rank()} of {self.group.size()} needs "
+            f"{width} features in the last dimension"
+        )
+
+    def reset_parameters(self) -> None:
+        """Give the parameters their initial values, as when the layer was made.
+
+        Parameters on the meta device are first allocated where the layer makes its parameters (``to_empty`` chooses
+        another device). The values are those that a layer made there would have had, if the generator is in the same
+        state.
+        """
+        for name in self.param_layouts:
+            param = getattr(self, name)
+            if param is None:
+                continue
+            if param.is_meta:
+                empty = torch.empty(param.shape, dtype=param.dtype, device=self._device())
+                setattr(self, name, Parameter(empty, requires_grad=param.requires_grad))
+            # `to_empty` may make new parameters, without their attributes.
+            self._mark(name)
+            self._initialize(name)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[ShardedOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ParamShard]:
+        """This rank's part of each parameter, with where it lies in the whole.
+
+        Args:
+            prefix: put before each name, such as ``"decoder.layers.0.mlp.linear_fc1."``.
+            sharded_offsets: ``(axis, index, count)`` of leading axes that stack this layer with others of one name.
+            metadata: handed on to modules within; ``dp_cp_group`` as in ``sharded_state.sharded_state_dict``.
+
+        Returns:
+            An entry for each parameter that the layer owns, and for what modules within it hold.
+
+        Raises:
+            ShardingError: ``sharded_offsets`` do not fit together.
+        """
+        flags = self._allow_shape_mismatch, is_copy_by(metadata)
+        entries = {
+            prefix + name: ParamShard(prefix + name, param, layout, self.group.rank(), tuple(sharded_offsets), *flags)
+            for name, layout in self.param_layouts.items()
+            if (param := getattr(self, name)) is not None
+        }
+        for name, child in self.named_children():
+            entries |= sharded_state.sharded_state_dict(
+                child, f"{prefix}{name}.", sharded_offsets, metadata, group=self.group
+            )
+        return entries
+
+
+def named_param_layouts(module: nn.Module, world_size: int) -> Iterator[tuple[str, Parameter, ParamLayout]]:
+    """Name, parameter and layout of every parameter of ``module``; a tied parameter comes once, under its first name.
+
+    Args:
+        module: any module; a parameter that no sharded layer owns is one that every rank holds whole.
+        world_size: size of the tensor-parallel group.
+    """
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        layouts: dict[str, ParamLayout] = getattr(owner, "param_layouts", {})
+        for name, param in owner.named_parameters(recurse=False):
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
+            layout = layouts.get(name) or ParamLayout.replicated(param.shape, world_size)
+            yield f"{prefix}.{name}" if prefix else name, param, layout

@@ -1,0 +1,184 @@
+"""The norms of a transformer: PyTorch's own modules, RMSNorm with our functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharding import Interval
+from shardwise.kernels.rms_norm import add_rms_norm, rms_norm
+
+Normalization = Literal["LayerNorm", "RMSNorm"]
+
+
+class ZeroCenteredLayerNorm(nn.LayerNorm):
+    """LayerNorm that keeps its weight minus 1."""
+
+    def reset_parameters(self) -> None:
+        """The whole weight is 1, the bias 0."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """``[..., n]`` to the same."""
+        return F.layer_norm(input_, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm over the last dimension (``kernels.rms_norm``)."""
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """``[..., n]`` to the same."""
+        return rms_norm(input_, self.weight, self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMSNorm that keeps its weight minus 1."""
+
+    def reset_parameters(self) -> None:
+        """The whole weight is 1."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """``[..., n]`` to the same."""
+        return rms_norm(input_, self.weight + 1, self.eps)
+
+
+class HeadsRMSNorm(nn.Module):
+    """RMSNorm over all heads of a token together, of which each rank of a group holds some.
+
+    The mean square is that of all heads, so a rank's squares are summed over the group. Every rank holds the weight
+    whole and uses the part of its own heads: gradients are partial sums (``param.sequence_parallel``).
+
+    Args:
+        width: of all heads together.
+        heads: this rank's, as an interval of all heads.
+        num_counted: how many of them, the last ones, no rank before this one holds too.
+        head_dim: width of a head.
+        eps: added to the mean square.
+        zero_centered: keep the weight minus 1.
+        dtype: of the weight.
+
+    Attributes:
+        weight: ``[width]``.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: Interval,
+        num_counted: int,
+        head_dim: int,
+        *,
+        eps: float,
+        zero_centered: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.heads, self.num_counted, self.head_dim = heads, num_counted, head_dim
+        self.eps, self.zero_centered = eps, zero_centered
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The whole weight is 1."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+
+    def squares(self, input_: Tensor) -> Tensor:
+        """The sum of the squares of ``[s, b, heads, d]`` that this rank contributes, ``[s, b]``, in fp32 or fp64."""
+        return self.squares_of(input_[:, :, input_.size(2) - self.num_counted :])
+
+    def squares_of(self, heads: Tensor) -> Tensor:
+        """The sum of the squares of ``[s, b, heads, d]``, ``[s, b]``, in fp32 or fp64."""
+        return _wide(heads).square().sum(dim=(2, 3))
+
+    def forward(self, input_: Tensor, squares: Tensor) -> Tensor:
+        """``[s, b, heads, d]`` to the same, where ``squares``, ``[s, b]``, are those of all heads."""
+        return self.norm_some(input_, squares, self.weight, self.heads)
+
+    def norm_some(self, input_: Tensor, squares: Tensor, weight: Tensor, heads: Interval) -> Tensor:
+        """``forward`` of some of all heads, by ``weight``, ``[width]``, in place of the module's own."""
+        start, stop = (self.head_dim * head for head in heads)
+        weight = weight[start:stop].view(-1, self.head_dim)
+        scale = torch.rsqrt(squares / self.weight.size(0) + self.eps)[:, :, None, None]
+        wide = _wide(weight)
+        return (_wide(input_) * scale * (wide + 1 if self.zero_centered else wide)).to(input_.dtype)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+NORMS: dict[tuple[Normalization, bool], type[nn.LayerNorm] | type[RMSNorm]] = {
+    ("LayerNorm", False): nn.LayerNorm,
+    ("LayerNorm", True): ZeroCenteredLayerNorm,
+    ("RMSNorm", False): RMSNorm,
+    ("RMSNorm", True): ZeroCenteredRMSNorm,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class NormFunction:
+    """A norm as a function of its parameters, for a layer that norms what another layer takes.
+
+    Attributes:
+        weight: ``[n]``.
+        bias: ``[n]``; None for RMSNorm.
+        eps: added to the variance.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        zero_centered: ``weight`` is the whole weight minus 1.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    normalization: Normalization
+    zero_centered: bool = False
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> NormFunction:
+        """The function of one of the norms in ``NORMS``, with its own parameters.
+
+        Raises:
+            ConfigError: another module.
+        """
+        for (normalization, zero_centered), kind in NORMS.items():
+            if type(norm) is kind:
+                return cls(norm.weight, getattr(norm, "bias", None), norm.eps, normalization, zero_centered)  # type: ignore[arg-type]
+        raise ConfigError(f"{type(norm).__name__} is not one of the norms in shardwise.nn.norm.NORMS")
+
+    @property
+    def whole_weight(self) -> Tensor:
+        """``[n]``, by which normed values are multiplied."""
+        return self.weight + 1 if self.zero_centered else self.weight
+
+    def __call__(self, input_: Tensor) -> Tensor:
+        """``[..., n]`` to the same."""
+        if self.normalization == "RMSNorm":
+            return rms_norm(input_, self.whole_weight, self.eps)
+        return F.layer_norm(input_, self.weight.shape, self.whole_weight, self.bias, self.eps)
+
+
+def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """``residual + added``, and its norm: in one pass for an RMSNorm where there is a kernel for both.
+
+    Args:
+        norm: any norm. One of ``NORMS`` is not called as a module then, unless it has hooks.
+        residual: ``[..., n]``.
+        added: like ``residual``.
+    """
+    if type(norm) in (RMSNorm, ZeroCenteredRMSNorm) and not _has_hooks(norm):
+        function = NormFunction.of(norm)
+        return add_rms_norm(residual, added, function.whole_weight, function.eps)
+    total = residual + added
+    return total, norm(total)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return any(getattr(module, f"_{kind}_hooks") for kind in kinds)

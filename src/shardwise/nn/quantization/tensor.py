@@ -1,0 +1,205 @@
+"""A matrix in 8 or 4 bits that stands where a frozen weight stood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map
+
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharding import ParamLayout
+from shardwise.nn.quantization.codes import QUANTIZATIONS, Quantization, decode, encode, pack
+
+_aten = torch.ops.aten
+# Elements that are made at once of their codes.
+_AT_ONCE = 1 << 22
+
+
+class QuantizedTensor(Tensor):
+    """A rank's part of a weight, ``[rows, columns]``, of which codes and scales are stored.
+
+    It has the shape, the dtype and the device of the weight that it is made of. An operation on it is one on the values
+    that the codes stand for, all at once (``quantized_linear`` takes them block by block); it is not written to.
+
+    Attributes:
+        kind: "int8" or "nf4".
+        codes: ``[rows, columns]`` int8, or ``[rows, ceil(columns / 2)]`` uint8.
+        scales: ``[rows, blocks]`` fp32.
+        blocks: ``[columns]``, the block of each column among those of this rank; None if there is one.
+    """
+
+    __slots__ = ("blocks", "codes", "kind", "scales")
+    kind: Quantization
+    codes: Tensor
+    scales: Tensor
+    blocks: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        kind: Quantization,
+        codes: Tensor,
+        scales: Tensor,
+        blocks: Tensor | None,
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        made.kind, made.codes, made.scales, made.blocks = kind, codes, scales, blocks
+        return made
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    @classmethod
+    def empty(cls, kind: Quantization, layout: ParamLayout, rank: int, like: Tensor) -> Self:
+        """One without values, for the part that ``rank`` holds of a matrix; dtype and device are those of ``like``."""
+        rows, columns = layout.local_shape(rank)
+        form, device = QUANTIZATIONS[kind], like.device
+        blocks = _blocks(kind, layout, rank)
+        number = 1 if blocks is None else int(blocks.max()) + 1 if columns else 0
+        return cls(
+            kind,
+            torch.empty(
+                rows, -(-columns // form.per_byte), dtype=torch.int8 if kind == "int8" else torch.uint8, device=device
+            ),
+            torch.empty(rows, number, device=device),
+            # Which column is of which block is known where no value is yet.
+            blocks if blocks is None or like.is_meta else blocks.to(device),
+            torch.Size((rows, columns)),
+            like.dtype,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are stored."""
+        parts = (self.codes, self.scales, *(() if self.blocks is None else (self.blocks,)))
+        return sum(part.numel() * part.itemsize for part in parts)
+
+    def dequantize(self, rows: slice = slice(None)) -> Tensor:
+        """The values that the codes of some rows stand for, in the weight's dtype."""
+        scales = self.scales[rows]
+        if self.blocks is not None:
+            scales = scales[:, self.blocks]
+        return decode(self.kind, self.codes[rows], scales, self.size(1)).to(self.dtype)
+
+    def row_blocks(self) -> Iterator[slice]:
+        """All rows, in slices that are made of their codes one after the other."""
+        step = max(1, _AT_ONCE // max(1, self.size(1)))
+        return (slice(start, min(start + step, self.size(0))) for start in range(0, self.size(0), step))
+
+    def _with(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
+        blocks = None if self.blocks is None else change(self.blocks)
+        parts = change(self.codes), change(self.scales), blocks
+        return QuantizedTensor(self.kind, *parts, self.shape, dtype or self.dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # as in Python, without PyTorch's argument
+        return f"QuantizedTensor({self.kind}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    # By these a module that moves exchanges parameters, codes and all.
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = ["codes", "scales", *([] if self.blocks is None else ["blocks"])]
+        return names, (self.kind, self.shape, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> QuantizedTensor:
+        kind, shape, dtype = context
+        return QuantizedTensor(kind, inner["codes"], inner["scales"], inner.get("blocks"), shape, dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) not in memo:
+            copied = self._with(torch.clone)
+            memo[id(self)] = torch.nn.Parameter(copied, requires_grad=False) if _is_parameter(self) else copied
+        found: QuantizedTensor = memo[id(self)]
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        self = args[0] if args and isinstance(args[0], QuantizedTensor) else None
+        if self is not None:
+            if func in (_aten.detach.default, _aten.alias.default):
+                return self._with(lambda part: part)
+            if func is _aten.clone.default:
+                return self._with(torch.clone)
+            if func is _aten._to_copy.default:
+                device, dtype = kwargs.get("device"), kwargs.get("dtype")
+                return self._with(lambda part: part.to(device, copy=True), dtype)
+            if func is _aten.empty_like.default:
+                device = kwargs.get("device")
+                blocks = None if self.blocks is None else self.blocks.to(device)
+                parts = (torch.empty_like(part, device=device) for part in (self.codes, self.scales))
+                return QuantizedTensor(self.kind, *parts, blocks, self.shape, self.dtype)
+            if func._schema.is_mutable:
+                raise ConfigError(
+                    f"a weight in {self.kind} is frozen: it cannot be written to ({func}); load the model without "
+                    "quantisation"
+                )
+
+        def plain(value: Any) -> Any:
+            return value.dequantize() if isinstance(value, QuantizedTensor) else value
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _blocks(kind: Quantization, layout: ParamLayout, rank: int) -> Tensor | None:
+    """The block of each of a rank's columns, counted from the first that it has; None if a block is a row."""
+    size = QUANTIZATIONS[kind].block
+    if size is None:
+        return None
+    blocks: Tensor = torch.unique(_columns(layout, rank) // size, return_inverse=True)[1]
+    return blocks.to(torch.int32)
+
+
+def _columns(layout: ParamLayout, rank: int) -> Tensor:
+    """The columns of the whole weight that a rank holds."""
+    if layout.dim != 1:
+        return torch.arange(layout.global_shape[1])
+    return torch.cat([torch.arange(0), *(torch.arange(*run) for run in layout.intervals[rank])])
+
+
+@torch.no_grad()
+def quantize_shard(kind: Quantization, values: Tensor, layout: ParamLayout, group: ProcessGroup) -> QuantizedTensor:
+    """Quantise a weight that is split over ranks, as one rank would.
+
+    Where the ranks hold columns, one all-reduce takes the largest magnitudes of whole blocks; every rank calls then.
+
+    Args:
+        kind: of the codes.
+        values: this rank's part.
+        layout: where each rank's part lies.
+        group: the ranks.
+
+    Raises:
+        ConfigError: ``torchao`` is not there.
+    """
+    made = QuantizedTensor.empty(kind, layout, group.rank(), values)
+    size, width = QUANTIZATIONS[kind].block, layout.global_shape[1]
+    number = 1 if size is None else -(-width // size)
+    places = torch.zeros(width, dtype=torch.long) if size is None else torch.arange(width) // size
+    own = places[_columns(layout, group.rank())].to(values.device)
+    largest = torch.zeros(values.size(0), number, device=values.device)
+    for rows in made.row_blocks():
+        wide = values[rows].float().abs()
+        largest[rows] = largest[rows].scatter_reduce(1, own.expand_as(wide), wide, "amax")
+    if layout.dim == 1 and group.size() > 1:
+        largest = all_reduce(largest, group=group, op=dist.ReduceOp.MAX)
+    for rows in made.row_blocks():
+        of_columns = largest[rows] if size is None else largest[rows][:, own]
+        codes, scales = encode(kind, values[rows], of_columns)
+        made.codes[rows] = pack(kind, codes)
+        if made.blocks is None:
+            made.scales[rows] = scales
+    if made.blocks is not None:
+        made.scales.copy_(largest[:, torch.unique(own)])
+    return made

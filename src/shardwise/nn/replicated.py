@@ -1,0 +1,108 @@
+"""Layers that every rank holds whole: small tables and small linear layers."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.agreement import check_ids_alike
+from shardwise.core.initialization import InitMethod
+from shardwise.core.sharding import ParamLayout
+from shardwise.core.validation import safe_to_look_up
+from shardwise.nn.module import ShardedModule
+
+
+class ReplicatedEmbedding(ShardedModule):
+    """A table that every rank holds whole, such as that of learned positions.
+
+    Args:
+        num_embeddings: number of rows.
+        embedding_dim: width of a row, ``h``.
+        what: what the row numbers are, for errors.
+        group: the ranks that hold the table.
+        init: fills the weight in place.
+        options: as for ``ColumnLinear``.
+
+    Attributes:
+        weight: ``[num_embeddings, h]``.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        what: str,
+        group: ProcessGroup,
+        init: InitMethod,
+        **options: Any,
+    ) -> None:
+        super().__init__(group, **options)
+        self.what = what
+        self._make_parameter("weight", ParamLayout.replicated((num_embeddings, embedding_dim), group.size()), init)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Row numbers of any shape to ``[..., h]``.
+
+        Raises:
+            VocabularyError: a number that is no row.
+        """
+        num_embeddings = self.weight.size(0)
+        check_ids_alike(input_, num_embeddings, what=self.what, group=self.group)
+        return F.embedding(safe_to_look_up(input_, num_embeddings), self.weight)
+
+    def first(self, count: int, start: int = 0) -> Tensor:
+        """``count`` rows from ``start``, ``[count, h]``: a view, without a look at any number."""
+        return self.weight[start : start + count]
+
+
+class ReplicatedLinear(ShardedModule):
+    """A linear layer that every rank holds whole.
+
+    Args:
+        in_features: width of the input, ``i``.
+        out_features: width of the output, ``o``.
+        group: the ranks that hold the layer.
+        init: fills the weight in place; the bias starts at 0.
+        bias: there is one.
+        sequence_shards: each rank applies the layer to its own part of the sequence, so that gradients are partial
+            sums (``param.sequence_parallel``).
+        options: as for ``ColumnLinear``.
+
+    Attributes:
+        weight: ``[o, i]``.
+        bias: ``[o]``, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: ProcessGroup,
+        init: InitMethod,
+        bias: bool = True,
+        sequence_shards: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(group, **options)
+        for name, shape, method in (
+            ("weight", (out_features, in_features), init),
+            ("bias", (out_features,), torch.nn.init.zeros_),
+        ):
+            if name == "bias" and not bias:
+                self.register_parameter(name, None)
+                continue
+            layout = ParamLayout.replicated(shape, group.size())
+            self._make_parameter(name, layout, method, partial_gradient=sequence_shards)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """``[..., i]`` to ``[..., o]``."""
+        return F.linear(input_, self.weight, self.bias)

@@ -1,0 +1,146 @@
+"""The linear layer whose input features are split over the ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise.core.communication import moves
+from shardwise.core.errors import ShardingError
+from shardwise.core.initialization import InitMethod
+from shardwise.core.layout import I, Layout, P, V
+from shardwise.core.sharding import ParamLayout
+from shardwise.nn.exact import add_bias
+from shardwise.nn.linear import LinearParallelism
+from shardwise.nn.parallel_linear import ParallelLinear
+
+
+class RowLinear(ParallelLinear):
+    """Linear layer ``y = x A^T + b`` whose input features are split over the ranks.
+
+    Made from one state of the default generator it holds this rank's columns of ``torch.nn.Linear(in_features,
+    out_features, bias)``, and its bias whole.
+
+    Args:
+        in_features: width of the whole input, ``i``.
+        out_features: width of the output, ``o``.
+        bias: whether there is a bias; every rank holds it whole.
+        group: the ranks that share the layer.
+        sequence_parallel: each rank keeps its shard of the output's sequence.
+        sizes: input features of each rank, within one section; balanced if None.
+        device, dtype, init, options: as ``ColumnLinear``.
+        sections: number of equal parts of the input, each split by itself.
+        parallelism: what the layer communicates, where it is not the usual: LOCAL leaves the output a partial sum.
+
+    Attributes:
+        weight: ``[o, i/t]``.
+        bias: ``[o]``, or None. With sequence parallelism its gradient is a partial sum (``bias.sequence_parallel``).
+
+    Raises:
+        ShardingError: ``sizes`` do not sum to a section.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+    """
+
+    weight: Parameter
+    _usual_parallelism = (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: ProcessGroup,
+        sequence_parallel: bool = False,
+        sizes: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        init: InitMethod | None = None,
+        sections: int = 1,
+        parallelism: LinearParallelism | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            sections=sections,
+            parallelism=parallelism,
+            device=device,
+            dtype=dtype,
+            **options,
+        )
+        t = group.size()
+        layout = ParamLayout.split((out_features, in_features), 1, t, stride=sections, sizes=sizes)
+        self._input_sizes = [layout.local_size(rank) for rank in range(t)]
+        self.local_features = self._input_sizes[group.rank()]
+        self._sum_in_parts(layout, "input")
+        self._make_parameters(
+            layout,
+            ParamLayout.replicated((out_features,), t) if bias else None,
+            init,
+            # By parts the sum is whole as soon as it is made.
+            partial_bias_gradient=self.sequence_parallel and self._exact is None,
+        )
+
+    @property
+    def input_layout(self) -> Layout:
+        """V(dim=-1), this rank's features."""
+        return V(dim=-1, sizes=tuple(self._input_sizes))
+
+    @property
+    def output_layout(self) -> Layout:
+        """I, V(dim=0) with sequence parallelism, P if the layer leaves its output a partial sum."""
+        return self.parallelism.outside or (I if self.group.size() == 1 else P)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            input_: ``[s, b, i/t]``, this rank's features; not modified.
+
+        Returns:
+            ``[s, b, o]``, the same on every rank; ``[s/t, b, o]`` with sequence parallelism, by the balanced rule.
+
+        Raises:
+            ShardingError: the input is not of the width that the layer takes.
+        """
+        # On one rank the bias goes with the product; on several it must be added once, after the sum.
+        adds_later = self.bias is not None and (self.group.size() > 1 or self._exact is not None)
+        output = self._apply_linear(input_, None if adds_later else self.bias)
+        return self._add_bias(output) if adds_later else output
+
+    def _apply_linear(self, input_: Tensor, bias: Tensor | None) -> Tensor:
+        if input_.shape[-1:] != (self.local_features,):
+            raise self._wrong_width(input_, self.local_features)
+        return self._multiply(input_, self.weight, bias)
+
+    def _add_bias(self, output: Tensor) -> Tensor:
+        assert self.bias is not None
+        if self._exact is not None:
+            return add_bias(output, self.bias, group=self.group, sequence_parallel=self.sequence_parallel)
+        # Under autocast the output has another dtype than the bias; a whole linear would add in the output's.
+        return output + self.bias.to(output.dtype)
+
+    def scatter(self, input_: Tensor) -> Tensor:
+        """This rank's features ``[s, b, i/t]`` of a whole input ``[s, b, i]``.
+
+        Layout I -> V: forward split, backward all-gather.
+
+        Raises:
+            ShardingError: the input is not of the layer's width.
+        """
+        if input_.size(-1) != self.in_features:
+            raise ShardingError(
+                f"the input has {input_.size(-1)} features, the layer {self.in_features}; it takes the whole input"
+            )
+        if self.sections > 1:
+            # Brings each rank's intervals side by side, so that its part is one interval.
+            runs = [run for rank_runs in self.param_layouts["weight"].intervals for run in rank_runs]
+            input_ = torch.cat([input_[..., start:stop] for start, stop in runs], dim=-1)
+        return moves.scatter(input_, dim=-1, group=self.group, sizes=self._input_sizes)

@@ -1,0 +1,1 @@
+"""Runs and the work of commands: settings, tasks, saving, plan, comparison, evaluation."""

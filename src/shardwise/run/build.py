@@ -1,0 +1,98 @@
+"""From settings to a model."""
+
+import math
+from typing import Any
+
+import torch
+
+from shardwise.core.topology import Groups
+from shardwise.models.chunks import ModelChunks
+from shardwise.models.gpt import GPT
+from shardwise.storage import huggingface
+from shardwise.storage.huggingface import model_config
+from shardwise.storage.huggingface.building import chunks_of
+from shardwise.storage.huggingface.description import ModelDescription
+from shardwise.training.precision import PRECISIONS
+from shardwise.training.settings import ModelSettings, RunSettings, Settings
+
+
+def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
+    """The model that the settings ask for, its weights' initial values included."""
+    llama = model.architecture == "llama"
+    # Where it is not set, such that both architectures have about the same number of weights.
+    usual_ffn_hidden_size = -(-8 * model.hidden_size // 3 // 32) * 32 if llama else 4 * model.hidden_size
+    return ModelDescription(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_query_groups or model.num_heads,
+        kv_channels=model.hidden_size // model.num_heads,
+        ffn_hidden_size=model.ffn_hidden_size or usual_ffn_hidden_size,
+        vocab_size=vocab_size,
+        max_sequence_length=model.sequence_length,
+        activation="silu" if llama else "gelu",
+        gated_linear_unit=llama,
+        normalization="RMSNorm" if llama else "LayerNorm",
+        attention_bias=not llama,
+        qkv_bias=not llama,
+        mlp_bias=not llama,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="rope" if llama else "learned_absolute",
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        # Nguyen and Salazar 2019 (arXiv:1910.05895), "small init": about 0.02 at the width of GPT-2, more for narrower
+        # models, which learn nothing for a hundred steps otherwise.
+        init_method_std=math.sqrt(2 / (5 * model.hidden_size)),
+    )
+
+
+def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
+    """The fields of a model's config that say how it is trained and split, not which model it is."""
+    parallel, pp = settings.parallel, groups.num_stages
+    precision = PRECISIONS[settings.training.dtype]
+    # Nothing is interleaved on one stage, as of the whole model that parity is proved against.
+    chunks = parallel.virtual_stages if pp > 1 else 1
+    return {
+        "params_dtype": precision.params_dtype,
+        # What is fully sharded has no whole gradient to add to; an exact run sums by a tree.
+        "gradient_accumulation_fusion": precision.has_masters
+        and not parallel.exact
+        and not parallel.shards_fully(1 if groups.dp is None else groups.dp.size()),
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "delay_wgrad_compute": pp > 1 and parallel.pipeline_schedule == "zero-bubble",
+        "sequence_parallel": parallel.sequence_parallel,
+        "tp_comm_overlap": parallel.tp_comm_overlap,
+        "exact_parts": parallel.exact_parts if parallel.exact else None,
+        "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
+        **settings.recompute.config_fields(),
+        # So that adapters start from the same values on every device, as weights do anyway.
+        "use_cpu_initialization": True,
+    }
+
+
+def build_model(settings: RunSettings, vocab_size: int, *, groups: Groups, device: torch.device) -> GPT | ModelChunks:
+    """The model that ``settings`` describe, or this rank's stage of it, on ``device``, with initial weights.
+
+    Weights are the same on every device, and follow from the CPU's default generator: seed it first.
+
+    Args:
+        settings: of a run that trains a new model.
+        vocab_size: the tokenizer's.
+        groups: the model's process groups, whose sizes say how it is split.
+        device: where the model goes.
+
+    Returns:
+        The model; with interleaved stages its chunks.
+    """
+    assert isinstance(settings, Settings)
+    description = describe(settings.model, vocab_size)
+    config = model_config(description, **config_fields(settings, groups))
+    state, chunks = torch.default_generator.get_state(), []
+    for vp_stage in chunks_of(config):
+        # Each starts as a part of the one model that begins here.
+        torch.default_generator.set_state(state)
+        model = huggingface.build_model(description, config, groups=groups, device=device, vp_stage=vp_stage)
+        assert isinstance(model, GPT)
+        chunks.append(model)
+    return ModelChunks(chunks) if len(chunks) > 1 else chunks[0]

@@ -1,0 +1,344 @@
+"""A model split over ranks, as EleutherAI's lm-evaluation-harness asks for one (``pip install 'shardwise[eval]'``).
+
+Every rank runs the harness on all requests, in the same order, so that the ranks are in step; the harness itself sees
+one process. Log-likelihoods take one pass for a batch of requests of similar length, and requests that differ in their
+last token alone share a row of it. Of each prompt is read what comes after where it parts from the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from shardwise.core.communication.agreement import check_same
+from shardwise.core.errors import ConfigError, DataError
+from shardwise.core.sharding import balanced_range
+from shardwise.data.tokenizer import ChatTemplate, TextStream, Tokenizer
+from shardwise.models.generation import GREEDY, PrefixCache, Sampling, generate, vocab_parallel_argmax
+from shardwise.models.generation.generation import evaluation_mode
+from shardwise.models.gpt import GPT
+from shardwise.nn.loss.log_probs import vocab_parallel_log_probs
+
+_USUAL_MAX_NEW_TOKENS = 256
+# As transformers samples where nothing is said.
+_USUAL_TOP_K = 50
+_GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed"}
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+"""What the harness calls it, the ids of a context, and those of what follows."""
+
+
+class _Stopped(Exception):  # noqa: N818 - it is no error
+    """The text holds what ends it."""
+
+
+class ShardwiseLM:
+    """A model for ``lm_eval.simple_evaluate(model=ShardwiseLM(...))``, one of the harness's ``LM``.
+
+    Every rank of the model's tensor-parallel group makes one.
+
+    Args:
+        model: whole on the tensor-parallel ranks, in no pipeline stages.
+        tokenizer: of the model.
+        template: of chats, for ``apply_chat_template``; None if the model has none.
+        prefix_id: the token before a text that stands by itself: that which begins a text, or else the one that ends
+            it.
+        eos_ids: more tokens that end a text, beside the tokenizer's.
+        batch_size: requests in a pass.
+        name: of the tokenizer, by which the harness tells its caches apart.
+
+    Attributes:
+        rank, world_size: those of one process, as which the harness sees all ranks.
+        cache_hook: told of each answer.
+
+    Raises:
+        ConfigError: the model is one of several pipeline stages, or the harness is not installed.
+    """
+
+    rank, world_size = 0, 1
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        *,
+        template: ChatTemplate | None = None,
+        prefix_id: int | None = None,
+        eos_ids: Sequence[int] = (),
+        batch_size: int = 8,
+        name: str = "shardwise",
+    ) -> None:
+        harness().register(ShardwiseLM)
+        self.cache_hook = import_module("lm_eval.api.model").CacheHook(None)
+        if not (model.pre_process and model.post_process):
+            raise ConfigError("evaluation needs the whole model on each rank, and this is one pipeline stage of it")
+        self.model, self.batch_size = model, batch_size
+        self._tokenizer, self._template, self._name = tokenizer, template, name
+        self._prefix_id = tokenizer.eos_id if prefix_id is None else prefix_id
+        self._eos_ids = tuple(dict.fromkeys((tokenizer.eos_id, *eos_ids)))
+        self.device = model.embedding.word_embeddings.weight.device
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Tell another of each answer."""
+        self.cache_hook = cache_hook
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that stands by itself."""
+        return self._prefix_id
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that the model reads at once."""
+        return self.model.max_sequence_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        """By which the harness tells its caches apart."""
+        return self._name
+
+    @property
+    def _is_first(self) -> bool:
+        return self.model.tp_group.rank() == 0
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of a text, behind what the tokenizer puts in front unless the text has it or it is not wanted."""
+        ids = self._tokenizer.encode(string, parse_special=True)
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._tokenizer.decode([self._prefix_id]))
+        return [*self._tokenizer.beginning, *ids] if add_special_tokens else ids
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's source, by which the harness names it; None if none is asked for.
+
+        Raises:
+            DataError: the model has none.
+        """
+        return self._asked_template().source if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Messages as the model reads them; without a prompt for the next turn, the last one is left open.
+
+        Raises:
+            DataError: the model has no template, or it refuses the messages.
+        """
+        text = self._asked_template().render(chat_history, add_generation_prompt=add_generation_prompt).text
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"]
+        start = text.rindex(last.strip())
+        # Blanks at its end belong to it, unless the template leaves them out.
+        whole = last.lstrip()
+        return text[: start + len(whole if text.startswith(whole, start) else last.strip())]
+
+    def _asked_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise DataError("the model has no chat template; put chat_template.jinja into its folder")
+        return self._template
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The log-probability of each request's second text after its first, and whether it is the likeliest.
+
+        Raises:
+            DesyncError: the ranks have different requests.
+        """
+        self._check_same(requests)
+        encoded = [((first, second), *self._encode_pair(first, second)) for first, second in _arguments(requests)]
+        return self._loglikelihood_tokens(encoded, disable_tqdm)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The ids of a context and of what follows, of which there is one at least."""
+        if not context:
+            ids = self.tok_encode(continuation, add_special_tokens=False)
+            return ([self._prefix_id], ids) if ids[:1] != [self._prefix_id] else (ids[:1], ids[1:])
+        # Blanks belong to the words after them, as which tokenizers know them.
+        bare = context.rstrip()
+        context, continuation = (bare, context[len(bare) :] + continuation) if bare else (context, continuation)
+        first = self.tok_encode(context)
+        return first, self.tok_encode(context + continuation)[len(first) :]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each whole text, each token after as many as fit the model's window.
+
+        Raises:
+            DesyncError: the ranks have different requests.
+        """
+        self._check_same(requests)
+        utils = import_module("lm_eval.utils")
+        windows: list[Request] = []
+        owners: list[int] = []
+        for number, (text,) in enumerate(_arguments(requests)):
+            for window in utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                windows.append((None, *utils.make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (log_prob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[number] += log_prob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        # Requests with the same input, whose last tokens may differ, share a row.
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for number, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise DataError(
+                    f"a text to be measured has {len(continuation)} tokens, and the model reads {self.max_length} at "
+                    "once"
+                )
+            read = (context + continuation)[-(self.max_length + 1) : -1]
+            rows.setdefault(tuple(read), []).append(number)
+        # The longest first: what does not fit into memory is found at once, and few are padded.
+        ordered = sorted(rows, key=lambda read: (-len(read), read))
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        bar = tqdm(total=len(requests), disable=disable_tqdm or not self._is_first or None, desc="log-likelihoods")
+        with evaluation_mode(self.model), bar:
+            for start in range(0, len(ordered), self.batch_size):
+                batch = ordered[start : start + self.batch_size]
+                numbers = [rows[read] for read in batch]
+                for number, answer in self._measure(batch, numbers, requests):
+                    answers[number] = answer
+                    if requests[number][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
+                bar.update(sum(map(len, numbers)))
+        return answers
+
+    def _measure(
+        self, batch: Sequence[tuple[int, ...]], numbers: Sequence[Sequence[int]], requests: Sequence[Request]
+    ) -> list[tuple[int, tuple[float, bool]]]:
+        """The answers to the requests of each of a batch of inputs."""
+        longest = len(batch[0])
+        # On the right, where a causal model's other tokens do not see them.
+        ids = torch.tensor([[*read, *[0] * (longest - len(read))] for read in batch], device=self.device)
+        lengths = torch.tensor([len(read) for read in batch], device=self.device)
+        logits: Tensor = self.model(ids, lengths=lengths)
+        wanted = [
+            (row, len(read) - len(requests[number][2]) + place, token)
+            for row, (read, several) in enumerate(zip(batch, numbers, strict=True))
+            for number in several
+            for place, token in enumerate(requests[number][2])
+        ]
+        places = torch.tensor(wanted, device=self.device)
+        scores = logits[places[:, 1], places[:, 0]]
+        group, vocab_size = self.model.tp_group, self.model.vocab_size
+        assert vocab_size is not None
+        if not self.model.parallel_output:
+            start, stop = balanced_range(vocab_size, group.size(), group.rank())
+            scores = scores[:, start:stop]
+        targets = places[:, 2].contiguous()
+        likeliest = vocab_parallel_argmax(scores, vocab_size=vocab_size, group=group) == targets
+        log_probs = vocab_parallel_log_probs(scores, targets, group=group, vocab_size=vocab_size)
+        counts = [len(requests[number][2]) for several in numbers for number in several]
+        return [
+            (number, (float(own.sum()), bool(greedy.all())))
+            for number, own, greedy in zip(
+                (number for several in numbers for number in several),
+                log_probs.cpu().split(counts),
+                likeliest.cpu().split(counts),
+                strict=True,
+            )
+        ]
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """What each prompt is continued with, up to the first of its texts that end it.
+
+        Raises:
+            ConfigError: an option of generation that is not offered, or more tokens than the model's window.
+            DesyncError: the ranks have different requests.
+        """
+        self._check_same(requests)
+        texts = [""] * len(requests)
+        prefix = PrefixCache(self.model)
+        # Prompts that begin alike follow each other.
+        ordered = sorted(range(len(requests)), key=lambda number: str(requests[number].args[0]))
+        for number in tqdm(ordered, disable=disable_tqdm or not self._is_first or None, desc="texts"):
+            prompt, options = requests[number].args
+            texts[number] = self._continue(prompt, options, prefix)
+            self.cache_hook.add_partial("generate_until", (prompt, options), texts[number])
+        return texts
+
+    def _continue(self, prompt: str, options: Mapping[str, Any], prefix: PrefixCache) -> str:
+        utils = import_module("lm_eval.models.utils")
+        values = dict(utils.normalize_gen_kwargs(dict(options), _USUAL_MAX_NEW_TOKENS))
+        if unknown := sorted(values.keys() - _GENERATION_OPTIONS):
+            known = ", ".join(sorted(_GENERATION_OPTIONS))
+            raise ConfigError(
+                f"the task's generation_kwargs have {unknown[0]!r}, which is not offered; there are {known}"
+            )
+        stops = utils.handle_stop_sequences(values["until"], eos=self._tokenizer.decode([self.eot_token_id]))
+        count = values["max_gen_toks"]
+        if not 0 < count < self.max_length:
+            raise ConfigError(
+                f"the task asks for {count} new tokens; the model reads {self.max_length} at once, prompt included; "
+                f"set max_gen_toks from 1 to {self.max_length - 1}"
+            )
+        prompt_ids = self.tok_encode(prompt)[count - self.max_length :]
+        sampling = GREEDY
+        if values.get("do_sample") and values["temperature"] > 0:
+            sampling = Sampling(values["temperature"], values.get("top_k", _USUAL_TOP_K), values.get("top_p", 1.0))
+        new_ids: list[int] = []
+        stream, said = TextStream(self._tokenizer, prompt_ids), ""
+
+        def look(token: int) -> None:
+            nonlocal said
+            new_ids.append(token)
+            said += stream.push(token)
+            if any(stop in said for stop in stops if stop):
+                raise _Stopped
+
+        with contextlib.suppress(_Stopped):
+            generate(
+                self.model,
+                prompt_ids,
+                max_new_tokens=count,
+                sampling=sampling,
+                seed=int(values.get("seed", 0)),
+                eos_id=self._eos_ids,
+                on_token=look,
+                prefix=prefix,
+            )
+        special = self._tokenizer.special_ids
+        text = self._tokenizer.decode([token for token in new_ids if token not in special])
+        result: str = utils.postprocess_generated_text(generation=text, stop=stops, think_end_token=None)
+        return result
+
+    def _check_same(self, requests: Sequence[Any]) -> None:
+        """Check that all ranks were asked for the same: otherwise they would wait for each other in vain."""
+        digest = hashlib.sha256(repr(_arguments(requests)).encode()).hexdigest()
+        check_same(f"{len(requests)} requests, SHA-256 {digest[:12]}", "what to evaluate", group=self.model.tp_group)
+
+
+def _arguments(requests: Sequence[Any]) -> list[tuple[Any, ...]]:
+    return [request.args for request in requests]
+
+
+def harness() -> Any:
+    """The class of the harness's models.
+
+    Raises:
+        ConfigError: the harness is not installed.
+    """
+    try:
+        return import_module("lm_eval.api.model").LM
+    except ImportError as error:
+        raise ConfigError(f"tasks need the package lm_eval ({error}): pip install 'shardwise[eval]'") from error

@@ -1,0 +1,166 @@
+"""Proof before training: the first steps at tp = 1 and at this run's tp and pp, side by side, from the same seed.
+
+Both run in this process: the split model over the run's groups, and a whole model on each rank alone. In exact mode,
+which has groups of its own, they have the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.communication.agreement import agree
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.errors import ParityError
+from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
+from shardwise.core.topology import Groups, Topology
+from shardwise.run.exact_trials.determinism import deterministic_algorithms
+from shardwise.run.exact_trials.exact_check import check_device
+from shardwise.run.session import Session
+from shardwise.training.settings import RunSettings
+from shardwise.training.trainer import Trainer
+
+# How far apart rounding alone may bring loss, gradient norm and weights, relative. Ten to seventy times what is seen
+# at the demo's size (fp32: 1e-7, 4e-8, 1.4e-7; bf16: 4e-6, 1e-3, 5e-4). A real mistake shows as 1e-2 or more.
+_TOLERANCES = {
+    torch.float32: (1e-6, 1e-5, 1e-5),
+    torch.float64: (1e-13, 1e-12, 1e-12),
+    torch.bfloat16: (1e-4, 1e-2, 1e-2),
+    torch.float16: (1e-4, 1e-2, 1e-2),
+}
+# The gradient of a key's bias is 0 in truth, since it shifts all of a query's scores alike. What is there is rounding,
+# which Adam scales up to whole learning rates, in either direction.
+_KEY_BIAS_FACTOR = 100
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far the two runs were apart.
+
+    Attributes:
+        steps: optimizer steps compared.
+        tp, pp: tensor-parallel size and pipeline stages held against 1.
+        loss_error: largest relative difference of a step's loss.
+        grad_norm_error: largest relative difference of a step's gradient norm.
+        weight_error: norm of the difference of all updated weights, over the norm of the weights.
+        exact: whether the runs were exact, and had to have the same bits.
+    """
+
+    steps: int
+    tp: int
+    pp: int
+    loss_error: float
+    grad_norm_error: float
+    weight_error: float
+    exact: bool = False
+
+    def line(self) -> str:
+        """The three differences on one line."""
+        stages = "" if self.pp == 1 else f" pp={self.pp}"
+        if self.exact:
+            return (
+                f"tp={self.tp}{stages} has the bits of tp=1 over {self.steps} steps: loss {self.loss_error:g} apart, "
+                f"gradient norm {self.grad_norm_error:g}, updated weights {self.weight_error:g}"
+            )
+        return (
+            f"tp={self.tp}{stages} equals tp=1 over {self.steps} steps: loss within {self.loss_error:.1e}, gradient "
+            f"norm {self.grad_norm_error:.1e}, updated weights {self.weight_error:.1e}; initial weights bit-equal"
+        )
+
+
+def check_parity(session: Session, *, steps: int = 3, exact: bool = False) -> Parity:
+    """Train a fresh copy of the run's model for a few steps at both sizes and compare; every rank calls.
+
+    The session's own model is left as it is.
+
+    Args:
+        session: of the run.
+        steps: optimizer steps.
+        exact: train in exact mode, as the run would with ``parallel.exact``, and allow no difference.
+
+    Raises:
+        ParityError: initial weights differ, or a difference is more than rounding explains, or in exact mode any.
+        ConfigError: the run's sizes or its device have no exact form; on every rank.
+    """
+    if not exact:
+        return _compared(session, session.settings, session.topology, steps)
+    parallel = dataclasses.replace(session.settings.parallel, exact=True)
+    settings = dataclasses.replace(session.settings, parallel=parallel)
+    settings.check_world(session.ranks.world_size)
+    # A group sums in one way.
+    topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
+    with contextlib.ExitStack() as stack:
+        stack.callback(topology.destroy)
+        stack.enter_context(deterministic_algorithms(session.ranks.device))
+        return _compared(session, settings, topology, steps)
+
+
+def _compared(session: Session, settings: RunSettings, topology: Topology, steps: int) -> Parity:
+    vocab_size, exact = session.texts.tokenizer.vocab_size, settings.parallel.exact
+
+    def fresh(groups: Groups) -> Trainer:
+        torch.default_generator.manual_seed(settings.training.seed)
+        model = session.recipe.build_model(settings, vocab_size, groups=groups, device=session.ranks.device)
+        return Trainer(settings, model, groups)
+
+    split = fresh(Groups.of(topology))
+    if exact:
+        micro = settings.micro_batch_size(topology.size("dp"))
+
+        def tried() -> None:
+            with session.shortage.explained():
+                check_device(
+                    split.model, split.model.config, micro_batch_size=micro, sequence_length=settings.sequence_length
+                )
+
+        agree(tried, group=session.ranks.control)
+    # One rank alone shares samples with no other. The ranks of a run never share a sequence, so this group has one.
+    alone = topology.group("cp")
+    whole = fresh(Groups(tp=alone, dp=alone))
+    if _weight_difference(split, whole, session.ranks.world) != 0.0:
+        split_over = f"tp={settings.parallel.tp} pp={settings.parallel.pp}"
+        raise ParityError(f"initial weights at {split_over} are not those at tp=1")
+    loss_error = grad_norm_error = 0.0
+    for step in range(steps):
+        of_split = split.train_step(step, session.loader)
+        of_whole = whole.train_step(step, session.loader)
+        loss_error = max(loss_error, _relative(of_split.loss, of_whole.loss))
+        grad_norm_error = max(grad_norm_error, _relative(of_split.grad_norm, of_whole.grad_norm))
+    loss_bound, norm_bound, weight_bound = (0.0,) * 3 if exact else _TOLERANCES[split.model.config.params_dtype]
+    if split.model.config.add_qkv_bias:
+        weight_bound *= _KEY_BIAS_FACTOR
+    weight_error, parallel = _weight_difference(split, whole, session.ranks.world), settings.parallel
+    parity = Parity(steps, parallel.tp, parallel.pp, loss_error, grad_norm_error, weight_error, exact)
+    # Written so that a difference that is not a number fails.
+    if not (loss_error <= loss_bound and grad_norm_error <= norm_bound and weight_error <= weight_bound):
+        if exact:
+            raise ParityError(f"{parity.line()}; exact runs must have the same bits at every layout")
+        bounds = ", ".join(f"{bound:.0e}" for bound in (loss_bound, norm_bound, weight_bound))
+        raise ParityError(f"{parity.line()}: more than rounding explains ({bounds})")
+    return parity
+
+
+def _relative(value: float, reference: float) -> float:
+    return abs(value - reference) / abs(reference)
+
+
+def _weight_difference(split: Trainer, whole: Trainer, world: dist.ProcessGroup) -> float:
+    """Norm of the difference over the norm, over all weights; the largest of all ranks."""
+    split.wait_for_weights()
+    reference = sharded_state_dict(whole.model, group=whole.tp_group)
+    sums = torch.zeros(2, dtype=torch.float64, device=split.device)
+    # A tied weight's two copies both count: each must be right.
+    for key, shard in sharded_state_dict(split.model, group=split.tp_group).items():
+        gathered = gather_parameter(shard.data, shard.layout, group=split.tp_group).double()
+        expected = reference[key].data.detach().double()
+        sums += torch.stack([(gathered - expected).square().sum(), expected.square().sum()])
+    if split.pp_group is not None:
+        sums = all_reduce(sums, group=split.pp_group)
+    difference, norm = sums.tolist()
+    result = torch.tensor(math.sqrt(difference / norm), dtype=torch.float64, device=split.device)
+    return float(all_reduce(result, group=world, op=dist.ReduceOp.MAX))

@@ -1,0 +1,251 @@
+"""A thread that finds out when ranks wait too long, says for whom, and ends this rank at the time limit.
+
+It costs nothing in a step: it looks every few seconds at what the other threads wait in
+(``core.communication.waiting``). Two threads share the work, since one that talks to the store may itself be left
+waiting when the link is cut.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from shardwise.core.communication import waiting
+from shardwise.core.errors import DesyncError
+from shardwise.run.processes.heartbeats import Beat, Cause, Heard, cause_of_waiting, ranks_behind
+
+_LONGEST_PATIENCE = 30.0
+_LONGEST_INTERVAL = 2.0
+_SHORTEST_SILENCE = 2.0
+_STORE_SECONDS = 5.0
+_IN_STREAM = "a collective on the device"
+
+logger = logging.getLogger("shardwise")
+
+
+class Watch:
+    """Watches this rank from ``start`` to ``stop``.
+
+    A wait within ``limited`` is ended at the limit, whoever causes it. Any other wait may last as long as one of those
+    that are waited for lives and is at work: reading data for an hour is no hang. In each case the wait is reported
+    once to the logger ``shardwise`` after a tenth of the limit, 30 seconds at most, and at its end as a DesyncError
+    that goes to ``threading.excepthook``, after which the process ends with exit code 1: nothing else ends a thread
+    that is inside a collective.
+
+    Args:
+        store: joins all ranks; a connection of its own is made.
+        rank: global rank.
+        world_size: number of ranks.
+        limit: seconds.
+        waits_in_stream: collectives return to the host before they are done (NCCL): a step without progress counts as a
+            wait.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, *, limit: float, waits_in_stream: bool = False) -> None:
+        self._store = dist.PrefixStore("shardwise/watch", store.clone())  # type: ignore[attr-defined]  # not in its stubs
+        self._store.set_timeout(datetime.timedelta(seconds=_STORE_SECONDS))
+        self._world_size = world_size
+        self._limit = limit
+        self._patience = min(_LONGEST_PATIENCE, limit / 10)
+        # However small the limit, a busy machine may keep a thread waiting for a moment.
+        self._quiet = max(self._patience / 2, _SHORTEST_SILENCE)
+        self._interval = min(_LONGEST_INTERVAL, self._patience / 5)
+        self._waits_in_stream = waits_in_stream
+        host = socket.gethostname()
+        self._own = Beat(rank, 0, os.getpid(), os.environ.get("GROUP_RANK", host), host, "preparing")
+        self._doing, self._is_limited = "preparing", False
+        self._heard: dict[int, tuple[Beat, float]] = {}
+        self._answered = time.monotonic()
+        # At first everybody, to know the hosts; the next rank always, so that the silence of each is noticed by one.
+        self._next = (rank + 1) % world_size
+        self._wanted: set[int] = set()
+        # Nobody was silent before this rank began to listen.
+        self._listened: dict[int, float] = {}
+        self._listen_to(set(range(world_size)) - {rank})
+        self._looked = self._awake = time.monotonic()
+        self._progress: object = None
+        self._progressed = time.monotonic()
+        self._said: set[tuple[object, ...]] = set()
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._store.set(str(self._own.rank), self._own.to_text())
+        for name, body in (("shardwise-beats", self._exchange), ("shardwise-watch", self._watch)):
+            thread = threading.Thread(target=body, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self) -> None:
+        """Tell the others that this rank is done, and watch no more."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(_STORE_SECONDS)
+
+    @contextlib.contextmanager
+    def phase(self, doing: str, *, limited: bool) -> Iterator[None]:
+        """Within, this rank is ``doing`` that, such as "at step 12", and its waits are ``limited`` or not."""
+        before = self._doing, self._is_limited
+        self._doing, self._is_limited = doing, limited
+        try:
+            yield
+        finally:
+            self._doing, self._is_limited = before
+
+    def _exchange(self) -> None:
+        """Put this rank's beats into the store, and take out those of the ranks that are wanted."""
+        while not self._stopping.wait(self._interval):
+            # A store that does not answer, for now or for ever, is the watching thread's affair.
+            with contextlib.suppress(Exception):
+                self._store.set(str(self._own.rank), self._own.to_text())
+                for rank in sorted(self._wanted):
+                    beat = Beat.from_text(self._store.get(str(rank)))
+                    known = self._heard.get(rank)
+                    if known is None or known[0].number != beat.number:
+                        self._heard[rank] = beat, time.monotonic()
+                self._answered = time.monotonic()
+        with contextlib.suppress(Exception):
+            self._store.set(str(self._own.rank), dataclasses.replace(self._own, left=True).to_text())
+
+    def _watch(self) -> None:
+        try:
+            while not self._stopping.wait(self._interval):
+                self._look()
+        except DesyncError:
+            self._end()
+
+    def _wake(self, cause: Cause) -> None:
+        """Let stopped ranks of this host hear their launcher, which ends them now: it would wait long for them."""
+        for rank in cause.ranks:
+            beat, _ = self._heard.get(rank, (self._own, 0.0))
+            if beat.node == self._own.node and beat.pid != self._own.pid:
+                with contextlib.suppress(OSError):
+                    os.kill(beat.pid, signal.SIGCONT)
+
+    def _end(self) -> NoReturn:
+        kind, error, trace = sys.exc_info()
+        assert kind is not None
+        try:
+            threading.excepthook(threading.ExceptHookArgs((kind, error, trace, threading.current_thread())))
+        finally:
+            os._exit(1)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > self._quiet:
+            # This process was stopped, or had no core to run on: it was not the others that were silent meanwhile.
+            self._answered = self._progressed = self._awake = now
+            self._listened = dict.fromkeys(self._listened, now)
+        self._looked = now
+        thread, wait = min(waiting.waits().items(), key=lambda item: item[1].since, default=(0, None))
+        try:
+            own = self._observe(thread, wait, now)
+        except (RuntimeError, ValueError):
+            return  # The group was destroyed while it was looked at.
+        self._own = own
+        if len(self._heard) == self._world_size - 1:
+            self._listen_to({self._next} | (self._suspects() if own.waits >= self._patience / 3 else set()))
+        if own.waits >= self._patience:
+            cause = cause_of_waiting(own, self._others(now), quiet=self._quiet, unheard=now - self._answered)
+            if wait is not None:
+                wait.finding = cause.text
+            self._say_once(cause)
+            if self._is_hang(cause):
+                self._wake(cause)
+                raise DesyncError(cause.text)
+
+    def _observe(self, thread: int, wait: waiting.Wait | None, now: float) -> Beat:
+        """This rank's next beat."""
+        collectives = _collectives()
+        progress = (self._doing, collectives, None if wait is None else wait.since)
+        if progress != self._progress:
+            self._progress, self._progressed = progress, now
+        last = self._own
+        own = Beat(last.rank, last.number + 1, last.pid, last.node, last.host, self._doing, collectives=collectives)
+        if wait is None:
+            return self._with_suspicion(own, now - self._progressed, now)
+        waits = now - max(wait.since, self._awake)
+        return dataclasses.replace(
+            own,
+            waits=waits,
+            # Finding the layer takes a while.
+            call=wait.describe(thread) if waits >= self._patience / 2 else "",
+            group=wait.group_name,
+            ranks=tuple(wait.ranks),
+            missing=None if wait.missing is None else tuple(wait.missing()),
+        )
+
+    def _with_suspicion(self, own: Beat, idle: float, now: float) -> Beat:
+        """No wait is announced: nothing moving may be work, or a wait inside a library or in a stream."""
+        if idle < self._patience / 3:
+            return own
+        if self._waits_in_stream and self._is_limited:
+            behind = ranks_behind(own, self._others(now), quiet=self._quiet)
+            everybody = tuple(range(self._world_size))
+            # To be told of everybody it must seem to wait.
+            return dataclasses.replace(
+                own, waits=idle if behind else self._patience / 3, call=_IN_STREAM, ranks=everybody, missing=behind
+            )
+        silent = self._others(now)[self._next].silent if self._next in self._heard else 0.0
+        silent = min(idle, max(silent, now - self._answered))
+        if silent < max(self._quiet, min(_LONGEST_PATIENCE, self._limit / 4)):
+            return own
+        both = (own.rank, self._next)
+        return dataclasses.replace(own, waits=silent, call="another operation", ranks=both, missing=(self._next,))
+
+    def _suspects(self) -> set[int]:
+        """The ranks that this one waits for, and those that they wait for, as far as is known."""
+        found, left = set(), set(self._own.ranks)
+        while left:
+            rank = left.pop()
+            if rank not in found and rank != self._own.rank:
+                found.add(rank)
+                if rank in self._heard and self._heard[rank][0].waits >= self._patience / 3:
+                    left |= set(self._heard[rank][0].ranks)
+        return found
+
+    def _others(self, now: float) -> dict[int, Heard]:
+        return {
+            rank: Heard(
+                beat,
+                0.0 if beat.left else now - max(since, self._listened.get(rank, now)),
+                since >= self._listened.get(rank, now),
+            )
+            for rank, (beat, since) in list(self._heard.items())
+        }
+
+    def _listen_to(self, ranks: set[int]) -> None:
+        now = time.monotonic()
+        self._listened = {rank: self._listened.get(rank, now) for rank in ranks}
+        self._wanted = ranks
+
+    def _say_once(self, cause: Cause) -> None:
+        key = (cause.ranks, self._doing)
+        if key not in self._said:
+            self._said.add(key)
+            logger.warning("rank %d: %s", self._own.rank, cause.text, extra={"once": f"waiting {key}"})
+
+    def _is_hang(self, cause: Cause) -> bool:
+        if self._own.waits < self._limit:
+            return False
+        return self._is_limited or cause.silent >= self._limit or cause.stuck >= self._limit / 2
+
+
+def _collectives() -> dict[str, int]:
+    """How many collectives this rank has started in each process group, by the group's name."""
+    numbers = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):
+            numbers[str(group.group_name)] = waiting.num_collectives(group)
+    return numbers

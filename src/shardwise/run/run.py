@@ -1,0 +1,277 @@
+"""A whole run on one rank: resume, train, measure, save, sample."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.communication.agreement import agree
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.context import validated_calls
+from shardwise.core.errors import REPORT, DivergenceError
+from shardwise.core.files import write_atomically
+from shardwise.core.folder_lock import cannot_write
+from shardwise.kernels.host_memory import keep_freed_memory
+from shardwise.run.finishing import Outcome, finish
+from shardwise.run.metrics import MetricsWriter
+from shardwise.run.out_folder import hold_folder
+from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.processes.stopping import Interrupted, Postponed, signals_postponed
+from shardwise.run.profiling import profiled
+from shardwise.run.progress import Progress
+from shardwise.run.saves import Saves
+from shardwise.run.saving import find_newest, start_or_resume
+from shardwise.run.session import Session, open_session
+from shardwise.run.tasks.recipe import Recipe
+from shardwise.run.utilisation import peak_memory
+from shardwise.run.wording import banner
+from shardwise.storage.checkpoint.saving import Progress as SaveProgress
+from shardwise.training.settings import RunSettings
+
+
+def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> None:
+    """A whole run; every rank calls, and ends with the same error if one cannot go on.
+
+    Args:
+        settings: of the run.
+        recipe_of: makes the recipe from the settings.
+    """
+    overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
+    with (
+        open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks,
+        hold_folder(Path(settings.out), ranks),
+    ):
+        agree(lambda: find_newest(settings), group=ranks.control)
+        session = open_session(settings, ranks, recipe_of)
+        if ranks.is_first:
+            print(f"{banner(session)}\n{session.utilisation.line()}", flush=True)
+        with session.shortage.explained():
+            session.recipe.before(session)
+        outcome = train(session)
+        session.recipe.after(session)
+        outcome = finish(session, outcome)
+        if ranks.is_first:
+            print(session.recipe.report(session, outcome))
+
+
+def train(session: Session) -> Outcome:
+    """Train to the last step and save; every rank calls.
+
+    Raises:
+        DivergenceError: the loss, the gradient or the weights are not finite; the message names the last checkpoint
+            whose weights are.
+        OutOfMemoryError: on the rank that needs more than there is.
+        Interrupted: a signal asked one of the ranks to end; the step is done and saved.
+        ShardwiseError: what else went wrong, on every rank.
+    """
+    if session.ranks.device.type == "cpu":
+        keep_freed_memory()
+    first_step, checkpoint = start_or_resume(session)
+    session.settings.profile.check_steps(first_step, session.settings.training.steps)
+    agree(lambda: _leave_settings(session), group=session.ranks.control)
+    if checkpoint is not None and session.ranks.is_first:
+        print(f"resumed at step {first_step}", flush=True)
+    with signals_postponed() as signals, session.shortage.explained():
+        return _Training(session, first_step, Saves(session, checkpoint), signals).run()
+
+
+@dataclass
+class _Training:
+    """The steps of a run, and when it measures, saves and ends.
+
+    Attributes:
+        session: the run.
+        first_step: that is not done yet.
+        saves: its checkpoints.
+        signals: what came while a step was at work.
+    """
+
+    session: Session
+    first_step: int
+    saves: Saves
+    signals: Postponed
+    _saved_at: float = 0.0
+    _counter: CollectiveCounter = field(default_factory=CollectiveCounter)
+    _counting: ExitStack = field(default_factory=ExitStack)
+    _losses: list[float] = field(default_factory=list)
+    _spent: float = 0.0
+    _started: float = 0.0
+    _held_out: dict[str, float] | None = None
+    _peak_memory: float = 0.0
+
+    def run(self) -> Outcome:
+        """All steps that are left."""
+        session, settings = self.session, self.session.settings.training
+        session.trainer.wishes, session.trainer.before_update = self._wishes, self._before_update
+        self._saved_at = time.monotonic()
+        try:
+            with ExitStack() as stack:
+                metrics = None
+                if session.ranks.is_first:
+                    metrics = MetricsWriter(session.out, self.first_step, tensorboard=settings.tensorboard)
+                    stack.enter_context(metrics)
+                progress = stack.enter_context(
+                    Progress(settings.steps, self.first_step, visible=session.ranks.is_first)
+                )
+                end_of_step = stack.enter_context(profiled(session.settings.profile, session.out, session.ranks))
+                for step in range(self.first_step, settings.steps):
+                    self._step(step, metrics, progress)
+                    end_of_step()
+            if self._held_out is None:  # All steps were done before.
+                self._held_out = self._evaluate(settings.steps)
+        except DivergenceError as error:
+            # Every rank has found it, so that they can still publish what they have begun to write.
+            self.saves.complete_if_possible()
+            raise DivergenceError(f"{error}; {self._after_divergence()}") from error
+        finally:
+            self.saves.abandon()
+            session.trainer.wishes = session.trainer.before_update = None
+        assert self.saves.newest is not None
+        return Outcome(
+            self._losses[0] if self._losses else None,
+            self._losses[-1] if self._losses else None,
+            self._held_out,
+            self._spent,
+            len(self._counter.launches),
+            self._counter.num_bytes,
+            self.saves.newest,
+        )
+
+    def _step(self, step: int, metrics: MetricsWriter | None, progress: Progress) -> None:
+        session, settings = self.session, self.session.settings.training
+        self._started = time.perf_counter()
+        is_first = step == self.first_step
+        with (
+            session.ranks.phase(f"at step {step}", limited=True),
+            self._counting,
+            # What ranks disagree on they do so in their first step.
+            validated_calls(session.topology.groups() if is_first else ()),
+        ):
+            if is_first:
+                self._counting.enter_context(self._counter)
+            result = session.trainer.train_step(step, session.loader)
+        seconds = time.perf_counter() - self._started
+        self._spent += seconds
+        self.signals.step_took(seconds)
+        if math.isfinite(result.loss):
+            self._losses.append(result.loss)
+        reported = session.trainer.objective.reported((result.loss, *result.others), session.texts.bits_per_nat)
+        values = reported | {
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "tokens_per_second": session.loader.num_tokens(step) / seconds,
+        }
+        values |= session.utilisation.metrics(seconds) | {peak_memory(session.ranks.device)[0]: self._peak_memory}
+        if result.loss_scale is not None:
+            values |= {"loss_scale": result.loss_scale, "skipped": float(result.is_skipped)}
+        done = step + 1
+        last = done == settings.steps
+        signum = self._agreed() if last else 0
+        if (last or _is_due(done, settings.eval_every)) and not signum:
+            self._held_out = self._evaluate(done)
+            values |= self._held_out
+        if metrics is not None:
+            # JSON has neither infinity nor NaN, which a step that overflows may have.
+            metrics.write(step, {name: value for name, value in values.items() if math.isfinite(value)})
+        progress.update(reported, values)
+        if last:
+            self._save(done, signum)
+
+    def _before_update(self, step: int, wishes: Sequence[float]) -> None:
+        """Save and end where it is time, now that loss and gradient have shown that the weights are good.
+
+        What is saved is the state after ``step`` steps, from which the loss and the gradient of one more have come.
+        """
+        self._counting.close()
+        signum, due, progress = int(wishes[0]), bool(wishes[1]), SaveProgress(int(wishes[2]))
+        self._peak_memory = wishes[3]
+        with self._apart():
+            self.saves.heard(progress)
+        if step > self.first_step and (due or signum or _is_due(step, self.session.settings.training.save_every)):
+            self._save(step, signum)
+        elif signum:
+            self._end(signum)
+
+    def _save(self, done: int, signum: int) -> None:
+        """Save; then end if there was a signal, or one came meanwhile, which is not made to wait for another step."""
+        settings = self.session.settings.training
+        # What would be done while a thread writes is little, or nothing.
+        at_once = not settings.asynchronous_saves or bool(signum) or done == settings.steps
+        with self._apart(), self.session.ranks.phase(f"saving step {done}"):
+            self.saves.save(done, at_once=at_once)
+        self._saved_at = time.monotonic()
+        if signum := signum or self._agreed():
+            self._end(signum)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What happens within takes the time that it needs, and is not part of the step that it happens in."""
+        begun = time.perf_counter()
+        with self.signals.unhurried():
+            yield
+        self._started += time.perf_counter() - begun
+
+    def _end(self, signum: int) -> NoReturn:
+        with self._apart():
+            self.saves.complete()
+        self.signals.agreed = True
+        raise Interrupted(signum, agreed=True)
+
+    def _wishes(self) -> tuple[float, float, float, float]:
+        """The signal that came to this rank (0 if none did), on the first one whether its clock says to save, how far
+        this rank's writing is, and the most memory that it has had.
+        """
+        ranks, minutes = self.session.ranks, self.session.settings.training.save_minutes
+        due = ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        memory = float(peak_memory(ranks.device)[1])
+        return float(self.signals.signum), float(due), float(self.saves.progress), memory
+
+    def _agreed(self) -> int:
+        """The signal that came to any of the ranks, asked for by itself; 0 if none did."""
+        ranks = self.session.ranks
+        signum = torch.tensor(self._wishes()[:1], dtype=torch.float32, device=ranks.device)
+        return int(all_reduce(signum, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True))
+
+    def _evaluate(self, done: int) -> dict[str, float]:
+        with self.signals.unhurried(), self.session.ranks.phase("measuring", limited=True):
+            values = self.session.trainer.evaluate(self.session.windows)
+        for value in values.values():
+            if not math.isfinite(value):
+                raise DivergenceError(f"the loss on held-out text is {value} after {done} steps")
+        return values
+
+    def _after_divergence(self) -> str:
+        if not self._losses and self.first_step == 0:
+            # No weight was touched, so that no learning rate is to blame.
+            return (
+                "no step was made before; what the run begins with is broken (weights, a teacher's too), or too large "
+                f"for --training.dtype; {REPORT.format('good weights fail in float32 too')}"
+            )
+        rate = f"a lower optimizer.learning-rate than {self.session.settings.optimizer.learning_rate:g}"
+        if self.saves.newest is None:
+            return f"no checkpoint was saved before; start anew with {rate}"
+        return f"the last good checkpoint is {self.saves.newest}; go on from it with --resume auto and {rate}"
+
+
+def _is_due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _leave_settings(session: Session) -> None:
+    """Put settings and tokenizer into the run's folder, now that what is there is known to be this run's."""
+    try:
+        session.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(session.out, error.strerror or str(error), "--out") from error
+    if session.ranks.is_first:
+        session.texts.tokenizer.save(session.out)
+        text = json.dumps(session.settings.to_json(), indent=2) + "\n"
+        write_atomically(session.out / "settings.json", lambda file: file.write(text.encode()))

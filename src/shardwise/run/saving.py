@@ -1,0 +1,278 @@
+"""A run's checkpoints: what goes in, and whether one belongs to this run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise.core.communication.agreement import agree, barrier
+from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
+from shardwise.core.json_files import shown
+from shardwise.core.sharded_state import sharded_state_dict
+from shardwise.run.session import Session
+from shardwise.run.settings.lora_settings import LoraSettings
+from shardwise.storage import checkpoint
+from shardwise.storage.adapters import lora_layers
+from shardwise.storage.checkpoint import ParamShard
+from shardwise.storage.checkpoint.folder import step_of
+from shardwise.storage.checkpoint.manifest import Manifest
+from shardwise.training.exact_settings import exact_micro_batch_size
+from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
+from shardwise.training.precision import PRECISIONS
+from shardwise.training.settings import RunSettings
+from shardwise.training.trainer import Trainer
+
+# What must not change between the parts of one run: the model, and which samples come when.
+_FIXED_TRAINING = ("global_batch_size", "seed")
+_FIXED_SECTIONS = ("model", "lora", "preference", "distillation")
+_SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer", "parallel")
+
+
+def run_state(session: Session) -> dict[str, ParamShard]:
+    """Weights and optimizer state of this rank, by name. A weight with an fp32 copy is the copy."""
+    session.trainer.wait_for_weights()
+    trainer, group = session.trainer, session.trainer.tp_group
+    weights = {
+        key: shard
+        for key, shard in sharded_state_dict(trainer.model, group=group).items()
+        # What is frozen comes from where the run began.
+        if not isinstance(shard.data, Parameter) or shard.data.requires_grad
+    }
+    parts = {
+        "model.": stored_weights(weights, trainer.optimizer),
+        "optimizer.": optimizer_state(weights, trainer.optimizer),
+    }
+    return {prefix + key: shard.with_key(prefix + key) for prefix, part in parts.items() for key, shard in part.items()}
+
+
+def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None = None) -> checkpoint.PendingSave:
+    """Begin to save the run after ``step`` steps; every rank calls.
+
+    Args:
+        session: the run.
+        step: steps done.
+        snapshot: memory to copy to, from which a thread then writes. If None all is written before this returns.
+
+    Raises:
+        DivergenceError: a weight, or what the optimizer keeps of it, is not finite; on every rank. Nothing is saved.
+            With a snapshot that is found in the thread, and raised by ``complete``.
+        CheckpointError: see ``storage.checkpoint.PendingSave``.
+    """
+    state, control = run_state(session), session.ranks.control
+
+    def error(broken: str) -> DivergenceError:
+        return DivergenceError(f"{broken} after {step} steps")
+
+    def check(name: str, data: Tensor) -> None:
+        if _not_finite({name: data}) is not None:
+            raise error(_broken(name))
+
+    if snapshot is None:
+        _check_finite(state, error, control)
+    return checkpoint.PendingSave(
+        session.checkpoints,
+        step,
+        state,
+        _identity(session) | {"settings": session.settings.to_json()} | _scaling(session.trainer),
+        group=control,
+        keep=session.settings.training.keep_checkpoints,
+        extra_files=session.texts.tokenizer.save,
+        snapshot=snapshot,
+        check=None if snapshot is None else check,
+    )
+
+
+def _check_finite(state: Mapping[str, ParamShard], error: Callable[[str], Exception], group: ProcessGroup) -> None:
+    """Raise ``error`` of what is broken, on every rank, if a tensor of any is not finite."""
+
+    def check() -> None:
+        if (broken := first_not_finite(state)) is not None:
+            raise error(_broken(broken))
+
+    agree(check, group=group)
+
+
+def _broken(name: str) -> str:
+    return f"{name} has values that are not finite"
+
+
+def first_not_finite(state: Mapping[str, ParamShard]) -> str | None:
+    """The name of the first tensor of this rank with a NaN or an infinity in it; None if there is none.
+
+    Each tensor is read once, with no copy: less than what its checksums cost.
+    """
+    return _not_finite({name: shard.data for name, shard in state.items()})
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    entries = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+    # NaN is both the least and the largest where there is one. The host waits for the device once.
+    extremes = [torch.stack(tuple(torch.aminmax(tensor))).double() for tensor in entries.values()]
+    if not extremes:
+        return None
+    finite = torch.stack(extremes).isfinite().all(dim=1).tolist()
+    return next((name for name, is_finite in zip(entries, finite, strict=True) if not is_finite), None)
+
+
+def start_or_resume(session: Session) -> tuple[int, Path | None]:
+    """Do what ``settings.resume`` says; every rank calls.
+
+    Returns:
+        The number of steps that are done, and the checkpoint that the run goes on from, if any.
+
+    Raises:
+        ConfigError: the folder has checkpoints and ``resume`` is "never".
+        CheckpointError: the newest checkpoint is damaged, of another model, text or order of samples, or its values are
+            not finite.
+    """
+    control = session.ranks.control
+    newest = agree(lambda: find_newest(session.settings), group=control)
+    if session.settings.resume == "restart":
+        barrier("the restart", group=control)
+        if session.ranks.is_first:
+            shutil.rmtree(session.checkpoints, ignore_errors=True)
+        barrier("the removal of earlier checkpoints", group=control)
+    if newest is None:
+        return 0, None
+    step = agree(lambda: _check_belongs(session, newest), group=control)
+    state = run_state(session)
+    meta = checkpoint.load(newest, state, group=control, convert=True)
+    hint = "remove it to go on from the one before, or start anew with --resume restart"
+    _check_finite(
+        state, lambda broken: CheckpointError(f"{newest} is of a run that had diverged: {broken}; {hint}"), control
+    )
+    trainer = session.trainer
+    agree(lambda: _restore_scaling_(trainer, meta), group=control)
+    # A skipped step is none of the optimizer's.
+    trainer.optimizer.set_step_(step - trainer.num_skipped)
+    if session.ranks.is_first and (note := _note_on_precision(trainer, newest, meta)):
+        print(f"note   {note}", flush=True)
+    return step, newest
+
+
+def _scaling(trainer: Trainer) -> dict[str, Any]:
+    scale = {} if trainer.loss_scale is None else {"loss_scale": trainer.loss_scale.to_json()}
+    return {"skipped_steps": trainer.num_skipped} | scale
+
+
+def _restore_scaling_(trainer: Trainer, meta: Mapping[str, Any]) -> None:
+    """Take over what ``_scaling`` recorded; runs before it recorded anything had no skipped steps."""
+    skipped = meta.get("skipped_steps", 0)
+    if type(skipped) is not int or skipped < 0:
+        raise CheckpointError(f"skipped_steps of the checkpoint is {shown(skipped)}; it must be a count")
+    trainer.num_skipped = skipped
+    if trainer.loss_scale is not None and "loss_scale" in meta:
+        trainer.loss_scale.restore_(meta["loss_scale"])
+
+
+def _note_on_precision(trainer: Trainer, path: Path, meta: Mapping[str, Any]) -> str:
+    """What is to be said where a run goes on in another dtype, or its weights come from fewer bits than they have."""
+    was, now = meta["settings"].get("training", {}).get("dtype"), trainer.settings.training.dtype
+    changed = f"the run was in {was}, and goes on in {now} (--training.dtype)" if was not in (None, now) else ""
+    stored = {tensor.dtype for name, tensor in Manifest.read(path).tensors.items() if name.startswith("model.")}
+    narrow = stored & {torch.bfloat16, torch.float16}
+    if not narrow or not PRECISIONS[now].has_masters:
+        return changed
+    made = f"{path} has no fp32 weights: they are made from its {str(narrow.pop()).removeprefix('torch.')} ones"
+    return f"{changed}; {made}" if changed else made
+
+
+def find_newest(settings: RunSettings) -> Path | None:
+    """The checkpoint that the run is to go on from, if any. Called before the text is read too, which takes a while.
+
+    Raises:
+        ConfigError: the folder has checkpoints and ``resume`` is "never".
+        CheckpointError: the newest checkpoint is damaged.
+    """
+    if settings.resume == "restart":
+        return None
+    newest = checkpoint.latest(Path(settings.out) / "checkpoints")
+    if newest is not None and settings.resume == "never":
+        raise ConfigError(
+            f"{settings.out} has a checkpoint already ({newest.name}); continue it with --resume auto, start over with "
+            "--resume restart, or choose another --out"
+        )
+    return newest
+
+
+def _identity(session: Session) -> dict[str, Any]:
+    return {
+        **session.recipe.identity,
+        **session.texts.identity,
+        "corpus_sha256": session.texts.sha256,
+        "tokenizer_sha256": session.texts.tokenizer.sha256,
+        "vocab_size": session.texts.tokenizer.vocab_size,
+    }
+
+
+def _draws_dropout(session: Session) -> bool:
+    model = session.trainer.model
+    adapters = [layer.lora_config.lora_dropout for layer in lora_layers(model)]
+    return max(model.config.hidden_dropout, model.config.attention_dropout, *adapters) > 0
+
+
+def _check_belongs(session: Session, folder: Path) -> int:
+    """The checkpoint's step, after checking that this run may continue it."""
+    meta = checkpoint.read_meta(folder)
+    if "settings" not in meta:
+        raise CheckpointError(f"{folder} was not written by a training run: it has no settings")
+    saved, step = meta["settings"], step_of(folder)
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(name, {}), dict) for name in _SECTIONS):
+        raise CheckpointError(
+            f"{folder} is damaged: its settings are {shown(saved)}; they must be an object of objects"
+        )
+    ours = session.settings.to_json()
+    # Whether adapters are merged at the end changes nothing before it.
+    fixed = {name: ours[name].keys() - {"lora_merge"} for name in _FIXED_SECTIONS if name in ours}
+    fixed["training"] = {*_FIXED_TRAINING, "rng"} if _draws_dropout(session) else {*_FIXED_TRAINING}
+    # What a run of an earlier version was not asked had its default.
+    defaults = json.loads(json.dumps(dataclasses.asdict(LoraSettings())))
+    pairs = {
+        f"{section}.{name}": (
+            saved.get(section, {}).get(name, defaults.get(name) if section == "lora" else None),
+            ours[section][name],
+        )
+        for section, names in fixed.items()
+        for name in ours[section]
+        if name in names
+    }
+    pairs |= {name: (meta.get(name), value) for name, value in _identity(session).items()}
+    # Each keeps something else of a weight. Runs of versions without the setting had AdamW.
+    pairs["optimizer.name"] = (saved.get("optimizer", {}).get("name", "adamw"), ours["optimizer"]["name"])
+    exact = [_exact_settings(each, ours["training"]["global_batch_size"]) for each in (saved, ours)]
+    if any(each["--exact"] for each in exact):
+        pairs |= {name: (was, exact[1][name]) for name, was in exact[0].items() if name in exact[1]}
+    # Runs of versions without the setting took such names as letters.
+    pairs["special-tokens"] = (saved.get("special_tokens", False), ours["special_tokens"])
+    differences = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items() if was != now]
+    if differences:
+        raise CheckpointError(
+            f"{folder} is of another run: {'; '.join(differences)}; use the same settings and data, or another --out"
+        )
+    if step > session.settings.training.steps:
+        raise ConfigError(
+            f"{folder} has done {step} steps already, more than training.steps {session.settings.training.steps}"
+        )
+    return step
+
+
+def _exact_settings(settings: Mapping[str, Any], batch: int) -> dict[str, Any]:
+    """What the bits of an exact run of ``batch`` samples a step depend on beside its fixed settings, by flag."""
+    parallel, training = settings.get("parallel", {}), settings.get("training", {})
+    # Runs of versions without the setting were plain.
+    found = {"--exact": parallel.get("exact", False), "--training.dtype": training.get("dtype")}
+    if found["--exact"]:
+        parts, size = parallel.get("exact_parts"), training.get("micro_batch_size")
+        if size is None and type(parts) is int and parts > 0:
+            size = exact_micro_batch_size(batch, parts)
+        found |= {"--exact-parts": parts, "--training.micro-batch-size": size}
+    return found

@@ -1,0 +1,189 @@
+"""Everything that a run needs, set up on every rank."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.communication.agreement import agree, gather_objects
+from shardwise.core.communication.overlap import Pass, Way, ways_of_layers
+from shardwise.core.communication.transports import transport_name
+from shardwise.core.topology import Groups, Topology
+from shardwise.data import DataLoader, SampleLoader, Windows
+from shardwise.data.samples import SampleDataset
+from shardwise.kernels.agreed import agree_on_kernels
+from shardwise.models.chunks import ModelChunks
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.nn import named_param_layouts
+from shardwise.run.exact_trials.arithmetic import check_arithmetic
+from shardwise.run.exact_trials.determinism import use_deterministic_algorithms
+from shardwise.run.exact_trials.exact_check import check_device
+from shardwise.run.exact_trials.exact_update_check import check_updates
+from shardwise.run.plan.flops import model_flops_per_token
+from shardwise.run.plan.shortage import Shortage
+from shardwise.run.processes.ranks import Ranks
+from shardwise.run.tasks.recipe import Recipe
+from shardwise.run.tasks.texts import TrainingData
+from shardwise.run.utilisation import Utilisation, peak_of
+from shardwise.storage.huggingface.description import ModelDescription
+from shardwise.training.precision import PRECISIONS
+from shardwise.training.settings import RunSettings
+from shardwise.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's view of a run.
+
+    Attributes:
+        recipe: what the run trains, and does besides.
+        settings: of the run.
+        ranks: who this process is.
+        topology: the groups.
+        texts: what is trained and measured on.
+        loader: training batches.
+        windows: held-out windows.
+        trainer: model and optimizer.
+        ways: how each pass of the layers goes together with its collective, with ``parallel.tp_comm_overlap``.
+        transport: how the tensor-parallel ranks' tensors travel.
+        num_parameters: of the whole model, tied weights counted once.
+        utilisation: what the steps are measured against.
+        shortage: what is said when a rank runs out of memory.
+    """
+
+    recipe: Recipe
+    settings: RunSettings
+    ranks: Ranks
+    topology: Topology
+    texts: TrainingData
+    loader: DataLoader | SampleLoader
+    windows: Windows
+    trainer: Trainer
+    ways: list[tuple[Pass, Way]]
+    transport: str
+    num_parameters: int
+    utilisation: Utilisation
+    shortage: Shortage
+
+    @property
+    def out(self) -> Path:
+        """The run's folder."""
+        return Path(self.settings.out)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.out / "checkpoints"
+
+
+def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any], Recipe] = Recipe) -> Session:
+    """Set up a run; every rank calls.
+
+    Args:
+        settings: of the run.
+        ranks: who this process is.
+        recipe_of: makes the recipe from the settings.
+
+    Raises:
+        ConfigError: the settings do not fit the ranks, or what the recipe starts from.
+        DataError: the text is too short for the settings.
+    """
+    recipe = agree(lambda: recipe_of(settings), group=ranks.control)
+    texts = recipe.read_texts(ranks)
+    settings = recipe.settings = recipe.settings.on_device(ranks.device.type)
+    if ranks.device.type == "cuda":
+        uses_tf32 = PRECISIONS[settings.training.dtype].uses_tf32
+        torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
+    settings.check_world(ranks.world_size)
+    if settings.parallel.exact:
+        use_deterministic_algorithms(ranks.device)
+    loader, windows = texts.loader(settings), texts.windows(settings)
+    topology = Topology.create(tp=settings.parallel.tp, pp=settings.parallel.pp, validate=settings.validate)
+    groups = Groups.of(topology)
+    torch.default_generator.manual_seed(settings.training.seed)
+    vocab_size = texts.tokenizer.vocab_size
+    described = recipe.describe(vocab_size)
+    is_planned = recipe.trains_weights and recipe.has_plan
+    shortage = Shortage.of(settings, described, ranks, is_planned=is_planned)
+    # Of all ranks, and not only of those that share layers, so that the banner speaks for all.
+    params_dtype = PRECISIONS[settings.training.dtype].params_dtype
+    agree_on_kernels(torch.empty(0, dtype=params_dtype, device=ranks.device), group=ranks.control)
+    with shortage.explained():
+        model = recipe.build_model(settings, vocab_size, groups=groups, device=ranks.device)
+        trainer = Trainer(settings, model, groups, recipe.objective(groups, ranks.device))
+    if settings.parallel.exact:
+        check_arithmetic(ranks.device, group=ranks.control)
+        agree(lambda: _try_device(settings, model, topology.size("dp"), loader, shortage), group=ranks.control)
+    return Session(
+        recipe,
+        settings,
+        ranks,
+        topology,
+        texts,
+        loader,
+        windows,
+        trainer,
+        ways=_ways(model.config, settings, groups, ranks) if settings.parallel.tp_comm_overlap else [],
+        transport=transport_name(groups.tp, ranks.device),
+        num_parameters=count_parameters(model, topology),
+        utilisation=_utilisation(recipe, ranks, described),
+        shortage=shortage,
+    )
+
+
+def _try_device(
+    settings: RunSettings,
+    model: TransformerModel | ModelChunks,
+    dp: int,
+    loader: DataLoader | SampleLoader,
+    shortage: Shortage,
+) -> None:
+    dataset = loader.dataset if isinstance(loader, SampleLoader) else None
+    with shortage.explained():
+        check_device(
+            model,
+            model.config,
+            micro_batch_size=settings.micro_batch_size(dp),
+            sequence_length=settings.sequence_length,
+            is_packed=isinstance(dataset, SampleDataset) and dataset.packing,
+        )
+        check_updates(model, settings)
+
+
+def _ways(config: ModelConfig, settings: RunSettings, groups: Groups, ranks: Ranks) -> list[tuple[Pass, Way]]:
+    return ways_of_layers(
+        group=groups.tp,
+        device=ranks.device,
+        even=settings.sequence_length % groups.tp.size() == 0,
+        column_has_bias=config.add_qkv_bias,
+    )
+
+
+def _utilisation(recipe: Recipe, ranks: Ranks, model: ModelDescription) -> Utilisation:
+    settings = recipe.settings
+    dtype = PRECISIONS[settings.training.dtype].params_dtype
+    peak = peak_of(ranks.device, dtype, settings.peak_tflops)
+    peaks = gather_objects(peak.flops, "the peak of its device", group=ranks.control)
+    per_token = model_flops_per_token(model, settings.sequence_length, trains_weights=recipe.trains_weights)
+    return Utilisation(
+        per_token * settings.sequence_length * settings.training.global_batch_size * recipe.rows_per_sample,
+        None if None in peaks else sum(peaks),
+        peak.source,
+    )
+
+
+def count_parameters(model: nn.Module, topology: Topology) -> int:
+    """Parameters of the whole model, over all ranks and stages that share it; every rank calls."""
+    own = sum(
+        math.prod(layout.global_shape)
+        for _, param, layout in named_param_layouts(model, topology.size("tp"))
+        if not getattr(param, "shared", False)
+    )
+    if topology.size("pp") == 1:
+        return own
+    return sum(gather_objects(own, "the number of parameters", group=topology.group("pp")))

@@ -1,0 +1,1 @@
+"""Settings of runs that go beyond those of training: fine-tuning, adapters, preferences, teachers, plans."""

@@ -1,0 +1,1 @@
+"""Tasks of a run: text, chats, preferences, labels, a teacher."""

@@ -1,0 +1,152 @@
+"""Distillation: a model learns from the predictions of another, larger one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.topology import Groups
+from shardwise.data import IGNORE_INDEX, Batch
+from shardwise.data.tokenizer import PaddedTokenizer, Tokenizer
+from shardwise.models.gpt import GPT
+from shardwise.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_kl_div
+from shardwise.run.settings.distillation_settings import DistillSettings, TeacherSettings
+from shardwise.run.tasks.finetune import Finetuning, digest_of
+from shardwise.storage.huggingface import load_pretrained
+from shardwise.storage.huggingface.folder import PretrainedFolder
+from shardwise.training.objective import CrossEntropy, Objective
+
+
+@dataclass(frozen=True)
+class DistillationObjective(Objective):
+    """``alpha T² KL + (1 - alpha) CE`` of each token that counts (Hinton et al. 2015, arXiv:1503.02531).
+
+    No rank has the logits of another: the two models' are split alike.
+
+    Attributes:
+        settings: of the loss.
+        teacher: in evaluation mode, without gradients.
+        group: the ranks that split both vocabularies.
+        vocab_size: the student's, as both models are split.
+        num_shared: the first so many ids, which both models know; the divergence is of the distributions over these.
+    """
+
+    settings: TeacherSettings
+    teacher: GPT
+    group: ProcessGroup
+    vocab_size: int
+    num_shared: int
+
+    names = ("cross_entropy", "divergence")
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the teacher does."""
+        return self.teacher.depends_on_length
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
+        """What gives logits."""
+        return super().inputs(batch) | {"labels": None}
+
+    def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+        """Sums over labels that count, of which the divergence is reported without ``T²``. See ``Objective``."""
+        settings, labels = self.settings, batch[1].t().contiguous()
+        with torch.no_grad():
+            taught: Tensor = self.teacher(**self.inputs(batch))
+        pair = (output, taught) if settings.divergence == "forward" else (taught, output)
+        divergence = vocab_parallel_kl_div(
+            *pair,
+            temperature=settings.temperature,
+            group=self.group,
+            vocab_size=self.num_shared,
+            padded_vocab_size=self.vocab_size,
+        )
+        divergence = divergence.masked_fill(labels == IGNORE_INDEX, 0.0).sum(dtype=dtype)
+        each = vocab_parallel_cross_entropy(output, labels, group=self.group, vocab_size=self.vocab_size)
+        cross_entropy = each.sum(dtype=dtype)
+        weight = settings.alpha * settings.temperature**2
+        loss = weight * divergence + (1 - settings.alpha) * cross_entropy
+        return loss, torch.stack([cross_entropy.detach().double(), divergence.detach().double()])
+
+    @property
+    def of_evaluation(self) -> Objective:
+        """The student by itself."""
+        return CrossEntropy()
+
+    def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
+        """Both parts of the loss, and the cross entropy in bits per byte."""
+        return super().reported(means, bits_per_nat) | {"bits_per_byte": means[1] * bits_per_nat}
+
+
+class Distillation(Finetuning):
+    """A run that learns from a teacher; see ``Finetuning``.
+
+    Raises:
+        ConfigError: a teacher that is no causal model, of another tokenizer or of shorter sequences; and as
+            ``Finetuning``.
+        CheckpointError: files that are missing or damaged.
+        DataError: the teacher's folder has no tokenizer.
+    """
+
+    settings: DistillSettings
+    has_plan = False
+
+    def __init__(self, settings: DistillSettings) -> None:
+        super().__init__(settings)
+        assert settings.distillation.teacher is not None
+        path = Path(settings.distillation.teacher)
+        self.teacher = PretrainedFolder(path)
+        described = self.teacher.description
+        if described.kind != "gpt" or described.classification is not None:
+            kind = self.teacher.architecture.model_type
+            what = kind if described.classification is None else f"{kind} {described.classification.task}"
+            raise ConfigError(f"the teacher {path} is a {what} model, no causal one")
+        # Models of one family have one tokenizer, and often not as many rows beyond its ids.
+        self.num_shared = min(described.vocab_size, self.folder.description.vocab_size)
+        _check_same_tokens(self.tokenizer, PaddedTokenizer.load(path), settings.base, path)
+        if self.tokenizer.vocab_size > self.num_shared:
+            raise ConfigError(
+                f"the teacher {path} has {described.vocab_size} ids, fewer than the {self.tokenizer.vocab_size} of its "
+                f"tokenizer and that of {settings.base}"
+            )
+        longest = described.max_sequence_length
+        if self.settings.sequence_length > longest:
+            raise ConfigError(
+                f"model.sequence-length {self.settings.sequence_length} is more than {longest}, the longest sequence "
+                f"of the teacher {path}"
+            )
+        self.identity = {**self.identity, "teacher_sha256": digest_of(self.teacher)}
+
+    def objective(self, groups: Groups, device: torch.device) -> Objective:
+        """The divergence from the teacher, which is loaded now, in its own dtype. See ``Recipe``."""
+        sequence_parallel = self.settings.parallel.sequence_parallel and groups.tp.size() > 1
+        alone = Groups(tp=groups.tp)
+        vocab_size = self.folder.description.vocab_size
+        teacher = load_pretrained(
+            self.teacher.path,
+            groups=alone,
+            device=device,
+            vocab_size=vocab_size,
+            sequence_parallel=sequence_parallel,
+        )
+        assert isinstance(teacher, GPT)
+        teacher.requires_grad_(False).eval()
+        return DistillationObjective(self.settings.distillation, teacher, groups.tp, vocab_size, self.num_shared)
+
+
+def _check_same_tokens(own: Tokenizer, of_teacher: Tokenizer, base: str, path: Path) -> None:
+    """Raise ConfigError for an id that is one token to the student and another to its teacher."""
+    student, teacher = own.tokens, of_teacher.tokens
+    for token in sorted(student.keys() | teacher.keys()):
+        if student.get(token) != teacher.get(token):
+            names = [repr(each[token]) if token in each else "none" for each in (student, teacher)]
+            raise ConfigError(
+                f"the tokenizer of the teacher {path} is another one: id {token} is {names[1]} there and {names[0]} in "
+                f"{base}; a teacher needs the same tokens"
+            )

@@ -1,0 +1,174 @@
+"""What a run that trains a classifier minimises, and what of held-out texts it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.data import Batch, Windows
+from shardwise.models.classification import IGNORED_LABEL, Classification
+from shardwise.run.tasks.entities import entities, mark_entities
+from shardwise.training.objective import Objective
+
+
+@dataclass
+class Labelling(Objective):
+    """The loss of ``transformers``, of texts or of words; accuracy, if there is a right label.
+
+    Attributes:
+        head: the model's, which says what labels are.
+        label_names: of each label.
+    """
+
+    head: Classification
+    label_names: tuple[str, ...] = ()
+
+    curves = ("loss", "held_out_loss")
+    unit = "loss"
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether labels are numbers, of which none is right."""
+        return self.head.problem_type == "regression"
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the head
+        """The accuracy, but of a regression."""
+        return () if self.is_regression else ("accuracy",)
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
+        """Ids and, of a model that sees all of a row, token types and mask; logits come back."""
+        ids, _, *others = batch
+        if len(others) < 2:
+            # Padding is on the right, which nobody before it sees.
+            return {"input_ids": ids, **({"lengths": others[0].squeeze(1)} if others else {})}
+        kinds, mask = others
+        return {"input_ids": ids, "tokentype_ids": kinds, "attention_mask": mask}
+
+    def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+        """See ``Objective``."""
+        logits, labels = self._counted(output, batch)
+        loss = self.head.loss(logits, labels).sum(dtype=dtype)
+        if self.is_regression:
+            return loss, None
+        if self.head.problem_type == "multi_label_classification":
+            right = (chosen(self.head, logits) == _truth(self.head, labels)).all(dim=-1)
+        else:
+            right = logits.argmax(dim=-1) == labels
+        return loss, right.sum(dtype=torch.float64).view(1)
+
+    def _counted(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The texts, or tokens, that are no filling, and their labels; in training tokens without a label too."""
+        labels = batch[1]
+        if self.head.is_of_tokens:
+            logits, labels = logits.flatten(0, 1), labels.reshape(-1, 1)
+        if torch.is_grad_enabled():
+            # There are no texts that only fill up.
+            counts = None
+        elif labels.is_floating_point():
+            counts = ~labels.isnan().any(dim=1)
+        else:
+            counts = labels[:, 0] != IGNORED_LABEL
+        if counts is not None:
+            logits, labels = logits[counts], labels[counts]
+        return logits, labels if labels.is_floating_point() else labels[:, 0]
+
+    @property
+    def of_evaluation(self) -> Objective:
+        """Counts, of which accuracy and F1 come."""
+        return HeldOutLabels(self.head, self.label_names)
+
+
+class HeldOutLabels(Labelling):
+    """Of held-out texts, or their words: the mean loss, the accuracy, and the mean of the labels' F1 (macro).
+
+    With several labels a text is right if all of them are. Labels that no text has, and that were never chosen, have no
+    F1. Where labels of words mark entities, it is the F1 of these, of which kind, first and last word must be right.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the head
+        """Texts, those that are right, and for each label how often it was found, wrongly found, and missed."""
+        if self.is_regression:
+            return ("texts",)
+        counts = (f"{what} {index}" for what in ("found", "wrong", "missed") for index in range(self.head.num_labels))
+        return ("texts", "right", *(("found", "wrong", "missed") if self._marks_entities else counts))
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What people call the numbers whose name says less."""
+        return {"held_out_f1": "entity F1" if self._marks_entities else "macro F1"}
+
+    @property
+    def _marks_entities(self) -> bool:
+        return self.head.is_of_tokens and mark_entities(self.label_names)
+
+    def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+        """See ``Objective``."""
+        logits, labels = self._counted(output, batch)
+        loss = self.head.loss(logits, labels).sum(dtype=dtype)
+        texts = loss.new_full((1,), len(logits), dtype=torch.float64)
+        if self.is_regression:
+            return loss, texts
+        mine, truth = chosen(self.head, logits), _truth(self.head, labels)
+        counts = [(mine == truth).all(dim=-1).sum().view(1)]
+        if self._marks_entities:
+            counts.append(self._count_entities(output, batch[1]))
+        else:
+            counts += self._count_labels(mine, truth)
+        return loss, torch.cat([texts, *(each.double() for each in counts)])
+
+    def _count_labels(self, mine: Tensor, truth: Tensor) -> list[Tensor]:
+        return [(first & second).sum(dim=0) for first, second in ((mine, truth), (mine, ~truth), (~mine, truth))]
+
+    def _count_entities(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """``[3]``: entities that were found, wrongly found, and missed."""
+        counts = torch.zeros(3, dtype=torch.float64)
+        for row, numbers in zip(logits.argmax(dim=-1).tolist(), labels.tolist(), strict=True):
+            places = [place for place, number in enumerate(numbers) if number != IGNORED_LABEL]
+            mine, truth = (entities([self.label_names[each[place]] for place in places]) for each in (row, numbers))
+            counts += torch.tensor([len(mine & truth), len(mine - truth), len(truth - mine)])
+        return counts.to(logits.device)
+
+    def held_out(self, sums: Sequence[float], windows: Windows) -> dict[str, float]:
+        """See ``Objective``."""
+        return self.scores(sums)
+
+    def scores(self, sums: Sequence[float]) -> dict[str, float]:
+        """What the sums of the loss and of ``names`` over all texts come to."""
+        loss, texts, *others = sums
+        values = {"held_out_loss": loss / texts}
+        if not others:
+            return values
+        right, n = others[0], (len(others) - 1) // 3
+        found, wrong, missed = (others[1 + n * index : 1 + n * (index + 1)] for index in range(3))
+        scores = [2 * f / (2 * f + w + m) for f, w, m in zip(found, wrong, missed, strict=True) if f + w + m > 0]
+        f1 = sum(scores) / len(scores) if scores else 0.0
+        return {"held_out_accuracy": right / texts, "held_out_f1": f1} | values
+
+    def outcome(self, held_out: dict[str, float]) -> str:
+        """See ``Objective``."""
+        loss = f"loss {held_out['held_out_loss']:.4f}"
+        if self.is_regression:
+            return f"held-out texts: {loss} (mean squared error)"
+        what = "words" if self.head.is_of_tokens else "texts"
+        f1 = f"{self.titles['held_out_f1']} {held_out['held_out_f1']:.4f}"
+        return f"held-out {what}: accuracy {held_out['held_out_accuracy']:.4f}, {f1}, {loss}"
+
+
+def chosen(head: Classification, logits: Tensor) -> Tensor:
+    """``[b, n]`` to bools: the likeliest label; where several may be right, those of more than even odds."""
+    if head.problem_type == "multi_label_classification":
+        return logits > 0
+    best = logits.argmax(dim=-1, keepdim=True)
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, best, value=True)
+
+
+def _truth(head: Classification, labels: Tensor) -> Tensor:
+    """``[b, n]`` bools: which labels are right."""
+    if head.problem_type == "multi_label_classification":
+        return labels > 0.5
+    return torch.nn.functional.one_hot(labels, head.num_labels).bool()

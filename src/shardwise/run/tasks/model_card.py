@@ -1,0 +1,143 @@
+"""The card of a trained model, as the Hugging Face hub reads it: what it was trained from, on what, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+import shardwise
+from shardwise.run.metrics import read_metrics
+from shardwise.storage.huggingface.companion_files import BASE_README_NAME, README_NAME
+
+_LARGEST_README = 16 << 20
+_COMMANDS = ("train", "finetune", "dpo", "distill")
+# A hub's cache keeps a model's files under such a folder.
+_CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+_LICENCE = re.compile(r"^(license(?:_name|_link)?):[ \t]*(\S.*)$", re.MULTILINE)
+# Where files are and what a step costs is nobody's business who uses the model.
+_LEFT_OUT = ("base", "out", "data", "held_out", "resume", "lora_from")
+
+
+def model_card(
+    settings: Any,
+    out: Path,
+    *,
+    model_name: str,
+    layout: Mapping[str, int],
+    data: str,
+    base: Path | None = None,
+    is_adapter: bool = False,
+    task: str = "text-generation",
+) -> str:
+    """The text of ``README.md``.
+
+    Args:
+        settings: of the run, a dataclass whose fields have defaults.
+        out: the run's folder, whose ``metrics.jsonl`` has the losses.
+        model_name: what was trained, for people.
+        layout: number of ranks of each kind.
+        data: what people call what was trained on.
+        base: folder of the model that the run started from, if it did.
+        is_adapter: adapters were trained, and are not merged.
+        task: as the hub calls it.
+    """
+    name = None if base is None else base_name(base)
+    fields: dict[str, Any] = {} if name is None else {"base_model": name}
+    fields["library_name"] = "peft" if is_adapter else "transformers"
+    licence = {} if base is None else _licence_of(base)
+    fields |= licence
+    fields["pipeline_tag"] = task
+    kind = "adapter" if is_adapter else "finetune"
+    tags = ["shardwise", *(["lora"] if is_adapter else []), *([f"base_model:{kind}:{name}"] if name else [])]
+    # JSON is YAML; a licence stands as it was read.
+    front = [f"{key}: {value if key in licence else json.dumps(value)}" for key, value in fields.items()]
+    front.append(f"tags: {json.dumps(tags)}")
+    title = Path(out).resolve().name
+    what = f"Adapters for {name}" if is_adapter else (f"{name}, fine-tuned" if name else "A language model")
+    lines = ["---", *front, "---", "", f"# {title}", "", f"{what}, trained with Shardwise.", ""]
+    if base is not None and (base / README_NAME).is_file():
+        lines += [f"What the authors of the base model say of it is in [{BASE_README_NAME}]({BASE_README_NAME}).", ""]
+    lines += ["## Training", "", "| | |", "|---|---|"]
+    rows = {"model": model_name, "data": data, **_results(out)}
+    rows["ranks"] = ", ".join(f"{kind} {size}" for kind, size in layout.items())
+    versions = {"shardwise": shardwise.__version__, "torch": torch.__version__, "Python": platform.python_version()}
+    rows["versions"] = ", ".join(f"{package} {version}" for package, version in versions.items())
+    lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
+    if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
+        lines += ["", "```", shlex.join(["shardwise", *sys.argv[1:]]), "```"]
+    if changed := dict(_changed(settings)):
+        lines += ["", "Settings that differ from the defaults:", "", "| setting | value |", "|---|---|"]
+        lines += [f"| `{key}` | {_cell(value)} |" for key, value in changed.items()]
+    return "\n".join([*lines, ""])
+
+
+def of_merged(card: str) -> str:
+    """The card of the model into which the adapters of a card are merged."""
+    merged = card.replace('library_name: "peft"', 'library_name: "transformers"', 1)
+    merged = merged.replace("base_model:adapter:", "base_model:finetune:", 1)
+    return re.sub(
+        r"^Adapters for (.*), trained with Shardwise\.$",
+        r"\1, with merged adapters trained with Shardwise.",
+        merged,
+        count=1,
+        flags=re.MULTILINE,
+    )
+
+
+def base_name(base: Path) -> str:
+    """What people call a model: its name on the hub if its folder tells, or else its folder's name."""
+    match = _CACHED.search(f"{base.resolve().as_posix()}/")
+    return f"{match[1]}/{match[2]}" if match else base.resolve().name
+
+
+def _licence_of(base: Path) -> dict[str, str]:
+    """What the front matter of a readme says about the licence, as it stands there."""
+    path = base / README_NAME
+    if not path.is_file() or path.stat().st_size > _LARGEST_README:
+        return {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    front = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
+    return {} if front is None else {key: value.strip() for key, value in _LICENCE.findall(front[1])}
+
+
+def _results(out: Path) -> dict[str, str]:
+    rows = read_metrics(out / "metrics.jsonl")
+    if not rows:
+        return {}
+    results = {"steps": str(rows[-1]["step"] + 1)}
+    losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
+    if losses:
+        results["loss"] = f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
+    for name in dict.fromkeys(key for row in rows for key in row if key.startswith("held_out")):
+        values = [row[name] for row in rows if isinstance(row.get(name), float)]
+        if values:
+            results[name.replace("_", " ")] = f"{values[-1]:.4f} at last"
+    return results
+
+
+def _changed(settings: Any, usual: Any = None, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The settings that differ from ``usual``, or else from the defaults of their class."""
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), prefix + field.name.replace("_", "-")
+        if usual is not None:
+            before = getattr(usual, field.name)
+        else:
+            made = field.default_factory is not dataclasses.MISSING
+            before = cast(Any, field.default_factory)() if made else field.default
+        if dataclasses.is_dataclass(value):
+            yield from _changed(value, before, f"{name}.")
+        elif field.name not in _LEFT_OUT and value != before:
+            yield name, json.dumps(value, default=str)
+
+
+def _cell(value: str) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")

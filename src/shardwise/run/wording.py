@@ -1,0 +1,138 @@
+"""What a run says of itself before its first step and after its last."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.kernels import dispatch
+from shardwise.training.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    from shardwise.core.communication.overlap import Way
+    from shardwise.run.finishing import Outcome
+    from shardwise.run.session import Session
+    from shardwise.training.settings import RunSettings
+
+
+def banner(session: Session) -> str:
+    """What is about to be trained, on what and how, in a few lines."""
+    texts, settings, topology = session.texts, session.settings, session.topology
+    tp, pp, dp = topology.size("tp"), topology.size("pp"), topology.size("dp")
+    schedule = settings.parallel.pipeline_schedule
+    chunks = settings.parallel.virtual_stages
+    shared = ""
+    for asked, flag, what in (
+        (settings.parallel.zero, "--zero 1", "optimizer state split"),
+        (settings.parallel.fsdp, "--fsdp", "weights, gradients and optimizer state split"),
+    ):
+        if asked:
+            shared = f" ({what})" if dp > 1 else f" ({flag} does nothing with one data-parallel rank)"
+    stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
+    return (
+        f"text   {texts.name}, sha256 {texts.sha256[:12]}\n"
+        f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
+        f"vocabulary {texts.tokenizer.vocab_size:,}\n"
+        f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
+        f"data parallel {dp}"
+        + shared
+        + (", sequence parallel" if settings.parallel.sequence_parallel and tp > 1 else "")
+        + (f", through {session.transport}" if tp > 1 else "")
+        + (f", exact in {settings.parallel.exact_parts} parts" if settings.parallel.exact else "")
+        + _idle(settings, tp)
+        + _device(session)
+        + _ways(session)
+        + speed(session)
+    )
+
+
+def _idle(settings: RunSettings, tp: int) -> str:
+    """Settings that do nothing here, which scripts for several layouts may have all the same."""
+    if settings.parallel.sequence_parallel and tp == 1:
+        return "\nnote   --sequence-parallel does nothing with one tensor-parallel rank"
+    return ""
+
+
+def _device(session: Session) -> str:
+    """Why the run takes the CPU, where it might have taken a GPU; what runs beside what, on GPUs."""
+    settings, ranks, topology = session.settings, session.ranks, session.topology
+    if ranks.device.type == "cpu":
+        return f"\ndevice cpu: {ranks.why_device}" if settings.device == "auto" and ranks.why_device else ""
+    hidden, bare = [], []
+    if topology.size("tp") > 1:
+        queues = "CUDA_DEVICE_MAX_CONNECTIONS"
+        hidden.append(
+            "in the backward input gradients' sums"
+            + (" and gathers" if session.trainer.model.config.sequence_parallel else "")
+            + f" behind weight gradients ({queues} is {os.environ.get(queues, 'not set')})"
+        )
+        if not session.ways:
+            bare.append("the tensor-parallel collectives of the forward, and gathers of output gradients")
+    if topology.size("dp") > 1:
+        hidden.append("sums over data-parallel ranks behind the backward")
+    if topology.size("pp") > 1:
+        hidden.append("stages' messages behind other micro-batches")
+    if not hidden:
+        return ""
+    return f"\noverlap {'; '.join(hidden)}" + "".join(f"\n       not {what}" for what in bare)
+
+
+def _ways(session: Session) -> str:
+    """How each pass of the linear layers goes together with its collective, and why not faster."""
+    passes: dict[Way, list[str]] = {}
+    for pass_, way in session.ways:
+        passes.setdefault(way, []).append(pass_)
+    names = {"whole": "at once", "parts": "in parts", "symmetric memory": "through symmetric memory"}
+    return "".join(f"\nlayers {names[way.name]}: {', '.join(those)} ({way.why})" for way, those in passes.items())
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 100_000 else f"{number / 1e3:.1f} K"
+
+
+def speed(session: Session) -> str:
+    """The lines of the banner that say which fast paths the run takes, and why not the others that it has work for."""
+    settings, trainer = session.settings, session.trainer
+    config, tp = trainer.model.config, session.topology.size("tp")
+    tokens = settings.micro_batch_size(session.topology.size("dp")) * settings.sequence_length
+    logits = tokens * session.texts.tokenizer.vocab_size // tp
+    inner = tokens * (config.ffn_hidden_size or 0) // tp
+    sizes = {dispatch.LOSS_CPU: logits, dispatch.LOSS_TRITON: logits, dispatch.ONEDNN: inner * config.hidden_size}
+    if config.normalization == "RMSNorm":
+        sizes[dispatch.RMS_NORM] = sizes[dispatch.ELEMENTWISE] = tokens * config.hidden_size
+        sizes[dispatch.ADD_NORM_TRITON] = sizes[dispatch.ELEMENTWISE_TRITON] = tokens * config.hidden_size
+    device_type, refusal = session.ranks.device.type, trainer.optimizer.why_not_fused
+    choices = [
+        *tf32(device_type, settings.training.dtype),
+        dispatch.Choice("fused optimizer step", refusal is None, refusal or "always"),
+        *dispatch.report(device_type, config.params_dtype, sizes=sizes),
+    ]
+    names = {choice: choice.name.removesuffix(f" on {device_type}") for choice in choices}
+    taken = "; ".join(name for choice, name in names.items() if choice.on)
+    left = "".join(f"\n       no {name}: {choice.why}" for choice, name in names.items() if not choice.on)
+    return f"\nspeed  {taken}{left}"
+
+
+def tf32(device_type: str, dtype: str) -> list[dispatch.Choice]:
+    """Whether CUDA's tensor cores multiply fp32 matrices; nothing where there are none."""
+    if device_type != "cuda" or PRECISIONS[dtype].params_dtype != torch.float32:
+        return []
+    uses_tf32 = PRECISIONS[dtype].uses_tf32
+    return [dispatch.Choice("TF32 products", uses_tf32, "always" if uses_tf32 else "--training.dtype tf32 has them")]
+
+
+def summary(session: Session, outcome: Outcome) -> str:
+    """What came of it, and where it is."""
+    references = f" ({compared(outcome)})" if outcome.references else ""
+    lines = [session.trainer.objective.of_evaluation.outcome(outcome.held_out) + references]
+    if outcome.first_loss is not None and outcome.last_loss is not None:
+        lines.append(f"loss {outcome.first_loss:.3f} -> {outcome.last_loss:.3f} in {outcome.seconds:.0f} s")
+    lines.append(f"files: {session.out} (checkpoint {outcome.checkpoint.name})")
+    return "\n".join([*lines, *outcome.notes])
+
+
+def compared(outcome: Outcome) -> str:
+    """What other compressors need for the held-out text."""
+    return ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())

@@ -1,0 +1,1 @@
+"""Models and checkpoints on disk: sharded checkpoints, Hugging Face folders, files of adapters."""

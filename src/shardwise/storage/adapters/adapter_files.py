@@ -1,0 +1,303 @@
+"""Adapters in the files of the ``peft`` library: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Factors are stored whole, under the names of Hugging Face's linear layers, so that they can be written and read at any
+number of ranks, by ``peft`` and by us.
+"""
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.files import write_atomically
+from shardwise.core.sharded_state import gather_parameter
+from shardwise.core.sharding import ParamLayout
+from shardwise.core.tensor_files import StoredTensor, read_box, read_header
+from shardwise.models.adapters.config import LoraConfig
+from shardwise.models.adapters.layers import LoraLayer
+from shardwise.models.gpt import GPT
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.nn import VocabEmbedding
+from shardwise.storage.adapters.config_file import CONFIG_NAME, config_json, read_adapter_config
+from shardwise.storage.adapters.model import add_adapters_, check_without_adapters
+from shardwise.storage.adapters.sites import Site, all_paths, all_tensors, outer_paths, sites_of
+from shardwise.storage.adapters.targets import chosen_paths, trained_tensors
+from shardwise.storage.adapters.trained import base_parameters, trained_of
+from shardwise.storage.huggingface.architectures import Architecture
+from shardwise.storage.huggingface.ranks import gather_from_stages, model_groups
+from shardwise.storage.huggingface.reading import weight_dtype
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_FACTORS = r"(lora_[AB])\.weight|(lora_embedding_[AB]|lora_magnitude_vector)(?:\.weight)?"
+_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:{_FACTORS})")
+# What peft puts between a module's path and the names of its own parameters.
+_WRAPPED = re.compile(rf"{re.escape(_PREFIX)}(.+?)(?:\.(base_layer|modules_to_save|original_module))?\.(weight|bias)")
+
+
+def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
+    """Give a model the adapters of a folder and freeze all else, in place. Collective over the model's ranks.
+
+    Args:
+        model: a built model, without adapters. See ``add_lora_`` about tied weights.
+        folder: written by ``save_adapter``, or by ``peft``'s ``save_pretrained``.
+        architecture: the architecture whose names the files use.
+
+    Returns:
+        The folder's configuration.
+
+    Raises:
+        CheckpointError: files that are missing, damaged, or of another model; nothing is changed, on any rank.
+        ConfigError: a variant of LoRA, or adapters on a layer, that are not offered; a model that has adapters already.
+    """
+    check_without_adapters(model)
+    known = all_tensors(model, architecture)
+    found = agree(lambda: _read(Path(folder), model, architecture, known), group=model_groups(model.groups))
+    for name in found.replaced:
+        _replace_(model, outer_paths(model, architecture)[name.rpartition(".")[0]][0], found.tensors[name])
+    add_adapters_(model, found.config, architecture, found.paths, found.trained)
+    with torch.no_grad():
+        for site in sites_of(model, architecture):
+            if (adapter := site.adapter) is not None:
+                for name, layout in adapter.param_layouts.items():
+                    whole = found.factors[site.path, name]
+                    adapter.get_parameter(name).copy_(layout.take(whole, adapter.group.rank()))
+    for each in trained_of(model).parameters:
+        each.base.fill_({name: found.tensors[name] for name in each.tensors}, model.tp_group.rank())
+    return found.config
+
+
+def save_adapter(
+    model: TransformerModel,
+    folder: str | os.PathLike[str],
+    architecture: Architecture,
+    *,
+    base_model: str | None = None,
+) -> None:
+    """Write the adapters of a model for ``peft`` and ``load_adapter_``. Collective over the model's ranks.
+
+    What else is trained (biases, modules that are trained whole) is written with them.
+
+    Args:
+        model: a model with adapters.
+        folder: made if missing; an adapter that is there is replaced.
+        architecture: the architecture whose names the files use.
+        base_model: name or folder of the base model, as ``base_model_name_or_path``.
+
+    Raises:
+        ConfigError: the model has no adapters, or the folder cannot be written to; on every rank.
+    """
+    pairs = [(site, adapter) for site in sites_of(model, architecture) if (adapter := site.adapter) is not None]
+    adapted = {site.path for site, _ in pairs}
+    tensors = {
+        _key_of(site.path, name): gather_parameter(adapter.get_parameter(name), layout, group=model.tp_group).cpu()
+        for site, adapter in pairs
+        for name, layout in adapter.param_layouts.items()
+    }
+    for each in trained_of(model).parameters:
+        whole = gather_parameter(each.base.param, each.base.layout, group=model.tp_group).cpu()
+        parts = each.base.composition.take_apart(whole)
+        # Tensors that share memory cannot be stored.
+        tensors |= {_key_of_base(name, adapted): parts[name].clone() for name in each.tensors}
+    facts = [(site.layer.lora_config, site.transposed) for site, _ in pairs if isinstance(site.layer, LoraLayer)]
+    of_stages = gather_from_stages((tensors, facts), "the adapters of each pipeline stage", model.groups)
+    tensors = {key: tensor for of_stage, _ in of_stages for key, tensor in of_stage.items()}
+    facts = [fact for _, of_stage in of_stages for fact in of_stage]
+    if not facts:
+        raise ConfigError("the model has no adapters to save")
+    paths = sorted({match[1] for key in tensors if (match := _KEY.fullmatch(key))})
+    lora, transposed = facts[0][0], any(transposed for _, transposed in facts)
+    named = chosen_paths(lora, all_paths(model, architecture), outer_paths(model, architecture))
+    # BERT's heads have layers of the same names; then full paths are written.
+    exact = isinstance(model, GPT) and named == set(paths)
+    config = config_json(lora, transposed, paths, names_will_do=exact, base_model=base_model)
+    config["task_type"] = _task_type(model)
+    agree(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, group=model_groups(model.groups))
+
+
+def _task_type(model: TransformerModel) -> str | None:
+    if model.classification is None:
+        return "CAUSAL_LM" if isinstance(model, GPT) else None
+    return "TOKEN_CLS" if model.classification.is_of_tokens else "SEQ_CLS"
+
+
+def _writes(model: TransformerModel) -> bool:
+    """Whether this rank writes what all ranks of the model, and of its data-parallel copies, write once."""
+    copies = model.groups.dp
+    return all(group.rank() == 0 for group in (*model_groups(model.groups), *([copies] if copies else [])))
+
+
+def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    contents = {
+        WEIGHTS_NAME: safetensors.torch.save(tensors, metadata={"format": "pt"}),
+        CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode(),
+    }
+    new = {name: folder / f"{name}.new" for name in contents}
+    try:
+        # An earlier adapter is only touched once both new files have been written.
+        for name, path in new.items():
+            write_atomically(path, methodcaller("write", contents[name]))
+        # The configuration is removed first and written last, so that its tensors are complete wherever it exists.
+        (folder / CONFIG_NAME).unlink(missing_ok=True)
+        for name, path in new.items():
+            path.replace(folder / name)
+    except OSError as error:
+        raise ConfigError(f"cannot replace {str(folder / CONFIG_NAME)!r}: {error.strerror or error}") from error
+    finally:
+        for path in new.values():
+            with suppress(OSError):
+                path.unlink()
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is in an adapter's files.
+
+    Attributes:
+        config: what they say about it.
+        paths: of the layers with an adapter, of all stages.
+        trained: the tensors of the base model that are trained, of all stages.
+        replaced: those that are not, but have values: peft writes the weights of embeddings with an adapter too.
+        factors: of this stage, whole, by path and name.
+        tensors: of the base model, likewise, by Hugging Face's names.
+    """
+
+    config: LoraConfig
+    paths: set[str]
+    trained: set[str]
+    replaced: set[str]
+    factors: dict[tuple[str, str], Tensor]
+    tensors: dict[str, Tensor]
+
+
+def _read(folder: Path, model: TransformerModel, architecture: Architecture, known: set[str]) -> _Found:
+    """What a folder has for a model whose tensors, of all stages, are ``known``; checked."""
+    config = read_adapter_config(folder)
+    path = folder / WEIGHTS_NAME
+    if not path.exists():
+        raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}")
+    in_layers, outer = all_paths(model, architecture), outer_paths(model, architecture)
+    needed: dict[str | tuple[str, str], tuple[int, ...]] = {
+        name: shape
+        for base in base_parameters(model, architecture)
+        for name, shape in base.composition.stored_shapes.items()
+    }
+    # A tied weight has a name for each of its uses.
+    needed |= {f"{each}.weight": (model.vocab_size or 0, model.config.hidden_size) for each in outer}
+    sites = sites_of(model, architecture)
+    needed |= {(site.path, name): shape for site in sites for name, shape in _shapes(site, config).items()}
+    own = {site.path for site in sites}
+    chosen: dict[str | tuple[str, str], StoredTensor] = {}
+    for key, stored in read_header(path).items():
+        place: str | tuple[str, str]
+        if (match := _KEY.fullmatch(key)) is not None and match[1] in in_layers | outer.keys():
+            place, is_here = (match[1], match[2] or match[3]), match[1] in own
+        elif (match := _WRAPPED.fullmatch(key)) is not None and f"{match[1]}.{match[3]}" in known:
+            place = f"{match[1]}.{match[3]}"
+            is_here = place in needed
+            # Of a module that is trained whole there may be its original, and the same values under two names.
+            if match[2] == "original_module" or place in chosen:
+                continue
+        else:
+            raise CheckpointError(
+                f"{str(path)!r} is of another model: it has {key!r}, for which this model has no place"
+            )
+        if is_here and stored.shape != needed.get(place):
+            raise CheckpointError(
+                f"{str(path)!r} is of another model: {key!r} has shape {list(stored.shape)}, this model needs "
+                f"{list(needed.get(place, ()))}"
+            )
+        weight_dtype(stored)
+        chosen[place] = stored
+    paths = {place[0] for place in chosen if isinstance(place, tuple)}
+    tensors = {place for place in chosen if isinstance(place, str)}
+    named = {each for each in chosen_paths(config, in_layers, outer) if not config.saves(each)}
+    if unnamed := sorted(paths - named):
+        raise CheckpointError(
+            f"{str(path)!r} has adapters of {_some(unnamed)}; by {config.choice} in {CONFIG_NAME} there are none; "
+            "correct the configuration, or take these tensors out of the file"
+        )
+    trained = trained_tensors(config, known, paths)
+    lacking = [_key_of_base(name, paths) for name in trained - tensors] + [
+        _key_of(each, name)
+        for each in named
+        for name in _factors(outer.get(each, ("", ""))[0] not in ("", "output_layer"), config)
+        if (each, name) not in chosen
+    ]
+    if lacking or not paths:
+        raise CheckpointError(f"{str(path)!r} lacks {min(lacking) if paths else 'every tensor'}")
+    for name in tensors - trained:
+        if name.removesuffix(".weight") not in outer:
+            raise CheckpointError(
+                f"{str(path)!r} has {_key_of_base(name, paths)!r}, and {CONFIG_NAME} does not say that it is trained"
+            )
+    whole = {
+        place: read_box(stored, [0] * len(stored.shape), stored.shape)
+        for place, stored in chosen.items()
+        if place in needed
+    }
+    return _Found(
+        config,
+        paths,
+        trained,
+        tensors - trained,
+        {place: tensor for place, tensor in whole.items() if isinstance(place, tuple)},
+        {place: tensor for place, tensor in whole.items() if isinstance(place, str)},
+    )
+
+
+def _some(paths: list[str]) -> str:
+    """The first paths, and the number of those left out."""
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+@torch.no_grad()
+def _replace_(model: TransformerModel, name: str, whole: Tensor) -> None:
+    """Write a whole weight into this stage's embedding or output layer, which may be tied."""
+    module: Any = dict(model.named_modules()).get(name)
+    if module is None:
+        return
+    weight: Any = module.weight if module.weight is not None else model.shared_embedding_or_output_weight()
+    layout = ParamLayout.split(whole.shape, 0, model.tp_group.size())
+    weight.copy_(layout.take(whole, model.tp_group.rank()))
+
+
+def _factors(is_embedding: bool, config: LoraConfig) -> tuple[str, ...]:
+    names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
+    return (*names, "lora_magnitude_vector") if config.use_dora else names
+
+
+def _shapes(site: Site, config: LoraConfig) -> dict[str, tuple[int, ...]]:
+    is_embedding, r = isinstance(site.layer, VocabEmbedding), config.at(site.path).r
+    if isinstance(site.layer, VocabEmbedding):
+        input_size, output_size = site.layer.num_embeddings, site.layer.embedding_dim
+    else:
+        output_size, input_size = site.layer.out_features, site.layer.in_features
+    if site.section is not None:
+        output_size = len(site.section)
+    shapes: list[tuple[int, ...]] = [(r, input_size), (output_size, r), (output_size,)]
+    return dict(zip(_factors(is_embedding, config), shapes, strict=False))
+
+
+def _key_of(path: str, name: str) -> str:
+    """A tensor's name in a file; ``peft`` writes some without ``weight``."""
+    plain = name == "lora_magnitude_vector" or name.startswith("lora_embedding")
+    return f"{_PREFIX}{path}.{name}" + ("" if plain else ".weight")
+
+
+def _key_of_base(tensor: str, adapted: Collection[str]) -> str:
+    """The name in a file of a tensor of the base model; ``adapted`` are the paths with an adapter."""
+    path, _, leaf = tensor.rpartition(".")
+    return f"{_PREFIX}{path}.{'base_layer.' if path in adapted else ''}{leaf}"

@@ -1,0 +1,161 @@
+"""``adapter_config.json`` of the ``peft`` library: what it says to us, and what we write."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.models.adapters.config import ALL_LINEAR, LoraConfig
+from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.folder import ADAPTER_CONFIG_NAME, no_folder
+from shardwise.storage.huggingface.reading import read_json
+
+CONFIG_NAME = ADAPTER_CONFIG_NAME
+
+_MERGE_FIRST = "merge them into the model with peft (merge_and_unload, then save_pretrained) and use that folder"
+# Initialisations that leave the base weights unchanged.
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+# Fields that would make an adapter compute something other than B A.
+_VARIANTS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "ensure_weight_tying",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "megatron_config",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+
+
+def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
+    """What an adapter folder says about its adapters.
+
+    Raises:
+        CheckpointError: there is no such folder or file, or it is damaged.
+        ConfigError: a variant of LoRA that is not offered; the message names the field.
+    """
+    path = Path(folder) / CONFIG_NAME
+    if not os.path.isdir(folder):
+        raise CheckpointError(no_folder(Path(folder)))
+    if not os.path.lexists(path):
+        raise CheckpointError(f"no adapter at {str(folder)!r}: it has no {CONFIG_NAME}")
+    try:
+        values = read_json(path)
+        kind, fields = values.get("peft_type"), Fields(values, CONFIG_NAME)
+        arguments = _lora_arguments(fields) if kind == "LORA" else {}
+    except ShardwiseError as error:
+        raise CheckpointError(f"{str(path)!r} is not an adapter's configuration: {error}") from error
+    if kind != "LORA":
+        raise ConfigError(f"{str(path)!r}: peft_type is {kind!r:.80}; only 'LORA' is supported")
+    try:
+        config = LoraConfig(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{str(path)!r}: {error}") from error
+    for name in _VARIANTS:
+        if values.get(name):
+            raise ConfigError(
+                f"{str(path)!r}: {name} is {values[name]!r:.80}, which is not supported, only plain LoRA is; "
+                f"{_MERGE_FIRST}"
+            )
+    start = values.get("init_lora_weights", True)
+    if not isinstance(start, str | bool) or start not in _PLAIN_STARTS:
+        raise ConfigError(
+            f"{str(path)!r}: init_lora_weights is {start!r:.80}, which changes the base weights; "
+            "convert the adapter with peft's path_initial_model_for_weight_conversion first"
+        )
+    return config
+
+
+def _lora_arguments(fields: Fields) -> dict[str, Any]:
+    layers = fields.values.get("layers_to_transform")
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        layers = [layers]
+    if layers is not None and (
+        not isinstance(layers, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in layers)
+    ):
+        raise fields.error("layers_to_transform", layers, "a list of layers' numbers")
+    pattern = _modules(fields, "layers_pattern", or_none=True)
+    saved = fields.values.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise fields.error("modules_to_save", saved, "a list of names")
+    return {
+        "r": fields.get(int, "r"),
+        "lora_alpha": fields.get(float, "lora_alpha"),
+        "lora_dropout": fields.get(float, "lora_dropout", default=0.0),
+        "target_modules": _modules(fields, "target_modules"),
+        "use_rslora": fields.get(bool, "use_rslora", default=False),
+        "use_dora": fields.get(bool, "use_dora", default=False),
+        "rank_pattern": _pattern(fields, "rank_pattern", int),
+        "alpha_pattern": _pattern(fields, "alpha_pattern", float),
+        "bias": fields.get(str, "bias", default="none"),
+        "modules_to_save": tuple(saved),
+        "layers_to_transform": None if layers is None else tuple(layers),
+        "layers_pattern": ((pattern,) if pattern else ()) if isinstance(pattern, str) else pattern,
+        "exclude_modules": _modules(fields, "exclude_modules", or_none=True),
+    }
+
+
+def _modules(fields: Fields, name: str, *, or_none: bool = False) -> tuple[str, ...] | str:
+    """A list of names, or a regular expression."""
+    value = fields.values.get(name)
+    if value is None and or_none:
+        return ()
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise fields.error(name, value, "a list of names, or a regular expression")
+    return tuple(value)
+
+
+def _pattern(fields: Fields, name: str, kind: type[Any]) -> dict[str, Any]:
+    values = fields.values.get(name) or {}
+    if not isinstance(values, Mapping):
+        raise fields.error(name, values, "an object of numbers by name")
+    numbers = Fields(values, f"{fields.where}: {name}")
+    return {key: numbers.get(kind, key) for key in values}
+
+
+def config_json(
+    config: LoraConfig, transposed: bool, paths: list[str], *, names_will_do: bool, base_model: str | None
+) -> dict[str, Any]:
+    """What ``adapter_config.json`` says about a model with adapters at ``paths``."""
+    alpha = int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha
+    targets: list[str] | str
+    if isinstance(config.target_modules, str):
+        targets = config.target_modules
+    else:
+        targets = sorted(config.target_modules)
+        if ALL_LINEAR in targets:
+            targets = sorted({path.rpartition(".")[2] for path in paths})
+    if not names_will_do:
+        targets = paths
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": config.r,
+        "lora_alpha": alpha,
+        "lora_dropout": config.lora_dropout,
+        "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+        "target_modules": targets,
+        "bias": config.bias,
+        "modules_to_save": list(config.modules_to_save) or None,
+        "layers_to_transform": None if config.layers_to_transform is None else list(config.layers_to_transform),
+        "layers_pattern": list(config.layers_pattern) or None,
+        "exclude_modules": (
+            config.exclude_modules if isinstance(config.exclude_modules, str) else sorted(config.exclude_modules)
+        )
+        or None,
+        "fan_in_fan_out": transposed,
+        "init_lora_weights": True,
+    }

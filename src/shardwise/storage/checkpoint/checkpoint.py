@@ -1,0 +1,173 @@
+"""Load a sharded state into any layout, and look at what was saved.
+
+Bytes go through torch.distributed.checkpoint, which plans who reads what; this module adds that contents are checked,
+and that every rank hears of an error alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from shardwise.core.communication.agreement import decide
+from shardwise.core.errors import CheckpointError
+from shardwise.core.sharding import ParamLayout, ParamShard, TensorPieces
+from shardwise.core.tensor_files import some_tensors
+from shardwise.storage.checkpoint.failures import checkpoint_errors
+from shardwise.storage.checkpoint.manifest import Manifest
+from shardwise.storage.checkpoint.planning import tensors_of
+from shardwise.storage.checkpoint.reading import SafetensorsReader
+
+Description = tuple[torch.dtype, tuple[int, ...], ParamLayout]
+"""What is the same of a tensor on every rank: dtype, global shape (leading axes included), and layout."""
+
+
+def load(
+    path: Path,
+    state: Mapping[str, ParamShard],
+    *,
+    group: ProcessGroup,
+    allow_extra: bool = False,
+    convert: bool = False,
+) -> dict[str, Any]:
+    """Fill the tensors of ``state`` in place from the checkpoint at ``path``, whatever layout it was saved from.
+
+    Collective over ``group``. Each rank reads only its own slices; that there is a checkpoint, of this model and with
+    files of the right sizes, is known before any tensor is written. The contents are compared with what was saved while
+    they are read: after an error about them, the tensors of ``state`` hold what was found.
+
+    Args:
+        path: a checkpoint's folder, such as ``latest`` gives.
+        state: this rank's part of each tensor; its entries' ``data`` are written. An entry that allows it is loaded
+            from a tensor of another size too (see ``ParamShard``).
+        group: all ranks that load; they share ``path``.
+        allow_extra: leave out tensors of the checkpoint that no rank's ``state`` has (the optimizer's, to generate).
+        convert: round numbers to the dtype that they have here, where they were saved in another floating-point one.
+
+    Returns:
+        The ``meta`` that was saved.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or one of another model (a tensor that is missing, not asked for,
+            or of another shape or dtype); the same message on every rank.
+    """
+    manifest: Manifest | None = None
+    mine: dict[str, TensorPieces] = {}
+
+    @checkpoint_errors()
+    def examine() -> tuple[int, int, dict[str, Description]]:
+        nonlocal manifest
+        manifest = Manifest.read(path)
+        manifest.check_sizes(path)
+        described = describe_state(state)
+        for shard in state.values():
+            if shard.data.is_meta:
+                raise CheckpointError(
+                    f"tensor {shard.key!r} is on the meta device; allocate the model first (to_empty)"
+                )
+        check_state_fits(path, manifest, state, convert=convert)
+        mine.update(tensors_of(state, {key: tensor.shape for key, tensor in manifest.tensors.items()}))
+        return manifest.step, manifest.serial, described
+
+    @checkpoint_errors()
+    def compare(ranks: list[tuple[int, int, dict[str, Description]]]) -> None:
+        assert manifest is not None
+        if len({(step, serial) for step, serial, _ in ranks}) > 1:
+            raise CheckpointError(f"the ranks load different steps: {[step for step, _, _ in ranks]}")
+        asked_for = merge_descriptions((f"rank {rank}", part) for rank, (_, _, part) in enumerate(ranks))
+        extra = sorted(manifest.tensors.keys() - asked_for.keys())
+        if extra and not allow_extra:
+            raise CheckpointError(
+                f"checkpoint {path} holds {some_tensors(extra)} for which there is no place here: it is of another "
+                "model"
+            )
+
+    decide(examine, compare, group=group)
+    assert manifest is not None
+    reader = SafetensorsReader(path, manifest)
+    with checkpoint_errors():
+        state_dict_loader.load(
+            dict(mine),
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            process_group=group,
+        )
+    decide(lambda: reader.sums, checkpoint_errors()(reader.check_sums), group=group)
+    return manifest.meta
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The ``meta`` that was saved with the checkpoint at ``path``; not collective.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged ``meta.json``.
+    """
+    return Manifest.read(path).meta
+
+
+def verify(path: Path) -> None:
+    """Read every file of the checkpoint at ``path`` and compare it with its recorded size and checksum; not collective.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one; the message names the file.
+    """
+    manifest = Manifest.read(path)
+    manifest.check_sizes(path)
+    manifest.check_contents(path)
+
+
+def describe_state(state: Mapping[str, ParamShard]) -> dict[str, Description]:
+    """What this rank's entries are about, by key; CheckpointError if two of them differ."""
+    return merge_descriptions(
+        (f"entry {name!r}", {shard.key: (shard.data.dtype, shard.global_shape, shard.layout)})
+        for name, shard in state.items()
+    )
+
+
+def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> dict[str, Description]:
+    """What all the named parts together hold, by key; CheckpointError if two of them differ about a tensor."""
+    merged: dict[str, Description] = {}
+    first: dict[str, str] = {}
+    for who, part in parts:
+        for key, mine in part.items():
+            other = merged.setdefault(key, mine)
+            first.setdefault(key, who)
+            if other != mine:
+                raise CheckpointError(
+                    f"disagreement about tensor {key!r}: {who} has {_text(mine)}, {first[key]} has {_text(other)}"
+                )
+    return merged
+
+
+def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamShard], *, convert: bool = False) -> None:
+    """Raise CheckpointError unless the checkpoint has every tensor of ``state``, of a shape and dtype that fit.
+
+    With ``convert`` any floating-point dtype fits any other.
+    """
+    for shard in state.values():
+        saved = manifest.tensors.get(shard.key)
+        if saved is None:
+            continue
+        if not shard.accepts(saved.shape):
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: tensor {shard.key!r} has shape {list(saved.shape)} in it, "
+                f"{list(shard.global_shape)} here"
+            )
+        both_floating = saved.dtype.is_floating_point and shard.data.dtype.is_floating_point
+        if saved.dtype != shard.data.dtype and not (convert and both_floating):
+            raise CheckpointError(
+                f"checkpoint {path} has tensor {shard.key!r} as {saved.dtype}, here it is {shard.data.dtype}"
+            )
+    if missing := sorted({shard.key for shard in state.values()} - manifest.tensors.keys()):
+        raise CheckpointError(f"checkpoint {path} is of another model or incomplete: it lacks {some_tensors(missing)}")
+
+
+def _text(description: Description) -> str:
+    dtype, shape, layout = description
+    return f"{dtype} of shape {list(shape)}, {layout}"

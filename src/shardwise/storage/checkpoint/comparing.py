@@ -1,0 +1,163 @@
+"""Where two checkpoints differ: tensor by tensor, whatever the layouts that they were saved at."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.core.tensor_files import StoredTensor, read_header
+from shardwise.storage.checkpoint.manifest import Manifest
+from shardwise.storage.checkpoint.reading import read_slice
+
+# What is compared at a time: at most 8 MiB of each tensor.
+_MOST_ELEMENTS = 1 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor of two checkpoints differs.
+
+    Attributes:
+        name: of the tensor.
+        facts: in which dtype and shape, or presence, they differ; None if values do.
+        num_different: elements whose bits differ.
+        num_elements: of the tensor.
+        first: index of the first of them.
+        values: of the first of them, in both.
+        distance: norm of the difference over the norm of the first checkpoint's; NaN where either has NaN.
+    """
+
+    name: str
+    facts: str | None = None
+    num_different: int = 0
+    num_elements: int = 0
+    first: tuple[int, ...] = ()
+    values: tuple[float, float] = (0.0, 0.0)
+    distance: float = 0.0
+
+
+class StoredCheckpoint:
+    """A checkpoint whose global tensors are read in boxes, whatever the ranks' parts that they were saved in.
+
+    Args:
+        folder: of the checkpoint.
+
+    Attributes:
+        folder: likewise.
+        manifest: what it holds.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A box of a tensor, on the CPU.
+
+        Args:
+            name: of the tensor.
+            offsets: first index of the box, in each dimension.
+            sizes: number of indices, in each dimension.
+
+        Raises:
+            CheckpointError: a file of it is damaged.
+        """
+        record = self.manifest.tensors[name]
+        result = torch.empty(tuple(sizes), dtype=record.dtype)
+        for chunk in record.chunks:
+            ends = [
+                (max(start, offset), min(start + size, offset + length))
+                for start, size, offset, length in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if any(start >= stop for start, stop in ends):
+                continue
+            if chunk.file not in self._headers:
+                self._headers[chunk.file] = read_header(self.folder / chunk.file)
+            inside = [start - offset for (start, _), offset in zip(ends, chunk.offsets, strict=True)]
+            lengths = [stop - start for start, stop in ends]
+            place = tuple(
+                slice(start - begin, stop - begin) for (start, stop), begin in zip(ends, offsets, strict=True)
+            )
+            header = self._headers[chunk.file]
+            result[place] = read_slice(self.folder, header, chunk, record.dtype, inside, lengths)
+        return result
+
+
+def tensor_differences(one: StoredCheckpoint, other: StoredCheckpoint) -> Iterator[TensorDifference]:
+    """The tensors that differ in bits, those of the optimizer last; some MiB of each are in memory at a time.
+
+    Args:
+        one: a checkpoint.
+        other: another.
+
+    Raises:
+        CheckpointError: one of them is damaged.
+    """
+    names = dict.fromkeys([*one.manifest.tensors, *other.manifest.tensors])
+    for name in sorted(names, key=lambda name: name.startswith("optimizer.")):
+        records = [checkpoint.manifest.tensors.get(name) for checkpoint in (one, other)]
+        if records[0] is None or records[1] is None:
+            yield TensorDifference(name, f"is in {(one if records[1] is None else other).folder} alone")
+        elif (records[0].dtype, *records[0].shape) != (records[1].dtype, *records[1].shape):
+            shown = " and ".join(f"{record.dtype} {list(record.shape)}" for record in records if record is not None)
+            yield TensorDifference(name, f"is {shown}")
+        elif (difference := _compared(name, one, other)) is not None:
+            yield difference
+
+
+def _compared(name: str, one: StoredCheckpoint, other: StoredCheckpoint) -> TensorDifference | None:
+    """How the values of a tensor of one dtype and shape differ; None if their bits are the same."""
+    record = one.manifest.tensors[name]
+    count, values = 0, (0.0, 0.0)
+    first: tuple[int, ...] = ()
+    # Of the difference, and of the first checkpoint's tensor.
+    squares = torch.zeros(2, dtype=torch.float64)
+    for offsets, sizes in _boxes(record.shape):
+        left, right = one.read(name, offsets, sizes), other.read(name, offsets, sizes)
+        different = _bits(left) != _bits(right)
+        here = int(different.count_nonzero())
+        if here and not count:
+            place = int(different.flatten().nonzero()[0])
+            inside = torch.unravel_index(torch.tensor(place), left.shape) if left.dim() else ()
+            first = tuple(offset + int(index) for offset, index in zip(offsets, inside, strict=True))
+            values = left.flatten()[place].item(), right.flatten()[place].item()
+        count += here
+        if record.dtype.is_floating_point:
+            wide = left.double()
+            squares[1] += wide.square().sum()
+            if here:
+                squares[0] += (wide - right.double()).square().sum()
+    if not count:
+        return None
+    distance = float((squares[0] / squares[1]).sqrt()) if record.dtype.is_floating_point else float("nan")
+    return TensorDifference(name, None, count, math.prod(record.shape), first, values, distance)
+
+
+def _boxes(shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the boxes in which a tensor is compared: contiguous, one behind the other."""
+    behind = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if not shape:
+        yield (), ()
+        return
+    cut = next(dim for dim, length in enumerate(behind) if length <= _MOST_ELEMENTS)
+    step = max(1, _MOST_ELEMENTS // max(1, behind[cut]))
+    rest = tuple(shape[cut + 1 :])
+    for index in itertools.product(*map(range, shape[:cut])):
+        for start in range(0, shape[cut], step):
+            yield (*index, start, *(0 for _ in rest)), (*(1 for _ in index), min(step, shape[cut] - start), *rest)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Each element's bits, as an integer."""
+    return tensor.view(_INTEGERS[tensor.element_size()])

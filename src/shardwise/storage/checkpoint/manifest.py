@@ -1,0 +1,294 @@
+"""``meta.json``: what a checkpoint holds, where in its files each piece lies, and how to tell that they are whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from shardwise.core.errors import CheckpointError
+from shardwise.core.files import can_be_a_name, open_regular, read_regular
+from shardwise.core.json_files import MAX_TABLE_BYTES, parse_json, shown
+from shardwise.storage.checkpoint.entry import Entry, check_chunks
+
+MANIFEST_NAME = "meta.json"
+FORMAT = "shardwise checkpoint"
+FORMAT_VERSION = 2
+
+REMEDY = "use another copy of it, or remove the checkpoint to use an older one"
+"""What to do about contents that are not what was saved."""
+
+# Of a manifest: its readers say what else may be done.
+_ANOTHER_COPY = "another copy of it may help"
+
+_READ_SIZE = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and CRC-32 (eight hexadecimal digits) of one file."""
+
+    size: int
+    crc32: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        """Read the regular file at ``path`` once, from beginning to end."""
+        size = checksum = 0
+        with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            while block := file.read(_READ_SIZE):
+                size += len(block)
+                checksum = zlib.crc32(block, checksum)
+        return cls(size, f"{checksum:08x}")
+
+    @classmethod
+    def from_json(cls, entry: Entry) -> FileRecord:
+        """From a manifest's entry."""
+        return cls(entry.count("size"), entry.text("crc32"))
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """A box of a global tensor, and where it is stored.
+
+    Attributes:
+        offsets: first index of the box in each dimension.
+        sizes: number of indices in each dimension.
+        file: name of a safetensors file of the checkpoint.
+        key: name of the box in that file.
+        checksum: the box's checksum (see ``checksum.slice_checksum``).
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    key: str
+    checksum: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; the inverse of ``from_json``."""
+        return vars(self) | {"checksum": f"{self.checksum:016x}"}
+
+    @classmethod
+    def from_json(cls, entry: Entry) -> ChunkRecord:
+        """From ``to_json``'s values."""
+        box = entry.shape("offsets"), entry.shape("sizes")
+        checksum = entry.text("checksum")
+        if not re.fullmatch("[0-9a-f]{16}", checksum):
+            raise entry.wrong("checksum", checksum, "sixteen hexadecimal digits")
+        return cls(*box, entry.text("file"), entry.text("key"), int(checksum, 16))
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A global tensor: its shape and dtype, the chunks that fill it, and the layout that it was saved from.
+
+    Nothing is loaded by the layout, whose fields are kept for people to read.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Mapping[str, Any]
+    chunks: tuple[ChunkRecord, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; the inverse of ``from_json``."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return vars(self) | {"dtype": dtype, "chunks": [chunk.to_json() for chunk in self.chunks]}
+
+    @classmethod
+    def from_json(cls, entry: Entry) -> TensorRecord:
+        """From ``to_json``'s values."""
+        name = entry.text("dtype")
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{name!r} is no dtype of this PyTorch")
+        shape, chunks = entry.shape("shape"), tuple(map(ChunkRecord.from_json, entry.entries("chunks")))
+        check_chunks(entry.where, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+        return cls(shape, dtype, entry.inner("layout").values, chunks)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``meta.json``.
+
+    Attributes:
+        step: training step of the checkpoint.
+        serial: place in the order in which the checkpoints of a folder were published; the newest has the highest.
+            The step does not tell: a run may go on from an earlier step, or begin anew, in a folder with later ones.
+        meta: the user's own JSON values.
+        tensors: the global tensors by name.
+        files: every other file of the checkpoint, by path relative to its folder.
+    """
+
+    step: int
+    serial: int
+    meta: dict[str, Any]
+    tensors: dict[str, TensorRecord]
+    files: dict[str, FileRecord]
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if not _is_inside(name):
+                raise CheckpointError(f"file name {shown(name)} cannot be")
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                if chunk.file not in self.files:
+                    raise CheckpointError(
+                        f"tensor {shown(name)} has a chunk in {shown(chunk.file)}, which is none of its files"
+                    )
+
+    def to_text(self) -> str:
+        """As JSON text, with a checksum of its own."""
+        body = {
+            "step": self.step,
+            "serial": self.serial,
+            "meta": self.meta,
+            "files": {name: vars(file) for name, file in sorted(self.files.items())},
+            "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
+        }
+        head = {"format": FORMAT, "version": FORMAT_VERSION, "crc32": _checksum(body)}
+        return _json_lines(head | body, depth=2) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Manifest:
+        """From ``to_text``'s text.
+
+        Raises:
+            CheckpointError: the text is no manifest, one of a newer format, or was changed after it was written.
+        """
+        try:
+            value = parse_json(text.encode() if isinstance(text, str) else text)
+        except ValueError as error:
+            raise CheckpointError(f"it cannot be read: {error}; {_ANOTHER_COPY}") from error
+        top = Entry("", value)
+        if value.get("format") != FORMAT:
+            raise CheckpointError(f"it is JSON, but not of the format {FORMAT!r}")
+        version = top.count("version")
+        if version != FORMAT_VERSION:
+            remedy = "upgrade shardwise" if version > FORMAT_VERSION else "use the one that wrote it"
+            raise CheckpointError(
+                f"it was written by another Shardwise (format version {version}, this one reads {FORMAT_VERSION}); "
+                f"{remedy}"
+            )
+        body = {key: top.present(key) for key in ("step", "serial", "meta", "files", "tensors")}
+        if value.get("crc32") != _checksum(body):
+            raise CheckpointError(
+                f"its checksum does not match: it was changed or damaged after it was written; {_ANOTHER_COPY}"
+            )
+        files, tensors = top.inner("files"), top.inner("tensors")
+        return cls(
+            step=top.count("step"),
+            serial=top.count("serial"),
+            meta=top.inner("meta").values,
+            tensors={name: TensorRecord.from_json(tensors.inner(name)) for name in tensors.values},
+            files={name: FileRecord.from_json(files.inner(name)) for name in files.values},
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of the checkpoint at ``folder``.
+
+        Raises:
+            CheckpointError: there is no such folder, or no good ``meta.json`` in it; the message names the folder.
+        """
+        path = existing_manifest(folder)
+        manifest = cls.from_file(path)
+        published = re.fullmatch(r"\.?step-(\d{8,})(\.replaced)?", folder.name)
+        if published and int(published[1]) != manifest.step:
+            raise CheckpointError(f"{path} is of step {manifest.step}, which its folder's name is not of; rename it")
+        return manifest
+
+    @classmethod
+    def from_file(cls, path: Path) -> Manifest:
+        """The manifest in the file at ``path``; CheckpointError, which names the file, if it is not a good one."""
+        try:
+            return cls.from_text(read_regular(path, limit=MAX_TABLE_BYTES))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} is damaged or of another kind: {error}") from error
+
+    def check_sizes(self, folder: Path) -> None:
+        """Raise CheckpointError unless every recorded file is there and has its recorded size."""
+        for name, file in self.files.items():
+            path = folder / name
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint {folder} is incomplete: {name} cannot be found ({error.strerror})"
+                ) from error
+            if not stat.S_ISREG(status.st_mode):
+                raise damaged(folder, f"{name} is not a regular file")
+            if status.st_size != file.size:
+                raise damaged(folder, f"{name} has {status.st_size} bytes, expected {file.size}")
+
+    def check_contents(self, folder: Path) -> None:
+        """Read every file and raise CheckpointError unless its checksum is as recorded."""
+        for name, file in self.files.items():
+            try:
+                found = FileRecord.of(folder / name)
+            except OSError as error:
+                raise damaged(folder, f"{name} cannot be read ({error})") from error
+            if found != file:
+                raise damaged(folder, f"{name} has CRC-32 {found.crc32}, expected {file.crc32}; {REMEDY}")
+
+
+def damaged(folder: Path, what: str) -> CheckpointError:
+    """The error of a checkpoint whose files are not what was saved."""
+    return CheckpointError(f"checkpoint {folder} is damaged: {what}")
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file's name is of one in the checkpoint's folder."""
+    path = PurePosixPath(name)
+    return can_be_a_name(name) and path.parts != () and not path.is_absolute() and ".." not in path.parts
+
+
+def existing_manifest(folder: Path) -> Path:
+    """The path of ``folder``'s ``meta.json``; CheckpointError, which says what is there instead, if there is none."""
+    path = folder / MANIFEST_NAME
+    # If the path exists and is not a regular file, reading it reports so.
+    if os.path.lexists(path):
+        return path
+    if not folder.exists():
+        raise CheckpointError(f"there is no checkpoint at {folder}: no such folder")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; a checkpoint is a folder with a {MANIFEST_NAME}")
+    inside = sorted(entry.name for entry in folder.glob("step-*"))
+    hint = f"; it holds checkpoints: give one of them, such as {folder / inside[-1]}" if inside else ""
+    raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST_NAME}{hint}")
+
+
+def json_copy(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """``meta`` as it will be read back; CheckpointError if it is not JSON."""
+    try:
+        # The copy is made inside another object, since that is how deep it will be nested.
+        copy: dict[str, Any] = parse_json(json.dumps({"meta": dict(meta)}, allow_nan=False).encode())["meta"]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the checkpoint's meta must be plain JSON values: {error}") from error
+    return copy
+
+
+def _json_lines(value: Any, depth: int, indent: str = "") -> str:
+    """``value`` as JSON text, the entries of its outer ``depth`` objects on lines of their own: one line per tensor."""
+    if depth == 0 or not isinstance(value, dict) or not value:
+        return json.dumps(value, allow_nan=False)
+    inner = indent + "  "
+    entries = [f"{inner}{json.dumps(key)}: {_json_lines(item, depth - 1, inner)}" for key, item in value.items()]
+    return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    """CRC-32 of a value's JSON text in its one canonical form."""
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f"{zlib.crc32(canonical.encode()):08x}"

@@ -1,0 +1,315 @@
+"""Save a sharded state: begin, write, and publish once every rank has written.
+
+torch.distributed.checkpoint plans who writes what. Its own asynchronous saving runs collectives in a thread; here a
+thread does nothing but write its rank's file, and everything that ranks do together is done by the thread that calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from shardwise.core.communication.agreement import decide
+from shardwise.core.errors import CheckpointError, ConfigError, DesyncError, ShardwiseError
+from shardwise.core.sharding import ParamShard, TensorPieces
+from shardwise.storage.checkpoint.checkpoint import Description, describe_state, merge_descriptions
+from shardwise.storage.checkpoint.failures import checkpoint_errors, describe
+from shardwise.storage.checkpoint.folder import fsync, next_serial, prepare, prune, publish, step_path
+from shardwise.storage.checkpoint.manifest import (
+    MANIFEST_NAME,
+    ChunkRecord,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    json_copy,
+)
+from shardwise.storage.checkpoint.planning import tensors_of
+from shardwise.storage.checkpoint.snapshot import Snapshot
+from shardwise.storage.checkpoint.storage import Part, PartsOfPlan, Written, write_parts
+
+
+def save(
+    root: Path,
+    step: int,
+    state: Mapping[str, ParamShard],
+    meta: Mapping[str, Any] | None = None,
+    *,
+    group: ProcessGroup,
+    keep: int | None = 3,
+    extra_files: Callable[[Path], None] | None = None,
+) -> Path:
+    """Save ``state`` as the checkpoint ``root/step-NNNNNNNN``, complete or not at all.
+
+    Collective over ``group``. Each interval of a tensor is written once, however many ranks hold it, and the work is
+    spread over them. The checkpoint appears under its name when every byte is on the disk; one that had the
+    name before is replaced. One run at a time saves into a folder, which all ranks share.
+
+    Args:
+        root: folder of the run's checkpoints; made if it does not exist.
+        step: training step, at least 0.
+        state: this rank's part of each tensor, by any name: a tensor is stored under its entry's ``key``. Ranks may
+            hold different tensors, but all entries of one key agree on dtype, shape and layout.
+        meta: plain JSON values to keep with it; rank 0's are written. Tuples are read back as lists. None is ``{}``.
+        group: all ranks that hold a part: tensor-parallel, and the data-parallel copies if they take part.
+        keep: how many checkpoints of ``root`` to keep, those published last; older ones are deleted once the new one is
+            published. None keeps all.
+        extra_files: called on rank 0 with a folder to add files to (tokenizer, configuration); they are part of the
+            checkpoint and checked by ``verify``.
+
+    Returns:
+        The checkpoint's folder, on every rank.
+
+    Raises:
+        ConfigError: ``step`` or ``keep`` out of range.
+        CheckpointError: it cannot be saved (no permission, disk full, ranks that disagree, ``meta`` that is not JSON);
+            the same message on every rank. Nothing is left of it, and earlier checkpoints are as they were.
+    """
+    return PendingSave(root, step, state, meta, group=group, keep=keep, extra_files=extra_files).complete()
+
+
+class Progress(enum.IntEnum):
+    """How far one rank's writing is; the largest over the ranks is how far the save is."""
+
+    WRITTEN = 0
+    WRITING = 1
+    FAILED = 2
+
+
+class PendingSave:
+    """A checkpoint that has begun, and is published by ``complete``; ``save`` is one right after the other.
+
+    Given a snapshot, a thread writes this rank's file from it, and the tensors may be changed once the object is made.
+    The thread makes no collectives, so the ranks may make any meanwhile. Until ``complete`` has returned nobody sees
+    the checkpoint, and earlier ones are as they were. Making it and completing it are collective over ``group``.
+
+    Args:
+        root, step, state, meta, group, keep, extra_files: as for ``save``.
+        snapshot: memory to copy to. If None, or where the memory of a rank does not suffice, that rank writes from the
+            tensors themselves, before this returns.
+        check: called with the stored name and the values of each part of this rank before its file is written, in the
+            thread if there is one; what it raises is the save's error.
+
+    Attributes:
+        step: as given.
+        note: what is to be said about it: once it is complete of all ranks, before of this one.
+
+    Raises:
+        ConfigError, CheckpointError: as for ``save``; of what happens in the thread, ``complete`` raises it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        state: Mapping[str, ParamShard],
+        meta: Mapping[str, Any] | None = None,
+        *,
+        group: ProcessGroup,
+        keep: int | None = 3,
+        extra_files: Callable[[Path], None] | None = None,
+        snapshot: Snapshot | None = None,
+        check: Callable[[str, Tensor], None] | None = None,
+    ) -> None:
+        if step < 0 or (keep is not None and keep < 1):
+            raise ConfigError(f"step must be at least 0 and keep at least 1 or None, got step={step}, keep={keep}")
+        self.step, self.note = step, ""
+        self._root, self._keep, self._extra_files = root, keep, extra_files
+        self._group, self._rank = group, dist.get_rank(group)
+        self._snapshot, self._check = snapshot, check
+        self._tensors: dict[str, Description] = {}
+        self._partial: Path | None = None
+        self._parts: list[Part] = []
+        self._meta: dict[str, Any] = {}
+        self._written: Written | None = None
+        self._error: BaseException | None = None
+        self._abandoned = False
+        self._thread: threading.Thread | None = None
+        mine: dict[str, TensorPieces] = {}
+
+        @checkpoint_errors()
+        def describe_mine() -> tuple[int, dict[str, Description]]:
+            described = describe_state(state)
+            mine.update(tensors_of(state))
+            return step, described
+
+        @checkpoint_errors()
+        def begin(ranks: list[tuple[int, dict[str, Description]]]) -> Path:
+            if any(other != step for other, _ in ranks):
+                raise CheckpointError(f"the ranks save different steps: {[other for other, _ in ranks]}")
+            self._tensors |= merge_descriptions((f"rank {rank}", part) for rank, (_, part) in enumerate(ranks))
+            self._meta = json_copy({} if meta is None else meta)
+            return prepare(root, step)
+
+        with self._failing_alike():
+            self._partial = decide(describe_mine, begin, group=group)
+            with checkpoint_errors():
+                state_dict_saver.save(
+                    dict(mine),
+                    storage_writer=PartsOfPlan(self._take),
+                    planner=DefaultSavePlanner(flatten_state_dict=False),
+                    process_group=group,
+                )
+        if self._snapshot is None:
+            self._write()
+        else:
+            self._thread = threading.Thread(target=self._write, name=f"shardwise-save-{step}")
+            self._thread.start()
+
+    @property
+    def progress(self) -> Progress:
+        """Of this rank's writing, without waiting for it."""
+        if self._thread is not None and self._thread.is_alive():
+            return Progress.WRITING
+        return Progress.WRITTEN if self._error is None else Progress.FAILED
+
+    def complete(self) -> Path:
+        """Wait until every rank has written, and publish the checkpoint; its folder, on every rank. Collective.
+
+        Raises:
+            CheckpointError: as for ``save``.
+            ShardwiseError: what ``check`` raised on a rank, on all.
+        """
+        with self._failing_alike():
+            self.note = decide(self._own_part, self._publish, group=self._group)
+        return step_path(self._root, self.step)
+
+    def wait(self) -> None:
+        """Return when this rank has written, or failed; for this rank alone."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """Let this rank's thread write no further part, and wait for its end. What it wrote is never published.
+
+        Not collective: for a rank that leaves because of an error, or has heard of another's.
+        """
+        self._abandoned = True
+        self.wait()
+
+    def _take(self, parts: list[Part]) -> None:
+        if self._snapshot is not None:
+            try:
+                parts = self._snapshot.take(parts)
+            except (RuntimeError, MemoryError) as error:
+                self._snapshot.release()
+                self._snapshot = None
+                self.note = (
+                    f"rank {self._rank} trains on only when it has written, for want of memory: {describe(error)}"
+                )
+        self._parts = parts
+
+    def _write(self) -> None:
+        """Write this rank's file; the outcome is kept for ``complete``."""
+        assert self._partial is not None
+        try:
+            if self._snapshot is not None:
+                self._snapshot.wait()
+            for part in self._parts:
+                self._go_on()
+                if self._check is not None:
+                    self._check(part.key, part.data)
+            with checkpoint_errors():
+                self._written = write_parts(self._partial, self._rank, self._parts, go_on=self._go_on)
+        except BaseException as error:
+            self._error = error
+            # A KeyboardInterrupt of the caller's thread is the caller's.
+            if threading.current_thread() is not self._thread and not isinstance(error, Exception):
+                raise
+        self._parts = []
+
+    def _go_on(self) -> None:
+        if self._abandoned:
+            raise CheckpointError("the save was abandoned")
+
+    def _own_part(self) -> tuple[Written | None, str]:
+        """What this rank has written, once it has; None if it was abandoned."""
+        self.wait()
+        # One that was abandoned was so because of another rank's error, which is the one to tell.
+        if self._error is not None and not self._abandoned:
+            raise self._error
+        return self._written, self.note
+
+    @checkpoint_errors()
+    def _publish(self, ranks: list[tuple[Written | None, str]]) -> str:
+        """On rank 0: make what was written a checkpoint; the notes of all ranks."""
+        assert self._partial is not None
+        chunks: dict[str, list[ChunkRecord]] = {}
+        files: dict[str, FileRecord] = {}
+        for rank, (written, _) in enumerate(ranks):
+            if written is None:
+                raise CheckpointError(f"rank {rank} abandoned the save")
+            if written.file is not None and written.record is not None:
+                files[written.file] = written.record
+            for name, chunk in written.chunks:
+                chunks.setdefault(name, []).append(chunk)
+        files |= add_extra_files(self._partial, self._extra_files, known=files)
+        records = {}
+        for key in sorted(chunks):
+            dtype, shape, layout = self._tensors[key]
+            records[key] = TensorRecord(shape, dtype, dataclasses.asdict(layout), tuple(chunks[key]))
+        manifest = Manifest(self.step, next_serial(self._root), self._meta, records, files)
+        (self._partial / MANIFEST_NAME).write_text(manifest.to_text(), encoding="utf-8")
+        fsync(self._partial / MANIFEST_NAME)
+        fsync(self._partial)
+        publish(self._partial, step_path(self._root, self.step))
+        if self._keep is not None:
+            prune(self._root, self._keep)
+        return "; ".join(note for _, note in ranks if note)
+
+    @contextlib.contextmanager
+    def _failing_alike(self) -> Iterator[None]:
+        """On an error that all ranks have, remove what was written, and say that nothing else has changed."""
+        try:
+            try:
+                yield
+            except DesyncError:
+                # A rank is gone, and nothing can be done together any more. The next save removes what is left.
+                raise
+            except ShardwiseError:
+                decide(self._clear, lambda _: None, group=self._group)
+                raise
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"cannot save a checkpoint in {self._root}: {error}; {self._what_is_left()}"
+            ) from error
+
+    def _what_is_left(self) -> str:
+        if self._partial is not None and not self._root.is_dir():
+            return "the folder is gone, and what was in it: something removed it while the program was at work"
+        is_first = not any(self._root.glob("step-*"))
+        return "there is no earlier one" if is_first else "earlier ones are untouched"
+
+    @checkpoint_errors()
+    def _clear(self) -> None:
+        if self._rank == 0 and self._partial is not None:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def add_extra_files(
+    folder: Path, write: Callable[[Path], None] | None, *, known: Mapping[str, FileRecord]
+) -> dict[str, FileRecord]:
+    """Have ``write`` add files to ``folder``; records of what it added, which is on the disk."""
+    if write is None:
+        return {}
+    write(folder)
+    if (folder / MANIFEST_NAME).exists():
+        raise CheckpointError(f"extra_files wrote {MANIFEST_NAME}, which is the checkpoint's own")
+    added = {}
+    for path in sorted(folder.rglob("*")):
+        fsync(path)
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in known:
+            added[name] = FileRecord.of(path)
+    return added

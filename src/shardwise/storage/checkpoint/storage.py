@@ -1,0 +1,153 @@
+"""Where torch.distributed.checkpoint's chunks are written: one safetensors file per rank.
+
+PyTorch's own ``HuggingFaceStorageWriter`` stores one chunk of a tensor per file (a second interval of one rank
+would take the first one's name), has no checksums, and reads every file to know what there is; its other writers keep
+their metadata as a pickle.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardwise.core.errors import CheckpointError
+from shardwise.core.tensor_files import TensorFile
+from shardwise.storage.checkpoint.checksum import slice_checksum
+from shardwise.storage.checkpoint.manifest import ChunkRecord, FileRecord
+
+
+class FolderStorage:
+    """What the reader and the writer of a checkpoint's folder have in common."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between two saves or loads."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """The plan as it is."""
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders only; no URLs."""
+        return "://" not in str(checkpoint_id)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor that this rank writes.
+
+    Attributes:
+        key: name under which it is stored: the tensor's if it is the whole; if not, with the slice behind it, as in
+            ``weight[0:51, 0:64]``.
+        name: the tensor's.
+        offsets: first index of the box in each dimension.
+        data: its values.
+    """
+
+    key: str
+    name: str
+    offsets: tuple[int, ...]
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote.
+
+    Attributes:
+        file: name of its file; None if there was nothing to write.
+        record: of the file.
+        chunks: what the file holds, with the names of their tensors.
+        note: what is to be said about it; empty if nothing is.
+    """
+
+    file: str | None = None
+    record: FileRecord | None = None
+    chunks: tuple[tuple[str, ChunkRecord], ...] = ()
+    note: str = ""
+
+
+class PartsOfPlan(FolderStorage, StorageWriter):
+    """Takes what torch.distributed.checkpoint plans for this rank to write, and writes nothing itself.
+
+    Args:
+        take: called with this rank's parts.
+    """
+
+    def __init__(self, take: Callable[[list[Part]], None]) -> None:
+        self._take = take
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Hand the parts over.
+
+        Raises:
+            CheckpointError: two parts have one name.
+        """
+        parts = []
+        for item in plan.items:
+            assert item.tensor_data is not None
+            offsets = tuple(item.tensor_data.chunk.offsets)
+            parts.append(Part(chunk_key(item), item.index.fqn, offsets, cast(Tensor, planner.resolve_data(item))))
+        keys = [part.key for part in parts]
+        if len(set(keys)) != len(keys):
+            raise CheckpointError(f"two tensors would both be stored as {next(k for k in keys if keys.count(k) > 1)!r}")
+        self._take(parts)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing has been written yet."""
+
+
+def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, go_on: Callable[[], None] = lambda: None) -> Written:
+    """Write a rank's parts into ``rank-NNNNN.safetensors``, to the disk itself; read it back for its checksum.
+
+    Args:
+        folder: exists, and is shared by the ranks.
+        rank: this rank in the group that saves.
+        parts: in memory of any device.
+        go_on: called before each part; what it raises ends the writing.
+
+    Raises:
+        CheckpointError: the file cannot be written; the message has the reason.
+    """
+    if not parts:
+        return Written()
+    path = folder / f"rank-{rank:05d}.safetensors"
+    with contextlib.closing(TensorFile(path, {part.key: (part.data.dtype, part.data.shape) for part in parts})) as file:
+        for part in parts:
+            go_on()
+            file.write(part.key, part.data)
+    chunks = []
+    for part in parts:
+        go_on()
+        shape = part.data.shape
+        checksum = slice_checksum(part.data, [0] * part.data.dim(), shape)
+        chunks.append((part.name, ChunkRecord(part.offsets, tuple(shape), path.name, part.key, checksum)))
+    return Written(path.name, FileRecord.of(path), tuple(chunks))
+
+
+def chunk_key(item: WriteItem) -> str:
+    """The name under which a chunk is stored."""
+    data = item.tensor_data
+    assert data is not None
+    if data.chunk.sizes == data.size:
+        return item.index.fqn
+    box = zip(data.chunk.offsets, data.chunk.sizes, strict=True)
+    return f"{item.index.fqn}[{', '.join(f'{start}:{start + size}' for start, size in box)}]"

@@ -1,0 +1,189 @@
+"""An architecture of Hugging Face's: which fields and which tensors say what ours do."""
+
+import dataclasses
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.core.errors import ConfigError
+from shardwise.models.classification import Classification, Task
+from shardwise.storage.huggingface.architectures.classifier import ClassifierFormat
+from shardwise.storage.huggingface.description import ModelDescription
+from shardwise.storage.huggingface.fields import ACTIVATION_NAMES, Fields
+from shardwise.storage.huggingface.mapping import Heads, Table, whole
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of ``config.json`` that says what one of the description's does.
+
+    Attributes:
+        name: the field's name.
+        default: its value where it is missing, which has its type.
+        synonym: another name, which is read, and wins where both are there, but is not written.
+    """
+
+    name: str
+    default: int | float | bool | str
+    synonym: str | None = None
+
+    def read(self, fields: Fields) -> Any:
+        """The description's value.
+
+        Raises:
+            ConfigError: the field is of another type, or its value is not offered.
+        """
+        names = (self.name,) if self.synonym is None else (self.synonym, self.name)
+        kind: Any = type(self.default)
+        return fields.get(kind, *names, default=self.default)
+
+    def write(self, value: Any) -> Any:
+        """The field's value.
+
+        Raises:
+            ConfigError: Hugging Face has none that means the same.
+        """
+        return value
+
+
+class ActivationSetting(Setting):
+    """The field that names the activation."""
+
+    def read(self, fields: Fields) -> str:
+        """Our name of it."""
+        name: str = super().read(fields)
+        if name not in ACTIVATION_NAMES:
+            raise fields.error(self.name, name, f"one of {', '.join(ACTIVATION_NAMES)}")
+        return ACTIVATION_NAMES[name]
+
+    def write(self, value: str) -> str:
+        """Hugging Face's name of it; the architecture's default where that means the same."""
+        for theirs in (str(self.default), *ACTIVATION_NAMES):
+            if ACTIVATION_NAMES[theirs] == value:
+                return theirs
+        raise ConfigError(f"activation {value!r} has no name in Hugging Face")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One ``model_type``: its configuration and its table of tensors.
+
+    Attributes:
+        model_type: the value in ``config.json``.
+        classes: names in ``architectures`` that are this one.
+        settings: by the description's name, the fields of ``config.json`` that say the same, read and written alike.
+        fixed: fields of the description that are the same for all models.
+        required: fields of ``config.json`` of which one value is offered.
+        prefix: what files of the model without its head lack in front of their names.
+        table: for each parameter, tied ones included, the tensors that it is made of.
+        tied: for a parameter that shares another's weight, the tensor that files may hold a copy in.
+        ignored: regular expressions for names of tensors that are no parameters, such as buffers.
+        copies: tensors that are the same as another, whatever is tied: either may be missing.
+        renamed: pairs of an old ending of names and today's.
+        classifiers: its classes with a classification head.
+    """
+
+    model_type: str
+    classes: tuple[str, ...]
+    settings: Mapping[str, Setting]
+    fixed: Mapping[str, Any]
+    required: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str
+    table: Table
+    tied: Mapping[str, str]
+    ignored: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    renamed: tuple[tuple[str, str], ...] = ()
+    classifiers: tuple[ClassifierFormat, ...] = ()
+
+    def read(self, fields: Fields) -> ModelDescription:
+        """The model that a ``config.json`` describes.
+
+        Raises:
+            ConfigError: a value that is not offered, or values that contradict each other.
+        """
+        for name, value in self.required.items():
+            fields.require(name, value)
+        values = {name: setting.read(fields) for name, setting in self.settings.items()}
+        description = ModelDescription(**{**self.fixed, **values, **self.read_others(fields, values)})
+        names = fields.values.get("architectures")
+        for format in self.classifiers:
+            if names == [format.class_name]:
+                return self.with_head(description, format.read(fields))
+        return description
+
+    def write(self, model: ModelDescription) -> dict[str, Any]:
+        """The fields of a ``config.json`` that give the description again, as far as the architecture has any.
+
+        Raises:
+            ConfigError: a value that no field can have.
+        """
+        values = {setting.name: setting.write(getattr(model, name)) for name, setting in self.settings.items()}
+        values |= self.write_others(model)
+        if model.classification is not None:
+            values |= self.classifier_of(model.classification.task).write(model.classification)
+        return values
+
+    def classifier_of(self, task: Task) -> ClassifierFormat:
+        """The class for a task.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for format in self.classifiers:
+            if format.task == task:
+                return format
+        others = ", ".join(format.task for format in self.classifiers) or "no head for labels"
+        raise ConfigError(f"{self.model_type} models in Hugging Face have no head for {task}, but {others}")
+
+    def with_head(self, model: ModelDescription, head: Classification) -> ModelDescription:
+        """The same model with a classification head in place of its own."""
+        return dataclasses.replace(model, classification=head, add_binary_head=False)
+
+    def table_of(self, head: Classification | None) -> Table:
+        """``table``, with the head's row for a model that classifies."""
+        if head is None:
+            return self.table
+        return {**self.table, "classifier.*": whole(f"{self.classifier_of(head.task).tensor}.*")}
+
+    @property
+    def tensors_of_heads(self) -> set[str]:
+        """The names of tensors that only one of the model's heads has."""
+        found = {f"{format.tensor}.{leaf}" for format in self.classifiers for leaf in ("weight", "bias")}
+        for pattern, source in self.table.items():
+            if pattern.startswith(("output_layer.", "lm_head.", "binary_head.", "pooler.")):
+                for leaf in ("weight", "bias"):
+                    found |= source((1, 1), Heads(1, 1, 1), {"*": leaf}).stored_shapes.keys()
+        return found
+
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What is neither fixed nor in ``values``, those of the settings: heads that each have a key and a value.
+
+        Raises:
+            ConfigError: as for ``read``.
+        """
+        heads, hidden = values["num_attention_heads"], values["hidden_size"]
+        if heads < 1 or hidden % heads != 0:
+            name, width = (self.settings[key].name for key in ("num_attention_heads", "hidden_size"))
+            raise fields.error(name, heads, f"a divisor of {width}, {hidden}")
+        return {"num_query_groups": heads, "kv_channels": hidden // heads}
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        """The fields that are no settings; none here."""
+        return {}
+
+    def class_of(self, model: ModelDescription) -> str:
+        """The name in ``architectures`` to write."""
+        return self.classes[0]
+
+    def class_name(self, model: ModelDescription) -> str:
+        """``class_of``, or that of a classification head."""
+        return (
+            self.class_of(model)
+            if model.classification is None
+            else self.classifier_of(model.classification.task).class_name
+        )
+
+    def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
+        """The description corrected by the names of the stored tensors."""
+        return model

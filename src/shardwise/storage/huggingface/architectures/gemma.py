@@ -1,0 +1,162 @@
+"""Gemma 2 and the text model of Gemma 3: norms around attention and MLP, windows in some layers, soft caps."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwise.core.errors import ConfigError
+from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting
+from shardwise.storage.huggingface.architectures.classifier import classifiers
+from shardwise.storage.huggingface.architectures.llama import (
+    LLAMA,
+    TABLE,
+    Decoder,
+    decoder_settings,
+    layer_types,
+    read_layer_types,
+)
+from shardwise.storage.huggingface.description import ModelDescription
+from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.mapping import whole
+from shardwise.storage.huggingface.rope import read_rope, rope_json
+
+_LAYER, _STORED = "decoder.layers.{layer}.", "model.layers.{layer}."
+_NESTED = {"full_attention": "rope_scaling", "sliding_attention": None}
+
+
+class _Gemma(Decoder):
+    """``query_pre_attn_scalar`` is the square of what scores are divided by; words are multiplied by ``sqrt(h)``."""
+
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        scalar = fields.get(float, "query_pre_attn_scalar", default=256.0, within=(1, 1 << 30))
+        caps = {
+            "final_logit_softcap": fields.optional(float, "final_logit_softcapping", self.default_caps[0]),
+            "attention_logit_softcap": fields.optional(float, "attn_logit_softcapping", self.default_caps[1]),
+        }
+        return {
+            "softmax_scale": scalar**-0.5,
+            "embedding_multiplier": math.sqrt(values["hidden_size"]),
+            **caps,
+            **super().read_others(fields, values),
+        }
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        scalar = model.kv_channels if model.softmax_scale is None else model.softmax_scale**-2
+        if not math.isclose(scalar, round(scalar), rel_tol=1e-9):
+            raise ConfigError(
+                f"{self.model_type} has no softmax_scale of {model.softmax_scale}; n ** -0.5 for an integer"
+            )
+        return {
+            "query_pre_attn_scalar": round(scalar),
+            "final_logit_softcapping": model.final_logit_softcap,
+            "attn_logit_softcapping": model.attention_logit_softcap,
+            **super().write_others(model),
+        }
+
+    @property
+    def default_caps(self) -> tuple[float | None, float | None]:
+        """Of logits and of scores."""
+        return None, None
+
+    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+        window = fields.optional(int, "sliding_window", 4096)
+        every = self.full_every(fields)
+        return read_layer_types(fields, window, [(layer + 1) % every != 0 for layer in range(num_layers)])
+
+    def full_every(self, fields: Fields) -> int:
+        """One of how many layers has no window, where ``layer_types`` is missing."""
+        return 2
+
+    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
+        return {"sliding_window": window, "layer_types": layer_types(layers)}
+
+
+class _Gemma2(_Gemma):
+    @property
+    def default_caps(self) -> tuple[float | None, float | None]:
+        return 30.0, 50.0
+
+
+class _Gemma3(_Gemma):
+    """Layers with a window rotate by a base of their own, which files have in one of two forms."""
+
+    def full_every(self, fields: Fields) -> int:
+        return fields.get(int, "sliding_window_pattern", "_sliding_window_pattern", default=6, within=(1, 1 << 16))
+
+    def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
+        values = fields.values
+        nested = values.get("rope_parameters") or {}
+        if not isinstance(nested, Mapping) or not all(isinstance(each, Mapping | None) for each in nested.values()):
+            raise fields.error("rope_parameters", nested, "an object for each kind of layer")
+        full, local = (nested.get(name) or {} for name in ("full_attention", "sliding_attention"))
+        own = {"rope_theta": fields.get(float, "rope_theta", default=1e6), **(values.get("rope_scaling") or {}), **full}
+        where = f"{fields.where}: rope_parameters.sliding_attention"
+        base = fields.get(float, "rope_local_base_freq", default=10000.0)
+        others = Fields(local, where)
+        others.require("rope_type", "default")
+        return {
+            **read_rope(Fields({"rope_parameters": own}, fields.where), longest),
+            "window_rotary_base": others.get(float, "rope_theta", default=base),
+        }
+
+    def write_positions(self, model: ModelDescription) -> dict[str, Any]:
+        written = rope_json(model)
+        # A model whose layers all have one base has it twice in a file.
+        local = model.rotary_base if model.window_rotary_base is None else model.window_rotary_base
+        return {
+            "rope_theta": written["rope_theta"],
+            "rope_local_base_freq": local,
+            "rope_parameters": {
+                "full_attention": written["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            },
+        }
+
+
+_SETTINGS = {
+    **decoder_settings(intermediate_size=9216, vocab_size=256000, max_position_embeddings=8192),
+    "hidden_size": Setting("hidden_size", 2304),
+    "num_layers": Setting("num_hidden_layers", 26),
+    "num_attention_heads": Setting("num_attention_heads", 8),
+    "activation": ActivationSetting("hidden_activation", "gelu_pytorch_tanh"),
+    "attention_bias": Setting("attention_bias", False),
+    "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
+}
+_FIXED = {**LLAMA.fixed, "norm_position": "sandwich", "layernorm_zero_centered_gamma": True}
+_TABLE = TABLE | {
+    _LAYER + "post_self_attn_layernorm.*": whole(_STORED + "post_attention_layernorm.*"),
+    _LAYER + "pre_mlp_layernorm.*": whole(_STORED + "pre_feedforward_layernorm.*"),
+    _LAYER + "post_mlp_layernorm.*": whole(_STORED + "post_feedforward_layernorm.*"),
+}
+
+GEMMA2 = _Gemma2(
+    model_type="gemma2",
+    classes=("Gemma2ForCausalLM", "Gemma2Model"),
+    classifiers=classifiers("Gemma2"),
+    settings=_SETTINGS,
+    fixed=_FIXED,
+    table=_TABLE,
+    num_key_value_heads=4,
+    head_dim=256,
+)
+
+GEMMA3 = _Gemma3(
+    model_type="gemma3_text",
+    classes=("Gemma3ForCausalLM", "Gemma3TextModel"),
+    classifiers=classifiers("Gemma3Text", of_tokens=False),
+    settings=_SETTINGS
+    | {
+        "vocab_size": Setting("vocab_size", 262208),
+        "max_sequence_length": Setting("max_position_embeddings", 131072),
+    },
+    fixed={**_FIXED, "qk_layernorm": True},
+    # Gemma 3 in transformers caps the logits of words, and has no cap of scores, whatever this field says.
+    required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+    table=_TABLE
+    | {
+        _LAYER + "self_attention.q_layernorm.*": whole(_STORED + "self_attn.q_norm.*"),
+        _LAYER + "self_attention.k_layernorm.*": whole(_STORED + "self_attn.k_norm.*"),
+    },
+    num_key_value_heads=4,
+    head_dim=256,
+)

@@ -1,0 +1,162 @@
+"""Llama 3 and Mistral, and what Qwen shares with them: rotary positions, RMSNorm, SwiGLU, grouped queries."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
+from shardwise.storage.huggingface.architectures.classifier import classifiers
+from shardwise.storage.huggingface.description import ModelDescription
+from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.mapping import Table, separate_qkv, stacked, whole
+from shardwise.storage.huggingface.rope import read_rope, rope_json
+
+_LAYER = "decoder.layers.{layer}."
+_STORED = "model.layers.{layer}."
+
+TABLE = {
+    "embedding.word_embeddings.*": whole("model.embed_tokens.*"),
+    _LAYER + "input_layernorm.*": whole(_STORED + "input_layernorm.*"),
+    _LAYER + "self_attention.linear_qkv.*": separate_qkv(
+        _STORED + "self_attn.q_proj.*", _STORED + "self_attn.k_proj.*", _STORED + "self_attn.v_proj.*"
+    ),
+    _LAYER + "self_attention.linear_proj.*": whole(_STORED + "self_attn.o_proj.*"),
+    _LAYER + "pre_mlp_layernorm.*": whole(_STORED + "post_attention_layernorm.*"),
+    _LAYER + "mlp.linear_fc1.*": stacked(_STORED + "mlp.gate_proj.*", _STORED + "mlp.up_proj.*"),
+    _LAYER + "mlp.linear_fc2.*": whole(_STORED + "mlp.down_proj.*"),
+    "decoder.final_layernorm.*": whole("model.norm.*"),
+    "output_layer.*": whole("lm_head.*"),
+}
+
+
+def decoder_settings(*, intermediate_size: int, vocab_size: int, max_position_embeddings: int) -> dict[str, Setting]:
+    """The settings that these decoders have in common, with an architecture's own defaults of these fields."""
+    return {
+        "vocab_size": Setting("vocab_size", vocab_size),
+        "hidden_size": Setting("hidden_size", 4096),
+        "ffn_hidden_size": Setting("intermediate_size", intermediate_size),
+        "num_layers": Setting("num_hidden_layers", 32),
+        "num_attention_heads": Setting("num_attention_heads", 32),
+        "activation": ActivationSetting("hidden_act", "silu"),
+        "max_sequence_length": Setting("max_position_embeddings", max_position_embeddings),
+        "layernorm_epsilon": Setting("rms_norm_eps", 1e-6),
+        "attention_dropout": Setting("attention_dropout", 0.0),
+        "init_method_std": Setting("initializer_range", 0.02),
+        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", False),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder(Architecture):
+    """What these decoders have in common.
+
+    Attributes:
+        num_key_value_heads: default of that field; the number of query heads if None.
+        head_dim: default of that field; ``hidden_size / num_attention_heads`` if None.
+    """
+
+    fixed: Mapping[str, Any] = field(default_factory=lambda: {"gated_linear_unit": True, "normalization": "RMSNorm"})
+    prefix: str = "model."
+    table: Table = field(default_factory=lambda: TABLE)
+    tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
+    # Old files store the rotary frequencies.
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq",)
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Heads, sliding window and rotary positions."""
+        hidden, heads = values["hidden_size"], values["num_attention_heads"]
+        width = fields.optional(int, "head_dim", self.head_dim)
+        if width is None and (heads < 1 or hidden % heads != 0):
+            expected = f"a divisor of hidden_size, {hidden}, or head_dim be given"
+            raise fields.error("num_attention_heads", heads, expected)
+        groups = fields.optional(int, "num_key_value_heads", self.num_key_value_heads) or heads
+        if groups < 1 or heads % groups != 0:
+            raise fields.error("num_key_value_heads", groups, f"a divisor of num_attention_heads, {heads}")
+        window, layers = self.read_window(fields, values["num_layers"])
+        others = {
+            "num_query_groups": groups,
+            "kv_channels": width or hidden // heads,
+            # ``ModelConfig`` counts the positions before and after a token that the token attends to.
+            "window_size": None if window is None else (window - 1, 0),
+            "windowed_layers": layers,
+        }
+        if "attention_bias" in values:
+            others["qkv_bias"] = values["attention_bias"]
+        return others | self.read_positions(fields, values["max_sequence_length"])
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        """As ``read_others``."""
+        window = None if model.window_size is None else model.window_size[0] + 1
+        return {
+            "num_key_value_heads": model.num_query_groups,
+            "head_dim": model.kv_channels,
+            **self.write_window(window, model.windowed_layers or (window is not None,) * model.num_layers),
+            **self.write_positions(model),
+        }
+
+    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+        """How many tokens a token sees, itself included, and in which layers; all if None."""
+        return None, None
+
+    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
+        """The fields that say so."""
+        return {}
+
+    def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
+        """The fields of the description about rotary positions."""
+        return read_rope(fields, longest)
+
+    def write_positions(self, model: ModelDescription) -> dict[str, Any]:
+        """The fields of ``config.json`` that say so."""
+        return rope_json(model)
+
+
+def read_layer_types(
+    fields: Fields, window: int | None, default: Sequence[bool]
+) -> tuple[int | None, tuple[bool, ...] | None]:
+    """The window, and in which layers it is, by ``layer_types``, or by ``default`` where that is missing."""
+    types = fields.values.get("layer_types")
+    names = ("full_attention", "sliding_attention")
+    layers = tuple(default)
+    if types:
+        if not isinstance(types, list) or len(types) != len(layers) or any(each not in names for each in types):
+            raise fields.error("layer_types", types, f"one of {' and '.join(names)} for each of {len(layers)} layers")
+        layers = tuple(each == names[1] for each in types)
+    if window is None or not any(layers):
+        return None, None
+    return window, None if all(layers) else layers
+
+
+def layer_types(layers: Sequence[bool]) -> list[str]:
+    """``layer_types`` of layers that have the window, or not."""
+    return ["sliding_attention" if each else "full_attention" for each in layers]
+
+
+class _Mistral(Decoder):
+    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+        return fields.optional(int, "sliding_window", 4096), None
+
+    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
+        return {"sliding_window": window}
+
+
+LLAMA = Decoder(
+    model_type="llama",
+    classes=("LlamaForCausalLM", "LlamaModel"),
+    classifiers=classifiers("Llama"),
+    settings={
+        **decoder_settings(intermediate_size=11008, vocab_size=32000, max_position_embeddings=2048),
+        "attention_bias": Setting("attention_bias", False),
+        "mlp_bias": Setting("mlp_bias", False),
+    },
+)
+
+MISTRAL = _Mistral(
+    model_type="mistral",
+    classes=("MistralForCausalLM", "MistralModel"),
+    classifiers=classifiers("Mistral"),
+    settings=decoder_settings(intermediate_size=14336, vocab_size=32000, max_position_embeddings=4096 * 32),
+    num_key_value_heads=8,
+)

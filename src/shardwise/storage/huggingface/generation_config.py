@@ -1,0 +1,179 @@
+"""``generation_config.json``: how a model wants its tokens to be chosen, and which of them end a text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.json_files import shown
+from shardwise.models.generation import Sampling
+from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME
+from shardwise.storage.huggingface.reading import read_json
+
+GENERATION_CONFIG_NAME = "generation_config.json"
+
+USUAL_SAMPLING = Sampling(temperature=0.8, top_k=50)
+"""For a model that does not say how its tokens are chosen."""
+
+USUAL_MAX_NEW_TOKENS = 200
+
+_MOST_TOKENS = 10**9
+_HIGHEST_TEMPERATURE = 1e6
+
+_READ = ("do_sample", "temperature", "top_k", "top_p", "max_new_tokens", "max_length", "eos_token_id")
+# These fields concern memory, speed, what is returned, or another way to generate.
+_ABOUT_OTHER_THINGS = """
+_from_model_config transformers_version bos_token_id pad_token_id decoder_start_token_id use_cache cache_implementation
+cache_config max_cache_len return_legacy_cache return_dict_in_generate output_attentions output_hidden_states
+output_logits output_scores early_stopping length_penalty low_memory renormalize_logits remove_invalid_values
+compile_config disable_compile continuous_batching_config prefill_chunk_size is_assistant num_assistant_tokens
+num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit assistant_lookbehind
+target_lookbehind assistant_ensemble_weight max_matching_ngram_size prompt_lookup_num_tokens speculation_type use_mtp
+"""
+_WITHOUT_EFFECT = frozenset(_ABOUT_OTHER_THINGS.split())
+# Values other than null and false with which a field changes nothing.
+_NEUTRAL = dict.fromkeys(
+    (
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+        "typical_p",
+        "guidance_scale",
+    ),
+    1,
+)
+
+
+@dataclass(frozen=True)
+class GenerationChoice:
+    """How a text is continued.
+
+    Attributes:
+        sampling: how a token is chosen.
+        max_new_tokens: most tokens to add.
+        eos_ids: the tokens that end the text, the tokenizer's own first.
+        notes: what of the model's wishes is not followed, one line each.
+    """
+
+    sampling: Sampling
+    max_new_tokens: int
+    eos_ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+
+class GenerationDefaults:
+    """What a model's folder says about generation: ``generation_config.json``, and ``config.json`` for ends of texts.
+
+    Args:
+        folder: the model's folder, which may have a ``generation_config.json``; None if there is no such folder.
+        config: the fields of ``config.json``.
+
+    Raises:
+        CheckpointError: the file cannot be read or is no JSON object.
+    """
+
+    def __init__(self, folder: Path | None = None, config: Mapping[str, Any] | None = None) -> None:
+        path = None if folder is None else folder / GENERATION_CONFIG_NAME
+        values = read_json(path) if path is not None and path.exists() else {}
+        self._fields = Fields(values, str(path))
+        self._config = Fields(config or {}, CONFIG_NAME if folder is None else str(folder / CONFIG_NAME))
+
+    def choose(
+        self,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        max_new_tokens: int | None = None,
+        num_prompt_tokens: int = 0,
+        vocab_size: int,
+        eos_id: int,
+    ) -> GenerationChoice:
+        """What is asked for, or else what the model says, or else the usual.
+
+        Where the file says ``do_sample: true``, what it leaves out is as in ``transformers``: temperature 1, top-k 50.
+        Where it says ``do_sample: false``, the likeliest token is taken unless a temperature is asked for.
+
+        Args:
+            temperature: see ``Sampling``; the model's value if None.
+            top_k: see ``Sampling``; the model's value if None.
+            top_p: see ``Sampling``; the model's value if None.
+            max_new_tokens: most tokens to add.
+            num_prompt_tokens: length of the prompt, which counts towards ``max_length``.
+            vocab_size: size of the model's vocabulary.
+            eos_id: the tokenizer's end of a text, which is one in any case.
+
+        Raises:
+            ConfigError: a value out of range; the message names file, field and value.
+        """
+        notes = self._unsupported()
+        samples = self._fields.optional(bool, "do_sample")
+        if temperature is not None:
+            heat = temperature
+        elif samples is False:
+            heat = 0.0
+            if unused := [name for name, value in (("--top-k", top_k), ("--top-p", top_p)) if value is not None]:
+                notes.append(
+                    f"{' and '.join(unused)} without --temperature: {GENERATION_CONFIG_NAME} says do_sample false, so "
+                    "that the likeliest token is taken"
+                )
+        else:
+            usual = 1.0 if samples else USUAL_SAMPLING.temperature
+            heat = self._fields.get(float, "temperature", default=usual, within=(0, _HIGHEST_TEMPERATURE))
+        count = self._num_tokens("top_k", USUAL_SAMPLING.top_k) if top_k is None else top_k
+        share = (
+            self._fields.get(float, "top_p", default=USUAL_SAMPLING.top_p, within=(0, 1)) if top_p is None else top_p
+        )
+        if share == 0:
+            raise self._fields.error("top_p", share, "over 0 and at most 1")
+        eos_ids = dict.fromkeys((eos_id, *self._eos_ids()))
+        if outside := [token for token in eos_ids if not 0 <= token < vocab_size]:
+            notes.append(f"eos_token_id {_listed(outside)} is outside the model's {vocab_size} ids and ends no text")
+        return GenerationChoice(
+            Sampling(heat, count, share),
+            self._max_new_tokens(num_prompt_tokens) if max_new_tokens is None else max_new_tokens,
+            tuple(token for token in eos_ids if token not in outside),
+            tuple(notes),
+        )
+
+    def _says(self, name: str) -> bool:
+        return self._fields.values.get(name) is not None
+
+    def _num_tokens(self, name: str, default: int) -> int:
+        return self._fields.get(int, name, default=default, within=(0, _MOST_TOKENS))
+
+    def _max_new_tokens(self, num_prompt_tokens: int) -> int:
+        if self._says("max_new_tokens") or not self._says("max_length"):
+            return self._num_tokens("max_new_tokens", USUAL_MAX_NEW_TOKENS)
+        longest = self._num_tokens("max_length", 0)
+        if num_prompt_tokens >= longest:
+            raise ConfigError(
+                f"the prompt has {num_prompt_tokens} tokens, and {self._fields.where} says max_length {longest}, "
+                "prompt included; pass --max-new-tokens"
+            )
+        return longest - num_prompt_tokens
+
+    def _eos_ids(self) -> list[int]:
+        fields = self._fields if self._says("eos_token_id") else self._config
+        value = fields.values.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise fields.error("eos_token_id", value, "an integer or a list of integers")
+        return ids
+
+    def _unsupported(self) -> list[str]:
+        ignored = [
+            f"{name} {shown(value)}"
+            for name, value in self._fields.values.items()
+            if name not in _READ and name not in _WITHOUT_EFFECT and value and value != _NEUTRAL.get(name)
+        ]
+        what = f"{GENERATION_CONFIG_NAME} asks for what is not supported, and is ignored"
+        return [f"{what}: {', '.join(ignored)}"] if ignored else []
+
+
+def _listed(ids: list[int]) -> str:
+    return ", ".join(str(token)[:20] for token in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

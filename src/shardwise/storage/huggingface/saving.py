@@ -1,0 +1,290 @@
+"""From a model to a Hugging Face folder, complete or not at all, without the whole model in any rank's memory."""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.agreement import agree, gather_objects
+from shardwise.core.errors import ConfigError
+from shardwise.core.folder_lock import FolderLock, lock_of_target
+from shardwise.core.sharded_state import gather_parameter
+from shardwise.core.sharding import ParamShard
+from shardwise.core.sharding.rows import is_sharded
+from shardwise.core.tensor_files import TensorFile, write_errors
+from shardwise.core.topology import Groups
+from shardwise.models.chunks import ModelChunks
+from shardwise.nn.quantization import QuantizedTensor
+from shardwise.storage.checkpoint.folder import fsync
+from shardwise.storage.huggingface.architectures import ARCHITECTURES
+from shardwise.storage.huggingface.building import Model, describe_model
+from shardwise.storage.huggingface.companion_files import README_NAME, companion_files
+from shardwise.storage.huggingface.mapping import Composition, Shape, compose
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME, config_to_json
+from shardwise.storage.huggingface.ranks import gather_from_stages, model_groups
+from shardwise.storage.huggingface.reading import INDEX_NAME, WEIGHTS_NAME, read_json
+
+DEFAULT_MAX_FILE_SIZE = 5_000_000_000
+
+
+def save_pretrained(
+    model: Model | ModelChunks | Sequence[Model],
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    architecture: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_size: int = DEFAULT_MAX_FILE_SIZE,
+    fields: Mapping[str, Any] | None = None,
+    card: str | None = None,
+) -> None:
+    """Write a model as a Hugging Face folder, which transformers loads unchanged.
+
+    Collective over the model's tensor-, pipeline- and data-parallel groups (those of its ``groups``), which
+    share the file system. Parameters are gathered one at a time, and each is written before the next: beside its part
+    of the model a rank needs memory for less than three of the largest parameters. The folder appears under its name
+    when every byte is on the disk.
+
+    Args:
+        model: ``GPT`` or ``Bert``, or this stage's chunks; not modified.
+        folder: to write; it must not exist, or be empty.
+        source: a folder whose companion files are copied (of tokenizer, processors and generation, licence, readme),
+            and whose ``config.json``, if it is of the same architecture, is kept but for what the model says otherwise.
+        architecture: the ``model_type`` to write; that of ``source`` if None, or else the first that fits.
+        dtype: dtype of the stored weights; the parameters' own if None.
+        max_file_size: bytes of weights in one file; a larger tensor has a file of its own. A stage's weights are in
+            files of their own.
+        fields: more of ``config.json``, such as the ids of special tokens.
+        card: the ``README.md``; that of ``source`` then becomes ``BASE_README.md``.
+
+    Raises:
+        ConfigError: the model cannot be written as that architecture, or ``folder`` exists.
+        CheckpointError: it cannot be written (no permission, disk full); all errors alike on every rank. Nothing is
+            left then.
+    """
+    models = cast("list[Model]", list(model) if isinstance(model, ModelChunks | Sequence) else [model])
+    groups = models[0].groups
+    replicas: ProcessGroup | None = getattr(groups, "dp_cp", None) or getattr(groups, "dp", None)
+    # The unfinished folder is named after the target, and a path such as "." has no name until it is absolute.
+    target = Path(os.path.abspath(folder))
+
+    is_first = replicas is None or replicas.rank() == 0
+
+    def export(ranks: Sequence[ProcessGroup]) -> None:
+        plan = agree(lambda: _plan(models, source, architecture, dtype, fields or {}, card), group=ranks)
+        _write_folder(target, plan, groups, ranks, max_file_size, writes=is_first)
+
+    if replicas is None or replicas.size() == 1:
+        export(model_groups(groups))
+    elif is_sharded(next(models[0].parameters())):
+        # Each replica holds a part of every parameter.
+        export([*model_groups(groups), replicas])
+    else:
+        # The other replicas wait here and receive the error if the export fails.
+        agree(lambda: export(model_groups(groups)) if is_first else None, group=replicas)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A parameter, and the tensors that it becomes."""
+
+    shard: ParamShard
+    composition: Composition
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> dict[str, tuple[torch.dtype, Shape]]:
+        return {name: (self.dtype, shape) for name, shape in self.composition.stored_shapes.items()}
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.composition.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be written.
+
+    Attributes:
+        config: the ``config.json``.
+        source: the folder that other files are copied from.
+        parts: this stage's parameters, by name.
+        card: the ``README.md``.
+    """
+
+    config: Mapping[str, Any]
+    source: Path | None
+    parts: Mapping[str, _Part]
+    card: str | None = None
+
+
+def _plan(
+    models: Sequence[Model],
+    source: str | Path | None,
+    architecture: str | None,
+    dtype: torch.dtype | None,
+    fields: Mapping[str, Any],
+    card: str | None = None,
+) -> _Plan:
+    folder = None if source is None else Path(source)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder} to copy the tokenizer from")
+    quantized = next(
+        (each for model in models for each in model.parameters() if isinstance(each, QuantizedTensor)), None
+    )
+    if quantized is not None:
+        raise ConfigError(f"the model's weights are in {quantized.kind}, which is not written; save its adapters")
+    description = describe_model(models[0])
+    base = read_json(folder / CONFIG_NAME) if folder is not None and (folder / CONFIG_NAME).is_file() else None
+    if base is not None and base.get("model_type") not in ARCHITECTURES:
+        base = None
+    stored_dtype = dtype or models[0].config.params_dtype
+    config = config_to_json(description, architecture=architecture, dtype=stored_dtype, base=base)
+    table = ARCHITECTURES[config["model_type"]].table_of(description.classification)
+    parts = {
+        key: _Part(shard, compose(table, key, shard.layout.global_shape, description.heads), dtype or shard.dtype)
+        for model in models
+        for key, shard in model.sharded_state_dict().items()
+    }
+    return _Plan(config | dict(fields), folder, parts, card)
+
+
+def _write_folder(
+    target: Path, plan: _Plan, groups: Groups, ranks: Sequence[ProcessGroup], max_file_size: int, *, writes: bool
+) -> None:
+    """All of the folder; ``ranks`` are the groups that call, of which those who ``writes`` leave something."""
+    is_first = all(group.rank() == 0 for group in ranks)
+    keys = gather_from_stages(list(plan.parts), "the names of parameters", groups)
+    # The last stage's copy of a tied weight must not be written a second time.
+    before = {key for earlier in keys[: groups.stage] for key in earlier}
+    own_files = _dealt_out([part for key, part in plan.parts.items() if key not in before], max_file_size)
+    files = gather_from_stages([_names_and_size(parts) for parts in own_files], "the files to be written", groups)
+    names = _file_names(sum(map(len, files)))
+    first = sum(map(len, files[: groups.stage]))
+    index = _index(names, [file for stage_files in files for file in stage_files])
+    token = secrets.token_hex(4)
+    for group in ranks:
+        token = gather_objects(token, "a name for the unfinished folder", group=group)[0]
+    partial = target.with_name(f".{target.name}.{token}.partial")
+    with ExitStack() as stack:
+        agree(lambda: stack.enter_context(_begun(target, partial)) if is_first else None, group=ranks)
+        own = dict(zip(names[first:], own_files, strict=False))
+        agree(lambda: _write_files(partial, own, groups.tp, writes=writes), group=ranks)
+        agree(lambda: _finish(target, partial, plan, index) if is_first else None, group=ranks)
+
+
+def _dealt_out(parts: Sequence[_Part], max_file_size: int) -> list[list[_Part]]:
+    """Parameters in files of at most ``max_file_size`` bytes, or of one parameter."""
+    files: list[list[_Part]] = []
+    room = 0
+    for part in parts:
+        if not files or part.size > room:
+            files.append([])
+            room = max_file_size
+        files[-1].append(part)
+        room -= part.size
+    return files
+
+
+def _names_and_size(parts: Sequence[_Part]) -> tuple[list[str], int]:
+    return [name for part in parts for name in part.tensors], sum(part.size for part in parts)
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [WEIGHTS_NAME]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _index(names: Sequence[str], files: Sequence[tuple[list[str], int]]) -> dict[str, Any] | None:
+    """Which tensor is in which file; None if there is one file."""
+    if len(names) == 1:
+        return None
+    weight_map = {tensor: name for name, (tensors, _) in zip(names, files, strict=True) for tensor in tensors}
+    return {"metadata": {"total_size": sum(size for _, size in files)}, "weight_map": weight_map}
+
+
+def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], group: ProcessGroup, *, writes: bool) -> None:
+    """Gather this stage's parameters, and write them, each file on another rank.
+
+    A rank that fails goes on gathering, since the others could not go on without it, and raises its error at the end.
+    """
+    failure: Exception | None = None
+    for number, (name, parts) in enumerate(files.items()):
+        file: TensorFile | None = None
+        is_mine = writes and group.rank() == number % group.size()
+        tensors = {key: tensor for part in parts for key, tensor in part.tensors.items()}
+        for part in parts:
+            whole = gather_parameter(part.shard.data, part.shard.layout, group=group)
+            if is_mine and failure is None:
+                try:
+                    file = file or TensorFile(partial / name, tensors)
+                    for key, tensor in part.composition.take_apart(whole.to(part.dtype)).items():
+                        file.write(key, tensor)
+                except Exception as error:
+                    failure = error
+                    if file is not None:
+                        file.close()
+            # The whole parameter is released before the next one is gathered.
+            del whole
+    if failure is not None:
+        raise failure
+
+
+def check_target(target: Path) -> None:
+    """Raise ConfigError unless ``target`` does not exist, or is an empty folder."""
+    with write_errors(target):
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise ConfigError(f"{target} exists; choose another folder, or remove it first")
+
+
+@contextmanager
+def _begun(target: Path, partial: Path) -> Iterator[None]:
+    """Make the unfinished folder, for the length of the block, with nobody else writing the same one.
+
+    What a killed export left is removed; afterwards nothing is left of this one but the target.
+    """
+    check_target(target)
+    with FolderLock(**lock_of_target(target)), ExitStack() as stack:
+        with write_errors(target):
+            for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+                shutil.rmtree(left, ignore_errors=True)
+            partial.mkdir()
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        yield
+
+
+def _finish(target: Path, partial: Path, plan: _Plan, index: Mapping[str, Any] | None) -> None:
+    """Add all but the tensors, and give the folder its name."""
+    texts = {CONFIG_NAME: plan.config} | ({} if index is None else {INDEX_NAME: index})
+    for name, value in texts.items():
+        with write_errors(target / name):
+            (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    if plan.source is not None:
+        with write_errors(target):
+            copies = list(companion_files(plan.source, beside_card=plan.card is not None))
+        for path, name in copies:
+            with write_errors(target / name):
+                shutil.copyfile(path, partial / name)
+    if plan.card is not None:
+        with write_errors(target / README_NAME):
+            (partial / README_NAME).write_text(plan.card, encoding="utf-8")
+    with write_errors(target):
+        for path in partial.iterdir():
+            fsync(path)
+        fsync(partial)
+        # The rename replaces an empty folder and fails on one that was filled in the meantime.
+        partial.rename(target)
+        fsync(target.parent)

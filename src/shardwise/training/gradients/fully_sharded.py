@@ -1,0 +1,173 @@
+"""A model whose parameters and gradients are split over data-parallel ranks, by PyTorch's ``fully_shard``.
+
+Each transformer layer is a unit: its parameters are all-gathered before its forward and again before its backward, and
+its gradients are reduce-scattered after that. So is an embedding that is not tied to the output layer. What else there
+is belongs to the model as a whole, and is there from the beginning of a forward to the end of its backward.
+
+PyTorch cuts the first dimension of each parameter, of what tensor parallelism has left of it, into runs of
+``ceil(n / ranks)`` rows: the last ranks may hold fewer, or none.
+
+Source: Zhao et al. 2023 (arXiv:2304.11277); Liang et al. 2024 (arXiv:2410.06511), section 2.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import Parameter
+
+from shardwise.core.communication.collectives import all_gather, reduce_scatter
+from shardwise.core.sharding.rows import first_row, intervals_of_rows, is_sharded, local_rows, set_group_of_rows_
+from shardwise.models.language_model import LanguageModel
+from shardwise.models.transformer.layer import TransformerLayer
+from shardwise.training.gradients.parameter_buffers import Division
+
+
+class FullyShardedModel:
+    """Shards a model, and sums its gradients over the data-parallel ranks, as ``GradientBuffers`` does of a whole one.
+
+    Outside of its forward and its backward each parameter of the model is a ``DTensor`` of the shape that tensor
+    parallelism gives it, of which this rank holds some rows; so is its ``grad``, the sum over the ranks. What
+    attributes say of a parameter stays.
+
+    All backward passes of a step but the last run inside ``no_sync()``: the gradients of whole layers then accumulate,
+    and only parameters travel.
+
+    Args:
+        chunks: the model, or a pipeline stage's chunks of it; their parameters are replaced.
+        group: the ranks that see different samples; more than one.
+        dtype: in which trained parameters of 16 bits are kept, and in which gradients are summed; what the forward and
+            the backward compute stays in 16 bits. Each parameter's own if None.
+
+    Attributes:
+        shards: for each trained parameter the rows of it that this rank holds, in the same memory.
+        replaced: the same for each that there was before, which has no values any more.
+        divisions: for each of these, which elements are whose.
+    """
+
+    def __init__(
+        self, chunks: Sequence[LanguageModel], *, group: ProcessGroup, dtype: torch.dtype | None = None
+    ) -> None:
+        self.shards: dict[Parameter, Parameter] = {}
+        self.replaced: dict[Parameter, Parameter] = {}
+        self.divisions: dict[Parameter, Division] = {}
+        self._group = group
+        self._dtype = dtype
+        self._roots = [self._shard(chunk) for chunk in chunks]
+        self._params = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
+
+    def _shard(self, chunk: LanguageModel) -> FSDPModule:
+        units: list[nn.Module] = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
+        if chunk.pre_process and not chunk.ties_weights:
+            units.append(chunk.get_submodule("embedding"))
+        for unit in units:
+            self._shard_unit(unit)
+        root = self._shard_unit(chunk)
+        chunk.register_forward_hook(_reshard_without_backward)
+        return root
+
+    def _shard_unit(self, unit: nn.Module) -> FSDPModule:
+        before = {name: param for name, param in unit.named_parameters() if not is_sharded(param)}
+        device = next(unit.parameters()).device
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        for param in before.values():
+            if self._dtype is not None and param.requires_grad and param.dtype != self._dtype:
+                policy = MixedPrecisionPolicy(param.dtype, reduce_dtype=self._dtype, cast_forward_inputs=False)
+                param.data = param.detach().to(self._dtype)
+        sharded = fully_shard(unit, mesh=DeviceMesh.from_group(self._group, device.type), mp_policy=policy)
+        for name, param in before.items():
+            new = unit.get_parameter(name)
+            vars(new).update(vars(param))
+            set_group_of_rows_(new, self._group)
+            if param.requires_grad:
+                self.shards[new] = self.replaced[param] = Parameter(local_rows(new).detach())
+                self.divisions[param] = Division(self._group, intervals_of_rows(new))
+            # Whoever has hold of it, such as an optimizer, keeps no memory.
+            param.data = torch.empty(0, dtype=param.dtype, device=device)
+        # The loss is divided by the whole batch's number of tokens, so that gradients are summed.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        if device.type == "cpu":
+            # The classes that PyTorch asks for are not public; what they must have is.
+            sharded.set_custom_all_gather(cast(Any, _AllGather()))
+            sharded.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
+        return sharded
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside it backward passes accumulate the gradients of whole layers, and no gradient is communicated."""
+        for root in self._roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for root in self._roots:
+                root.set_requires_gradient_sync(True)
+
+    def finish(self) -> None:
+        """Gradients are complete when the last backward ends: there is nothing to wait for."""
+
+    def zero_(self) -> None:
+        """Forget all gradients."""
+        for param in self._params:
+            param.grad = None
+
+
+def whole_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a model whose parameters are gathered together, one after the other; the model if it is whole.
+
+    Each has all its own parameters whole and plain until the next one is asked for; what was written into frozen ones
+    is kept. Collective over the data-parallel ranks.
+    """
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    if not units:
+        yield model
+    # A unit after those that it contains.
+    for unit in reversed(units):
+        assert isinstance(unit, nn.Module)
+        shards = {name: param for name, param in unit.named_parameters() if is_sharded(param)}
+        unit.unshard()
+        try:
+            yield unit
+            for name, param in shards.items():
+                whole, rows = unit.get_parameter(name), local_rows(param)
+                if not param.requires_grad and not is_sharded(whole):
+                    rows.copy_(whole.detach().narrow(0, first_row(param), rows.size(0)))
+        finally:
+            unit.reshard()
+
+
+def _reshard_without_backward(module: Any, inputs: Any, output: Any) -> None:
+    # With a backward to come, its end frees what the model holds whole.
+    if not torch.is_grad_enabled():
+        module.reshard()
+
+
+class _Collective:
+    """How PyTorch asks for one between CPU ranks: by ours, which know shared memory and name whom they wait for."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> None:
+        all_gather(input_tensor, group=group, buffer=output_tensor)
+
+
+class _ReduceScatter(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.SUM
+        output_tensor.copy_(reduce_scatter(input_tensor, group=group, may_overwrite=True))

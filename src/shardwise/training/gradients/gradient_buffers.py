@@ -1,0 +1,292 @@
+"""Gradients in contiguous buffers, reduced over data-parallel ranks bucket by bucket while the backward goes on.
+
+The gradients of a model lie in one flat buffer per dtype, in reverse order of the parameters, which is about the order
+in which a backward makes them. A buffer is cut into buckets. As soon as the last gradient of a bucket is there, its
+all-reduce starts, and runs while the gradients of the next are computed; ``finish`` waits for what is left. Nothing is
+copied together before, or apart afterwards: ``param.main_grad`` is a view of the buffer.
+
+Buckets start in one order on every rank, each after the one before. So a rank that did not use a parameter contributes
+zeros to its bucket at ``finish`` and makes the same calls as the others; the price is that buckets behind it start late
+there.
+
+Source: Li et al. 2020 (arXiv:2006.15704), section 3.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.core.communication.agreement import check_same
+from shardwise.core.communication.collectives import all_reduce_async, reduce_scatter_async
+from shardwise.core.errors import ConfigError
+from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, Bucket, make_buckets, trained_by_dtype
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A parameter's place."""
+
+    name: str
+    view: Tensor
+    bucket: Bucket
+    # Its gradient comes when a layer computes what it had put off, or when nobody says so.
+    comes_from_layer: bool
+    comes_late: bool
+    # param.grad is the view, or was until somebody took it away.
+    is_attached: bool = False
+
+
+class GradientBuffers:
+    """The gradients of a model, reduced over data-parallel ranks.
+
+    Each trained parameter has ``main_grad``, a view of a buffer, of the parameter's shape. In the parameter's own dtype
+    its ``grad`` is that view too, from the first backward on, and optimizers find it there; in another dtype each
+    micro-batch's gradient is added to ``main_grad``, and ``grad`` is None.
+
+    All backward passes of a step but the last run inside ``no_sync()``; then comes ``finish()``, once. Gradients are
+    forgotten by ``zero_()``, or by setting ``param.grad = None`` (as ``optimizer.zero_grad()`` does) where it is a
+    view and no layer adds to ``main_grad`` by itself.
+
+    A parameter that a step does not use has a gradient of zeros, or what the ranks that used it computed.
+
+    Args:
+        model: the module whose trained parameters it is, or a pipeline stage's chunks.
+        group: the ranks that see different samples.
+        bucket_size: the most elements of a bucket, unless one parameter has more; None for one bucket per dtype.
+        dtype: of the buffers; each parameter's own if None.
+        average: the mean over the ranks, in place of the sum: gradients are divided by their number before they travel.
+        overlap: reduce buckets during the backward; otherwise all at ``finish``.
+        late: parameters whose gradients are complete only when ``finish`` (or ``start``) is called.
+        scatter: each rank gets its own interval of each bucket (``Bucket.own``), and what it has of the others is of no
+            use: half of what travels otherwise.
+        whole: with ``scatter``, parameters whose gradients every rank gets all the same, in buckets of their own; such
+            as those that are then summed over other groups.
+
+    Attributes:
+        buffers: the flat tensors.
+        buckets: in the order in which they are reduced.
+        before_reducing: if not None, called before the first bucket of a step is reduced (``ParameterBuffers``).
+
+    Raises:
+        ConfigError: ``bucket_size`` is not positive.
+        DesyncError: the ranks have different parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        group: ProcessGroup,
+        bucket_size: int | None = DEFAULT_BUCKET_SIZE,
+        dtype: torch.dtype | None = None,
+        average: bool = False,
+        overlap: bool = True,
+        late: Collection[Parameter] = (),
+        scatter: bool = False,
+        whole: Collection[Parameter] = (),
+    ) -> None:
+        if bucket_size is not None and bucket_size < 1:
+            raise ConfigError(f"bucket_size is {bucket_size}; it must be at least 1, or None for one bucket")
+        self.group = group
+        self.average = average
+        self.overlap = overlap
+        self.buffers: list[Tensor] = []
+        self.before_reducing: Callable[[], None] | None = None
+        self._synchronises = True
+        self._num_started = 0
+        self._slots: dict[Parameter, _Slot] = {}
+        self._handles: list[RemovableHandle] = []
+        modules = [model] if isinstance(model, nn.Module) else list(model)
+        layers: list[Any] = [layer for chunk in modules for layer in chunk.modules()]
+        delaying = [layer for layer in layers if getattr(layer, "delays_weight_gradients", False)]
+        delayed: set[Parameter] = {layer.weight for layer in delaying}
+        # Whose weight is another's: it is known once a gradient waits.
+        self._borrowing = [layer for layer in delaying if layer.weight is None]
+        late, whole = set(late), set(whole) if scatter else set()
+        buckets: list[tuple[int, Bucket]] = []
+        for places, params in trained_by_dtype(modules, apart=whole):
+            scatters = scatter and params[0][1] not in whole
+            buckets += self._make_buffer(places, params, dtype, bucket_size, delayed, late, scatters)
+        self.buckets = [bucket for _, bucket in sorted(buckets, key=lambda each: each[0])]
+        if group.size() > 1:
+            facts = [(str(each.data.dtype), each.data.numel(), len(each.params)) for each in self.buckets]
+            check_same(facts, "their trained parameters (dtype, elements and number, by bucket)", group=group)
+        for param, slot in self._slots.items():
+            tensor: Any = param
+            tensor.main_grad = slot.view
+            if not slot.comes_from_layer:
+                # Where a layer adds to main_grad by itself, hooks run only if there is this attribute.
+                tensor.grad_added_to_main_grad = False
+            self._handles.append(param.register_post_accumulate_grad_hook(_hook(self, from_layer=False)))
+        for layer in delaying:
+            self._handles.append(layer.register_weight_gradient_hook(_hook(self, from_layer=True)))
+
+    def _make_buffer(
+        self,
+        places: Sequence[int],
+        params: Sequence[tuple[str, Parameter]],
+        dtype: torch.dtype | None,
+        bucket_size: int | None,
+        delayed: Collection[Parameter],
+        late: Collection[Parameter],
+        scatters: bool,
+    ) -> Iterator[tuple[int, Bucket]]:
+        """One buffer; its buckets, each with the place of its last parameter in the order of all."""
+        buffer, buckets = make_buckets(
+            [param for _, param in params],
+            dtype=dtype,
+            bucket_size=bucket_size,
+            num_ranks=self.group.size(),
+            is_scattered=scatters,
+        )
+        self.buffers.append(buffer)
+        names = {param: name for name, param in params}
+        last = -1
+        for bucket in buckets:
+            for index, param in enumerate(bucket.params):
+                self._slots[param] = _Slot(names[param], bucket.view(index), bucket, param in delayed, param in late)
+            last += len(bucket.params)
+            yield places[last], bucket
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside it backward passes accumulate, and nothing is communicated."""
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    def start(self) -> None:
+        """Start the reduction of every bucket that is not under way, whether or not all its gradients are there."""
+        while self._num_started < len(self.buckets):
+            self._start_next()
+
+    def finish(self) -> None:
+        """Reduce what is not reduced yet, and wait: gradients are then the sum (or mean) over the ranks.
+
+        With ``scatter`` they are so where this rank owns them.
+        """
+        self.start()
+        self._wait()
+        for param, slot in self._slots.items():
+            self._attach(param, slot)
+
+    def zero_(self) -> None:
+        """Forget all gradients: buffers are zero, and each ``grad`` is None."""
+        self._wait()
+        for buffer in self.buffers:
+            buffer.zero_()
+        for param, slot in self._slots.items():
+            param.grad = None
+            slot.is_attached = False
+            if not slot.comes_from_layer:
+                tensor: Any = param
+                tensor.grad_added_to_main_grad = False
+
+    def scale_(self, factor: float | Tensor) -> None:
+        """Multiply all gradients."""
+        for buffer in self.buffers:
+            buffer.mul_(factor)
+
+    def remove_(self) -> None:
+        """Leave the parameters as they were: no hooks, no ``main_grad``, no ``grad``."""
+        self._wait()
+        for handle in self._handles:
+            handle.remove()
+        for param in self._slots:
+            param.grad = None
+            for name in ("main_grad", "grad_added_to_main_grad"):
+                vars(param).pop(name, None)
+        self._slots.clear()
+
+    def _arrived(self, param: Parameter, *, from_layer: bool) -> None:
+        """A gradient of ``param`` is there, by a backward or by what a layer had put off."""
+        slot = self._slots.get(param)
+        if slot is None:
+            # Of a copy of the layer.
+            return
+        bucket = slot.bucket
+        if bucket.pending is not None:
+            raise ConfigError(
+                f"a gradient of {slot.name} came when its bucket had been reduced already; run all backward passes of "
+                "a step but the last inside no_sync(), and end the step with finish (finish_grad_sync)"
+            )
+        self._take_in(param, slot)
+        if not (self.overlap and self._synchronises) or slot.comes_late:
+            return
+        waits = slot.comes_from_layer or any(layer.delayed_weight is param for layer in self._borrowing)
+        if waits != from_layer:
+            return
+        bucket.arrived.add(param)
+        while self._num_started < len(self.buckets):
+            following = self.buckets[self._num_started]
+            if len(following.arrived) < len(following.params):
+                return
+            self._start_next()
+
+    def _take_in(self, param: Parameter, slot: _Slot) -> None:
+        """Let the view hold all of the gradient."""
+        grad = param.grad
+        if grad is slot.view:
+            return
+        if slot.is_attached:
+            # Who took the view away wants what is in it forgotten.
+            if getattr(param, "grad_added_to_main_grad", False):
+                raise ConfigError(
+                    f"a layer has added the gradient of {slot.name} to main_grad, which still held the step before; "
+                    "with gradient_accumulation_fusion call zero_ (zero_grad_buffer) at the start of every step"
+                )
+            if grad is None:
+                slot.view.zero_()
+            else:
+                slot.view.copy_(grad)
+        elif grad is not None:
+            slot.view.add_(grad)
+        self._attach(param, slot)
+
+    @staticmethod
+    def _attach(param: Parameter, slot: _Slot) -> None:
+        slot.is_attached = slot.view.dtype == param.dtype
+        param.grad = slot.view if slot.is_attached else None
+
+    def _start_next(self) -> None:
+        if self._num_started == 0 and self.before_reducing is not None:
+            self.before_reducing()
+        bucket = self.buckets[self._num_started]
+        with torch.no_grad():
+            for param in bucket.params:
+                self._take_in(param, self._slots[param])
+            if self.average and self.group.size() > 1:
+                bucket.data.mul_(1 / self.group.size())
+            reduce = reduce_scatter_async if bucket.is_scattered else all_reduce_async
+            bucket.pending = reduce(bucket.data, group=self.group, may_overwrite=True)
+        self._num_started += 1
+
+    def _wait(self) -> None:
+        for bucket in self.buckets:
+            bucket.wait(self.group)
+        self._num_started = 0
+
+
+def _hook(buffers: GradientBuffers, *, from_layer: bool) -> Callable[[Any], None]:
+    """What calls ``_arrived`` and does not keep the buffers alive: parameters may outlive them."""
+    reference = weakref.ref(buffers)
+
+    @torch.no_grad()
+    def hook(param: Parameter) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._arrived(param, from_layer=from_layer)
+
+    return hook

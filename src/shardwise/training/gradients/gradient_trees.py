@@ -1,0 +1,224 @@
+"""Gradients whose bits do not depend on how many data-parallel ranks share the samples.
+
+A step's micro-batches, of one size at every layout, are the leaves of one binary tree. A rank has a run of them, which
+is a subtree, and sums it as its gradients come, with a partial sum kept for each level; the roots of the ranks'
+subtrees are summed between the ranks (``core.communication.trees``). Where the number of micro-batches is no power of
+two, the leaves are runs of as many as its odd factor says, summed one after the other.
+
+A weight that is used twice, as embedding and as output layer, has a tree for each use, and their sum at the end: on
+different pipeline stages the two are summed apart as well.
+
+With ``scatter`` each rank gets an interval of the sums, which is the first half of what travels otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise.core.communication.collectives import all_reduce, reduce_scatter
+from shardwise.core.communication.trees import TreeCounter
+from shardwise.core.errors import ConfigError
+from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, Bucket, make_buckets, trained_by_dtype
+
+
+class GradientTrees:
+    """The gradients of a model, summed by a tree over a step's micro-batches and the data-parallel ranks.
+
+    After each backward a parameter's ``grad`` is taken away. ``finish()``, once a step, leaves the sum in ``grad``, or
+    in ``main_grad`` where it is of another dtype than the parameter.
+
+    Args:
+        model: the module whose trained parameters it is, or a pipeline stage's chunks.
+        group: the ranks that see different samples; it sums over parts (``core.communication.trees.sum_in_parts``).
+        dtype: of the sums; each parameter's own if None.
+        scatter: as of ``GradientBuffers``: each rank gets its own interval of each bucket (``Bucket.own``), and
+            ``main_grad`` is a view of the bucket, of which the rest is of no use.
+        whole: with ``scatter``, parameters whose gradients every rank gets all the same.
+
+    Attributes:
+        buckets: with ``scatter``, in the order in which they are reduced.
+        before_reducing: if not None, called before the first of them is reduced (``ParameterBuffers``).
+
+    Raises:
+        ConfigError: in ``finish``, a parameter got a gradient from some micro-batches only, or with ``scatter`` none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        group: ProcessGroup,
+        dtype: torch.dtype | None = None,
+        scatter: bool = False,
+        whole: Collection[Parameter] = (),
+    ) -> None:
+        self.group = group
+        self.dtype = dtype
+        self.buckets: list[Bucket] = []
+        self.before_reducing: Callable[[], None] | None = None
+        self._run = 1
+        modules = [model] if isinstance(model, nn.Module) else list(model)
+        self._sums: dict[tuple[Parameter, int], _Sum] = {}
+        self._names: dict[Parameter, str] = {}
+        for chunk in modules:
+            for name, param in chunk.named_parameters():
+                if param.requires_grad and param not in self._names:
+                    self._names[param] = name
+                    param.register_post_accumulate_grad_hook(self._take)
+            for module in chunk.modules():
+                if getattr(module, "delays_weight_gradients", False):
+                    layer: Any = module
+                    # What has no weight of its own is an output layer that is given the embedding's.
+                    layer.register_weight_gradient_hook(partial(self._take, use=int(layer.weight is None)))
+        for param in self._names:
+            tensor: Any = param
+            # Models hand the output layer's part of a tied weight's gradient here.
+            tensor.take_output_gradient = self._take_output_gradient
+        whole = set(whole)
+        for _, params in trained_by_dtype(modules, apart=whole) if scatter else ():
+            self.buckets += make_buckets(
+                [param for _, param in params],
+                dtype=dtype,
+                bucket_size=DEFAULT_BUCKET_SIZE,
+                num_ranks=group.size(),
+                is_scattered=params[0][1] not in whole,
+            )[1]
+
+    def begin(self, num_micro_batches: int) -> None:
+        """Forget all gradients; this rank has so many micro-batches in the step to come, and others as many."""
+        self._run = num_micro_batches // (num_micro_batches & -num_micro_batches)
+        self.zero_()
+
+    def zero_(self) -> None:
+        """Forget all gradients."""
+        self._sums.clear()
+        for param in self._names:
+            tensor: Any = param
+            param.grad = tensor.main_grad = None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: sums over ranks wait for ``finish`` anyway."""
+        yield
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sum over the ranks; gradients are then those of all ranks' micro-batches."""
+        counts = {(self._names[param], use): each.count for (param, use), each in self._sums.items()}
+        if len(set(counts.values())) > 1:
+            most = max(counts.values())
+            name, count = next((name, count) for (name, _), count in counts.items() if count != most)
+            raise ConfigError(
+                f"exact: {name} got a gradient from {count} of {most} micro-batches; it needs one from each"
+            )
+        if self.before_reducing is not None:
+            self.before_reducing()
+        for bucket in self.buckets:
+            self._reduce_(bucket)
+        if self.buckets:
+            return
+        keys = [key for param in self._names for use in (0, 1) if (key := (param, use)) in self._sums]
+        totals = dict(zip(keys, self._over_ranks([self._sums.pop(key).total() for key in keys]), strict=True))
+        for param in self._names:
+            own, as_output = totals.get((param, 0)), totals.get((param, 1))
+            total = own if as_output is None else as_output if own is None else own.add_(as_output)
+            if total is None:
+                continue
+            tensor: Any = param
+            if total.dtype == param.dtype:
+                param.grad = total
+            else:
+                tensor.main_grad = total
+
+    def _take(self, param: Tensor, use: int = 0) -> None:
+        assert isinstance(param, Parameter)
+        grad, param.grad = param.grad, None
+        if grad is not None:
+            self._add(param, use, grad)
+
+    def _take_output_gradient(self, param: Parameter, grad: Tensor) -> None:
+        self._add(param, 1, grad)
+
+    @torch.no_grad()
+    def _add(self, param: Parameter, use: int, grad: Tensor) -> None:
+        summed = self._sums.setdefault((param, use), _Sum(self._run))
+        summed.add(grad if self.dtype is None else grad.to(self.dtype))
+
+    def _reduce_(self, bucket: Bucket) -> None:
+        """Sum over the ranks what lies in a bucket, to each element's owner or to every rank."""
+        others: list[tuple[int, Tensor]] = []
+        for index, param in enumerate(bucket.params):
+            totals = [self._sums.pop(key).total() for use in (0, 1) if (key := (param, use)) in self._sums]
+            if not totals:
+                raise ConfigError(
+                    f"exact: {self._names[param]} got no gradient, and its optimizer's state is split over the "
+                    "data-parallel ranks; freeze it, or leave zero out"
+                )
+            tensor: Any = param
+            tensor.main_grad = bucket.view(index).copy_(totals[0])
+            others += [(index, total.flatten()) for total in totals[1:]]
+        target = bucket.own(bucket.data, self.group) if bucket.is_scattered else bucket.data
+        reduce = reduce_scatter if bucket.is_scattered else all_reduce
+        target.copy_(reduce(bucket.data, group=self.group))
+        for index, total in others:
+            view = bucket.view(index).view(-1)
+            if not bucket.is_scattered:
+                view += all_reduce(total, group=self.group)
+                continue
+            intervals = bucket.intervals(index, self.group.size())
+            low, high = intervals[self.group.rank()]
+            view[low:high] += reduce_scatter(total, group=self.group, sizes=[stop - start for start, stop in intervals])
+
+    def _over_ranks(self, totals: Sequence[Tensor]) -> list[Tensor]:
+        if self.group.size() == 1:
+            return list(totals)
+        summed: list[Tensor] = []
+        for bucket in _buckets(totals):
+            flat = all_reduce(torch.cat([total.flatten() for total in bucket]), group=self.group, may_overwrite=True)
+            sizes = [total.numel() for total in bucket]
+            summed += [part.view(total.shape) for part, total in zip(flat.split(sizes), bucket, strict=True)]
+        return summed
+
+
+class _Sum:
+    """A tree whose leaves are sums of ``run`` terms that follow one another; the sums take the terms' memory."""
+
+    __slots__ = ("_leaf", "_run", "_tree", "count")
+
+    def __init__(self, run: int) -> None:
+        self._run = run
+        self._tree = TreeCounter(may_overwrite=True)
+        self._leaf: Tensor | None = None
+        self.count = 0
+
+    def add(self, term: Tensor) -> None:
+        self.count += 1
+        self._leaf = term if self._leaf is None else self._leaf.add_(term)
+        if self.count % self._run == 0:
+            self._tree.add(self._leaf)
+            self._leaf = None
+
+    def total(self) -> Tensor:
+        return self._tree.total()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Runs of tensors of one dtype, each of about ``DEFAULT_BUCKET_SIZE``."""
+    bucket: list[Tensor] = []
+    elements = 0
+    for tensor in tensors:
+        if bucket and (elements + tensor.numel() > DEFAULT_BUCKET_SIZE or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, elements = [], 0
+        bucket.append(tensor)
+        elements += tensor.numel()
+    if bucket:
+        yield bucket

@@ -1,0 +1,153 @@
+"""Parameters that several ranks hold alike: whether they do, found by a hash of their bits before the first step.
+
+Ranks that were seeded apart, or that read different files, train on without a word: each applies a norm of its own to
+hidden states that all share, and the mean of gradients is of different models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication import accounting
+from shardwise.core.communication.agreement import agree, gather_objects
+from shardwise.core.communication.backend import default_device, device_of_host_facts
+from shardwise.core.communication.collectives import all_gather, all_reduce
+from shardwise.core.errors import DesyncError
+from shardwise.core.philox import philox
+from shardwise.core.sharding.rows import is_sharded, local_rows
+from shardwise.nn import named_param_layouts
+
+# Elements that are multiplied by the same numbers as others, and how many are at a time: on a CPU few enough for its
+# second-level cache, and for memory that is not given back to the system.
+_RUN = 1 << 11
+_AT_ONCE_ON_CPU, _AT_ONCE = 1 << 14, 1 << 24
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas(
+    model: nn.Module,
+    *,
+    tp_group: ProcessGroup,
+    dp_group: ProcessGroup | None = None,
+    pp_group: ProcessGroup | None = None,
+) -> None:
+    """Raise DesyncError on every rank unless the ranks hold the same values where they should. Collective.
+
+    Of ``tp_group`` compared are the parameters that are not split over it, of ``dp_group`` all. Left out are
+    parameters that say that they differ: by ``tensor_model_parallel`` over the one group, by ``allreduce=False`` (an
+    expert's) over both, and over ``dp_group`` those of which each rank holds some rows. A model on the meta device has
+    nothing to compare. Two numbers of each rank are exchanged over each group, and the parameters' hashes only where
+    those differ. The host waits for a GPU.
+
+    Args:
+        model: its parameters are read.
+        tp_group: the ranks that split each layer.
+        dp_group: the ranks that see different samples; None to compare none.
+        pp_group: the stages of the model, which hear of an error on another; None if there is one, or the caller tells
+            them.
+    """
+    named = [
+        (name, param, layout)
+        for name, param, layout in named_param_layouts(model, tp_group.size())
+        if getattr(param, "allreduce", True)
+    ]
+    groups = [group for group in (tp_group, dp_group, pp_group) if group is not None and group.size() > 1]
+    if not groups or any(param.is_meta for _, param, _ in named):
+        return
+    over_tp, over_dp = tp_group.size() > 1, dp_group is not None and dp_group.size() > 1
+    device = named[0][1].device if named else default_device(tp_group)
+    of_tp = {
+        name: param
+        for name, param, layout in named
+        if over_tp and layout.dim is None and not getattr(param, "tensor_model_parallel", False)
+    }
+    of_dp = {name: param for name, param, _ in named if over_dp and not is_sharded(param)}
+    compared = of_tp | of_dp
+    with accounting.uncounted():
+        hashes = dict(zip(compared, fingerprints(list(compared.values())), strict=True))
+        # Both, whatever the first one finds: others may have found nothing.
+        errors = [_difference({name: hashes[name] for name in of_tp}, "tensor", tp_group, device)]
+        if dp_group is not None:
+            errors.append(_difference({name: hashes[name] for name in of_dp}, "data", dp_group, device))
+        error = next((error for error in errors if error is not None), None)
+        found = torch.tensor(float(error is not None))
+        for group in groups if len(groups) > 1 else ():
+            found = all_reduce(found.to(device_of_host_facts(group, device)), group=group, op=dist.ReduceOp.MAX)
+        if len(groups) > 1 and found:
+            agree(partial(_raise, error), group=groups)
+        _raise(error)
+
+
+def _raise(error: DesyncError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _difference(
+    hashes: Mapping[str, Tensor], parallel: str, group: ProcessGroup, device: torch.device
+) -> DesyncError | None:
+    """What is wrong with the parameters of these hashes; the same on every rank of ``group``, None if nothing is."""
+    if group.size() == 1:
+        return None
+    hashes = dict(sorted(hashes.items()))
+    values = torch.stack(list(hashes.values())) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
+    own = torch.cat([fingerprints([values]), values.new_full((1,), len(hashes))])
+    every = all_gather(own.to(device_of_host_facts(group, device)).unsqueeze(0), group=group).tolist()
+    if all(numbers == every[0] for numbers in every):
+        return None
+    by_name = gather_objects(
+        dict(zip(hashes, values.tolist(), strict=True)),
+        f"the hashes of the {parallel}-parallel parameters",
+        group=group,
+    )
+    names = dict.fromkeys(name for own in by_name for name in own)
+    first, *more = (name for name in names if len({own.get(name) for own in by_name}) > 1)
+    ranks = dist.get_process_group_ranks(group)
+    others = [str(rank) for rank, own in zip(ranks, by_name, strict=True) if own.get(first) != by_name[0].get(first)]
+    return DesyncError(
+        f"parameter {first!r}{f' and {len(more)} more' if more else ''}: rank{'s' * (len(others) > 1)} "
+        f"{', '.join(others)} hold{'s' * (len(others) == 1)} other values than rank {ranks[0]}, and "
+        f"{parallel}-parallel ranks must hold the same; seed all ranks alike before the model is made (by "
+        "torch.manual_seed; on a CPU model_parallel_cuda_manual_seed does it too), or load the same weights on all"
+    )
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """A hash of the bits of each tensor, ``[n]`` int64 on the device of the first; none is modified.
+
+    Different bits have the same hash with odds of 2^-48. Of sharded rows it is of this rank's, and of a quantized
+    tensor of all that it stores. Each run of elements, as integers, is multiplied by the same random numbers and summed
+    modulo 2^64; likewise the sums, until there is one.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64)
+    counter = torch.arange(_RUN, device=tensors[0].device)
+    nothing = torch.zeros_like(counter)
+    high, low, *_ = philox((counter, nothing, nothing, nothing), key=0)
+    weights = (high << 32) | low
+    return torch.stack([_fingerprint(tensor, weights.to(tensor.device)).to(weights.device) for tensor in tensors])
+
+
+def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
+    tensor = local_rows(tensor.detach())
+    if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return _fingerprint(torch.stack([_fingerprint(getattr(tensor, name), weights) for name in names]), weights)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
+    at_once = _AT_ONCE_ON_CPU if tensor.is_cpu else _AT_ONCE
+    while True:
+        whole = bits.numel() // _RUN * _RUN
+        # The sums of an int64 and a narrower one are int64.
+        sums = [(part.view(-1, _RUN) * weights).sum(dim=1) for part in bits[:whole].split(at_once) if whole]
+        sums.append((bits[whole:] * weights[: bits.numel() - whole]).sum(dim=0, keepdim=True))
+        bits = torch.cat(sums)
+        if bits.numel() == 1:
+            return bits[0]

@@ -1,0 +1,111 @@
+"""AdamW over a split model: PyTorch's, since it works element by element and so shard by shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from shardwise.core.sharding import ParamLayout, has_copies
+from shardwise.kernels.dispatch import why_not_fused_optimizer
+from shardwise.nn import named_param_layouts
+from shardwise.training.gradients import Division
+
+STATE_NAMES = ("exp_avg", "exp_avg_sq")
+# The fused kernel takes the last elements of a tensor, short of a vector, one by one, and rounds them otherwise.
+VECTOR = 16
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW that decays weight matrices and embeddings, and neither biases nor norms.
+
+    Args:
+        model: its parameters.
+        learning_rate: at the start; set anew before each step by ``set_learning_rate_``.
+        weight_decay: per unit of learning rate.
+        betas: decay of the gradient's mean and of its mean square.
+        epsilon: added to the root mean square.
+        without: parameters that another optimizer trains.
+        exact_parts: let no bit of an update depend on how parameters are split, up to so many parts; None if it may.
+
+    Source: Loshchilov and Hutter 2019 (arXiv:1711.05101).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        epsilon: float,
+        without: Collection[Parameter] = (),
+        exact_parts: int | None = None,
+    ) -> None:
+        others = set(without)
+        params = [param for param in model.parameters() if param.requires_grad and param not in others]
+        groups: list[dict[str, Any]] = [
+            {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+        ]
+        if exact_parts is not None:
+            layouts = {param: layout for _, param, layout in named_param_layouts(model, 1)}
+            groups = [
+                {
+                    **group,
+                    "params": [
+                        each for each in group["params"] if whole is _has_whole_vectors(layouts[each], exact_parts)
+                    ],
+                }
+                | ({} if whole else {"fused": False})
+                for group in groups
+                for whole in (True, False)
+            ]
+        reasons = (
+            why_not_fused_optimizer(param.device.type, has_copies=has_copies(layout))
+            for _, param, layout in named_param_layouts(model, 1)
+        )
+        self.why_not_fused = next((reason for reason in reasons if reason is not None), None)
+        # Where nothing is trained (all of a stage may be frozen), one group without parameters: torch refuses to have
+        # none.
+        filled = [group for group in groups if group["params"]] or groups[:1]
+        super().__init__(filled, lr=learning_rate, betas=betas, eps=epsilon, fused=self.why_not_fused is None)
+
+    def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
+        """The gradient's mean and its mean square, laid out as the parameter; zeros at first."""
+        state = self._made_state(param)
+        return {kind: (state[kind], layout) for kind in STATE_NAMES}
+
+    def set_step_(self, step: int) -> None:
+        """Take ``step`` steps for done, as the bias correction needs."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._made_state(param)["step"].fill_(float(step))
+
+    def train_instead_(
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
+    ) -> None:
+        """Update ``copies`` in place of the parameters that they are of."""
+        for group in self.param_groups:
+            group["params"] = [copies.get(param, param) for param in group["params"]]
+
+    def _made_state(self, param: Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[param]
+        if not state:
+            # As AdamW makes them at its first step; the fused one keeps the count beside the parameter.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            for kind in STATE_NAMES:
+                state[kind] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return state
+
+
+def _has_whole_vectors(layout: ParamLayout, parts: int) -> bool:
+    """Whether each of the parts of a parameter is made of whole vectors, at whatever layout."""
+    if layout.dim is None:
+        return True
+    sections = parts * layout.stride
+    return layout.global_shape[layout.dim] % sections == 0 and math.prod(layout.global_shape) // sections % VECTOR == 0

@@ -1,0 +1,358 @@
+"""Muon: momentum made orthogonal, for the weight matrices of transformer layers; AdamW for all else.
+
+The update of a matrix depends on all of it, so that it is not computed shard by shard: the ranks of the tensor-parallel
+group deal the matrices out, each sends its shards to the rank that has the matrix, and gets the shards of its update
+back. So each matrix is computed once, on one rank, whole, and the update is the same at every layout.
+
+Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"
+(https://kellerjordan.github.io/posts/muon); the factor of an update is of Liu et al. 2025 (arXiv:2502.16982).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise.core.sharding import Interval, ParamLayout
+from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.heads import qkv_sections
+from shardwise.models.transformer.layer import TransformerLayer
+from shardwise.nn import ColumnLinear
+from shardwise.nn.parallel_linear import ParallelLinear
+from shardwise.training.gradients import Division
+from shardwise.training.optimizer.adamw import AdamW
+from shardwise.training.optimizer.dealing import Dealing, dealt_out
+
+# Of an iteration x -> a x + b (x x^T) x + c (x x^T)^2 x, which brings singular values towards 1 as fast as five steps
+# can; Jordan et al. 2024.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+# The root mean square of AdamW's updates, about; Liu et al. 2025, section 2.2.
+_ROOT_MEAN_SQUARE = 0.2
+# Whole matrices of about this many elements for each rank are under way at once.
+_ELEMENTS_AT_ONCE = 1 << 24
+
+
+def orthogonalized(matrix: Tensor, num_steps: int = _STEPS) -> Tensor:
+    """``[m, n]`` with its singular values brought near 1, by five steps of a Newton-Schulz iteration.
+
+    They end between about 0.7 and 1.2, but for those under a thousandth of the matrix's norm. Zeros stay zeros.
+    """
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix
+    # Of one thread for each row, so that their number changes no bit.
+    norm = torch.linalg.vector_norm(
+        torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
+    )
+    x = x / (norm + torch.finfo(norm.dtype).tiny).to(x.dtype)
+    a, b, c = _COEFFICIENTS
+    for _ in range(num_steps):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def with_momentum(gradient: Tensor, mean: Tensor, momentum: float) -> Tensor:
+    """The gradient with Nesterov's momentum, after it was added to ``mean``, in place."""
+    return gradient.lerp(mean.lerp_(gradient, 1 - momentum), momentum)
+
+
+def update_(param: Tensor, move: Tensor, *, rate: float, weight_decay: float) -> None:
+    """Let ``param`` decay, and move against ``move``, whose memory is used."""
+    # In 16 bits the sum with a multiple rounds the last elements of a tensor otherwise: two operations.
+    param.mul_(1 - rate * weight_decay).sub_(move.mul_(rate))
+
+
+def matrix_shapes(model: nn.Module) -> set[tuple[int, ...]]:
+    """Of the whole matrices whose updates are made orthogonal."""
+    return {
+        _part(linear.param_layouts["weight"], rows, 0).layout.global_shape
+        for linear, matrices in _matrices(model)
+        for rows in matrices
+    }
+
+
+def product_dtype(params_dtype: torch.dtype) -> torch.dtype:
+    """In which the products of matrices are computed: that of the parameters, or fp32 for fp16."""
+    return torch.float32 if params_dtype == torch.float16 else params_dtype
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a weight that are a matrix by themselves, such as all queries of a query-key-value weight.
+
+    Attributes:
+        layout: of that matrix over the ranks.
+        runs: where this rank's part of it lies in its part of the weight, along the dimension that is split: first
+            index and length of each run.
+    """
+
+    layout: ParamLayout
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is split."""
+        assert self.layout.dim is not None
+        return self.layout.dim
+
+    def views(self, weight: Tensor) -> list[Tensor]:
+        """What this rank has of the matrix in its part of the weight, run by run."""
+        return [weight.narrow(self.dim, start, length) for start, length in self.runs]
+
+    def num_elements(self, rank: int) -> int:
+        """What ``rank`` has of the matrix."""
+        return math.prod(self.layout.local_shape(rank))
+
+
+@cache
+def _part(layout: ParamLayout, rows: tuple[Interval, ...], rank: int) -> _Part:
+    """The part of a weight that consists of the given runs of its rows."""
+    if layout.dim == 1:
+        # A weight whose columns are split is one matrix.
+        return _Part(layout, ((0, layout.local_size(rank)),))
+    intervals: list[list[Interval]] = []
+    runs: list[list[tuple[int, int]]] = []
+    for held in layout.intervals:
+        intervals.append([])
+        runs.append([])
+        local = 0
+        for start, stop in held:
+            before = 0
+            for first, last in rows:
+                low, high = max(first, start), min(last, stop)
+                if low < high:
+                    intervals[-1].append((before + low - first, before + high - first))
+                    runs[-1].append((local + low - start, high - low))
+                before += last - first
+            local += stop - start
+    shape = (sum(last - first for first, last in rows), *layout.global_shape[1:])
+    # A rank without any row has a run of none.
+    return _Part(ParamLayout.of_intervals(shape, 0, intervals), tuple(runs[rank]) or ((0, 0),))
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[ParallelLinear, tuple[tuple[Interval, ...], ...]]]:
+    """The linear layers of the model's transformer layers, and the runs of rows of each matrix in their weights."""
+    for layer in model.modules():
+        if not isinstance(layer, TransformerLayer):
+            continue
+        fused = {
+            id(attention.linear_qkv): _qkv_rows(attention)
+            for attention in layer.modules()
+            if isinstance(attention, SelfAttention)
+        }
+        for linear in layer.modules():
+            if isinstance(linear, ParallelLinear) and linear.weight is not None and linear.weight.requires_grad:
+                section = linear.out_features // (linear.sections if isinstance(linear, ColumnLinear) else 1)
+                equal = tuple(((start, start + section),) for start in range(0, linear.out_features, section))
+                yield linear, fused.get(id(linear), equal)
+
+
+def _qkv_rows(attention: SelfAttention) -> tuple[tuple[Interval, ...], ...]:
+    heads = attention.linear_proj.in_features // attention.head_dim
+    blocks = attention.linear_qkv.out_features // attention.head_dim
+    return qkv_sections(heads, (blocks - heads) // 2, attention.head_dim)
+
+
+class Muon:
+    """Muon for the weights of linear layers in transformer layers; AdamW for embeddings, output layer, norms, biases.
+
+    A weight moves by ``-lr * (0.2 * sqrt(max(m, n)) * O + weight_decay * weight)``, where ``O`` is ``orthogonalized``
+    of ``[m, n]``, the gradient with Nesterov's momentum. The factor gives updates AdamW's root mean square, so that one
+    learning rate and one weight decay serve both. The queries, the keys and the values of a fused weight are three
+    matrices, gate and up projection two.
+
+    Products are computed in the dtype of the parameters, in fp32 for fp16. Where parameters change to other copies
+    (``train_instead_``) it stays. Data-parallel ranks that share out the parameters deal the matrices out too: each
+    sends its elements of a gradient to the rank that has the matrix, and gets its elements of the update.
+
+    Args:
+        model: its parameters.
+        learning_rate: at the start; set anew before each step by ``set_learning_rate_``.
+        weight_decay: per unit of learning rate, of matrices and of what AdamW decays.
+        momentum: decay of the gradient's mean.
+        matrix_learning_rate_ratio: learning rate of the matrices, as a multiple of the other's.
+        betas, epsilon: of AdamW.
+        exact_parts: as of ``AdamW``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        momentum: float,
+        matrix_learning_rate_ratio: float,
+        betas: tuple[float, float],
+        epsilon: float,
+        exact_parts: int | None = None,
+    ) -> None:
+        self._parts: dict[Parameter, list[_Part]] = {}
+        self._momenta: dict[Parameter, Tensor] = {}
+        self._local_shapes: dict[Parameter, torch.Size] = {}
+        self._shares: Mapping[Parameter, Division] = {}
+        self._group: ProcessGroup | None = None
+        for linear, matrices in _matrices(model):
+            assert linear.weight is not None
+            self._group = linear.group
+            layout, rank = linear.param_layouts["weight"], linear.group.rank()
+            self._parts[linear.weight] = [_part(layout, rows, rank) for rows in matrices]
+            self._local_shapes[linear.weight] = linear.weight.shape
+        first = next(iter(self._parts), None)
+        self._dtype = torch.float32 if first is None else product_dtype(first.dtype)
+        self._adamw = AdamW(
+            model,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            betas=betas,
+            epsilon=epsilon,
+            without=self._parts,
+            exact_parts=exact_parts,
+        )
+        self._own: dict[str, Any] = {
+            "params": list(self._parts),
+            "lr": learning_rate,
+            "ratio": matrix_learning_rate_ratio,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+        }
+        self.param_groups: list[dict[str, Any]] = [*self._adamw.param_groups, self._own]
+        self.why_not_fused: str | None = "Muon multiplies matrices one by one"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self._adamw.zero_grad(set_to_none)
+        for param in self._parts:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter from its gradient, in place; every rank that has a part of one calls."""
+        self._adamw.step()
+        rate = self._own["lr"] * self._own["ratio"]
+        for params in self._runs():
+            own = [self._with_momentum(param).to(self._dtype).reshape(-1) for param in params]
+            sizes = [self._sizes_of_shares(param) for param in params]
+            shapes = [self._parts[param][0].layout.global_shape for param in params]
+            dealing = Dealing(sizes, dealt_out(shapes, len(sizes[0])), self._dp_group)
+            gradients = {
+                index: pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                for index, pieces in dealing.collect(own).items()
+            }
+            moves = {
+                index: move.reshape(-1).split(list(sizes[index]))
+                for index, move in self._moves(params, gradients).items()
+            }
+            for param, move in zip(params, dealing.hand_back(moves, like=params[0]), strict=True):
+                update_(param, move.view_as(param), rate=rate, weight_decay=self._own["weight_decay"])
+
+    def _moves(self, params: Sequence[Parameter], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """How weights shall move, per unit of learning rate, by their places among ``params``.
+
+        Args:
+            params: weights.
+            gradients: of some of them, with momentum, by place: this tensor-parallel rank's part in one dimension.
+        """
+        parts: list[tuple[int, _Part]] = []
+        shards: list[Tensor] = []
+        for index, flat in gradients.items():
+            gradient = flat.view(self._local_shapes[params[index]])
+            for part in self._parts[params[index]]:
+                parts.append((index, part))
+                shards.append(torch.cat(part.views(gradient), part.dim))
+        moves = {index: params[index].new_zeros(self._local_shapes[params[index]]) for index in gradients}
+        updates = self._orthogonalized([part for _, part in parts], shards)
+        for (index, part), update in zip(parts, updates, strict=True):
+            factor = _ROOT_MEAN_SQUARE * math.sqrt(max(part.layout.global_shape))
+            lengths = [length for _, length in part.runs]
+            for view, piece in zip(part.views(moves[index]), update.split(lengths, part.dim), strict=True):
+                view.copy_(piece).mul_(factor)
+        return moves
+
+    def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
+        """The gradient's mean ``"momentum"`` of a matrix, laid out as it is; of others what AdamW keeps."""
+        if param not in self._parts:
+            return self._adamw.state_of(param, layout)
+        return {"momentum": (self._momentum_of(param), layout)}
+
+    def set_step_(self, step: int) -> None:
+        """Take ``step`` steps for done, as AdamW's bias correction needs."""
+        self._adamw.set_step_(step)
+
+    def train_instead_(
+        self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
+    ) -> None:
+        """Update ``copies`` in place of the parameters that they are of."""
+        for group in self.param_groups:
+            group["params"] = [copies.get(param, param) for param in group["params"]]
+        self._parts = {copies.get(param, param): parts for param, parts in self._parts.items()}
+        self._local_shapes = {copies.get(param, param): shape for param, shape in self._local_shapes.items()}
+        shares = self._shares if shares is None else shares
+        self._shares = {copies.get(param, param): share for param, share in shares.items()}
+
+    def _momentum_of(self, param: Parameter) -> Tensor:
+        if param not in self._momenta:
+            self._momenta[param] = torch.zeros_like(param)
+        return self._momenta[param]
+
+    def _with_momentum(self, param: Parameter) -> Tensor:
+        """The gradient with Nesterov's momentum, after it was added to the mean."""
+        assert param.grad is not None
+        return with_momentum(param.grad, self._momentum_of(param), self._own["momentum"])
+
+    def _runs(self) -> Iterator[list[Parameter]]:
+        """All weights that have a gradient, so many at a time that there is room for the whole matrices."""
+        run: list[Parameter] = []
+        elements = 0
+        for param in self._parts:
+            if param.grad is None:
+                continue
+            run.append(param)
+            elements += sum(math.prod(part.layout.global_shape) for part in self._parts[param])
+            if elements >= _ELEMENTS_AT_ONCE * self._num_ranks:
+                yield run
+                run, elements = [], 0
+        if run:
+            yield run
+
+    @property
+    def _dp_group(self) -> ProcessGroup | None:
+        return next((share.group for share in self._shares.values()), None)
+
+    def _sizes_of_shares(self, param: Parameter) -> tuple[int, ...]:
+        """How many elements of a weight each data-parallel rank has; all, if they do not share it out."""
+        share = self._shares.get(param)
+        return (param.numel(),) if share is None else tuple(stop - start for start, stop in share.intervals)
+
+    @property
+    def _num_ranks(self) -> int:
+        """How many ranks share out the matrices."""
+        return math.prod(group.size() for group in (self._group, self._dp_group) if group is not None)
+
+    def _orthogonalized(self, parts: Sequence[_Part], shards: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's shard of each matrix to its shard of the matrix that ``orthogonalized`` makes of it."""
+        if self._group is None or self._group.size() == 1 or not shards:
+            return [orthogonalized(shard) for shard in shards]
+        ranks = range(self._group.size())
+        sizes = [[part.num_elements(other) for other in ranks] for part in parts]
+        dealing = Dealing(sizes, dealt_out([part.layout.global_shape for part in parts], len(ranks)), self._group)
+        wholes: dict[int, list[Tensor]] = {}
+        for index, pieces in dealing.collect([shard.reshape(-1) for shard in shards]).items():
+            layout = parts[index].layout
+            whole = layout.assemble([piece.view(layout.local_shape(other)) for other, piece in enumerate(pieces)])
+            whole = orthogonalized(whole)
+            wholes[index] = [layout.take(whole, other) for other in ranks]
+        updates = dealing.hand_back(wholes, like=shards[0])
+        return [update.view_as(shard) for update, shard in zip(updates, shards, strict=True)]

@@ -1,0 +1,375 @@
+"""One stage at work: it runs its program of actions and messages on its chunks of the model."""
+
+import contextlib
+import functools
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.agreement import agree, check_same
+from shardwise.core.communication.backend import device_of_host_facts
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.point_to_point import Transfer, exchange
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.training.pipeline.actions import Action, Kind, Schedule
+from shardwise.training.pipeline.messages import Exchange, Message, Program, made_by, needed_by, programs
+
+T = TypeVar("T")
+
+ForwardStep = Callable[[int, int], Tensor]
+"""From micro-batch and chunk, what the chunk's forward returns."""
+
+LossStep = Callable[[int, Tensor], tuple[Tensor | None, T]]
+"""From micro-batch and the model's output, a scalar to call the backward on (None for none) and what to hand out."""
+
+_Key = tuple[int, int]
+
+_program_of = functools.lru_cache(maxsize=16)(programs)
+
+
+class Pipeline(Generic[T]):
+    """A pipeline stage's chunks of a model, run by a schedule.
+
+    Args:
+        chunks: this stage's parts of the model, in order. Each has ``set_input_tensor(tensor | None)``, which gives
+            its next forward the hidden states of the part before (None for the first part).
+        group: the ranks that hold the stages, in order.
+
+    Raises:
+        ConfigError: no chunk, or one without ``set_input_tensor``.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], *, group: ProcessGroup) -> None:
+        if not chunks:
+            raise ConfigError("a pipeline stage needs at least one chunk of the model; none was given")
+        self.chunks = list(chunks)
+        self.group = group
+        self._setters = [_input_setter(chunk) for chunk in chunks]
+
+    def run(
+        self,
+        schedule: Schedule,
+        forward: ForwardStep,
+        loss: LossStep[T],
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        input_dtype: torch.dtype | None = None,
+        forward_only: bool = False,
+        no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> list[T]:
+        """Run every micro-batch through the model, and back. Collective over the stages.
+
+        Gradients are added to those of the chunks' parameters, one micro-batch after the other.
+
+        Args:
+            schedule: the same on every stage.
+            forward: called in the schedule's order, with gradients off if ``forward_only``.
+            loss: called on the last part's output.
+            shape: shape of the hidden states between stages, ``[s, b, h]`` or this rank's shard of them.
+            dtype: dtype of the hidden states when they are sent.
+            device: device of the hidden states.
+            input_dtype: dtype in which chunks receive them; ``dtype`` if None.
+            forward_only: no backward; ``schedule`` then has forward steps alone.
+            no_sync: a context for all backward steps but each chunk's last, and for all steps that compute weight
+                gradients but each chunk's last (as of a data-parallel wrapper).
+
+        Returns:
+            On the last stage what ``loss`` handed out, by micro-batch; nothing on the others.
+
+        Raises:
+            ShardwiseError: what went wrong on any stage, on every stage (an error of another kind stays itself on the
+                stage that had it, and the others get a DesyncError that names it). The stages have exchanged all their
+                messages by then and can go on.
+            ConfigError: the schedule is not made for these stages and chunks, or needs ``config.delay_wgrad_compute``;
+                a chunk's ``pre_process`` or ``post_process`` is not that of its place in the model.
+            DesyncError: stages that were given different schedules or shapes; another stage ended.
+        """
+        if (schedule.num_stages, schedule.num_chunks) != (self.group.size(), len(self.chunks)):
+            raise ConfigError(
+                f"schedule {schedule.name!r} is made for {schedule.num_stages} stages of {schedule.num_chunks} chunks; "
+                f"this pipeline has {self.group.size()} stages of {len(self.chunks)}"
+            )
+        facts = (schedule.name, schedule.num_micro_batches, schedule.num_chunks, tuple(shape), str(dtype))
+        delays = self._check_agreed(facts, self._misplaced(schedule), device)
+        splits = any(action.kind is Kind.WEIGHT_GRADIENT for row in schedule.actions for action in row)
+        if splits and not forward_only and not delays:
+            raise ConfigError(
+                f"schedule {schedule.name!r} computes weight gradients in steps of their own, and no layer of any "
+                "stage leaves them out of its backward pass; set config.delay_wgrad_compute=True"
+            )
+        step = _Step(self, schedule, forward, loss, tuple(shape), dtype, device, input_dtype or dtype, no_sync)
+        with torch.set_grad_enabled(not forward_only):
+            step.run(_program_of(schedule)[self.group.rank()])
+        return step.results
+
+    def _misplaced(self, schedule: Schedule) -> str | None:
+        """What is wrong with a chunk that begins or ends the model where the schedule does not; None if nothing is.
+
+        A chunk that has no ``pre_process`` or no ``post_process`` is right.
+        """
+        for number, chunk in enumerate(self.chunks):
+            part = schedule.part(self.group.rank(), number)
+            places = {"pre_process": part == 0, "post_process": part == schedule.num_parts - 1}
+            given = {name: getattr(wrapped(chunk, name), name, place) for name, place in places.items()}
+            if any(bool(given[name]) != place for name, place in places.items()):
+                was, must = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (given, places))
+                several = f" of chunk {number}" if len(self.chunks) > 1 else ""
+                return (
+                    f"the model{several} on pipeline stage {self.group.rank()} of {self.group.size()} was made with "
+                    f"{was}, and this part of the model needs {must}; pass pre_process= and post_process= to each "
+                    "stage's model (parallel_state.is_pipeline_first_stage() and is_pipeline_last_stage() tell them)"
+                )
+        return None
+
+    def _check_agreed(self, facts: tuple[object, ...], misplaced: str | None, device: torch.device) -> bool:
+        """Stages that were given different facts would wait for each other's messages.
+
+        Args:
+            facts: the same on every stage.
+            misplaced: an error of this stage, which becomes that of all.
+            device: where the stages compute.
+
+        Returns:
+            Whether any layer of any stage leaves its weight gradient out of its backward pass; on every stage alike. A
+            stage of an embedding alone has none that could.
+        """
+        delays = any(True for chunk in self.chunks for _ in _delayed(chunk))
+        if self.group.size() == 1:
+            if misplaced is not None:
+                raise ConfigError(misplaced)
+            return delays
+        # The stages agree if the largest number is also the smallest: one small collective instead of gathering the
+        # facts.
+        number, host = float(zlib.crc32(repr(facts).encode())), device_of_host_facts(self.group, device)
+        largest = all_reduce(
+            torch.tensor([number, -number, delays, misplaced is not None], dtype=torch.float64, device=host),
+            group=self.group,
+            op=dist.ReduceOp.MAX,
+        ).tolist()
+        if largest[3]:
+            agree(functools.partial(_refuse, misplaced), group=self.group)
+        if largest[0] != -largest[1]:
+            check_same(facts, "the pipeline's schedule, micro-batches, chunks, shape and dtype", group=self.group)
+        return bool(largest[2])
+
+
+@dataclass
+class _Step(Generic[T]):
+    """One run of a program: what is given to it, and what is there between its actions."""
+
+    pipeline: Pipeline[T]
+    schedule: Schedule
+    forward: ForwardStep
+    loss: LossStep[T]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    input_dtype: torch.dtype
+    no_sync: Callable[[], AbstractContextManager[Any]]
+
+    def __post_init__(self) -> None:
+        self.results: list[T] = []
+        self._stage = self.pipeline.group.rank()
+        self._failure: Exception | None = None
+        # By micro-batch and chunk: a part's input and where its backward starts, what it made for its neighbours, and
+        # its weight gradients that wait.
+        self._inputs: dict[_Key, Tensor] = {}
+        self._roots: dict[_Key, GradientEdge | None] = {}
+        self._waiting: dict[_Key, list[Callable[[], None]]] = {}
+        self._made: dict[Message, Tensor] = {}
+        self._coming: dict[Message, Pending] = {}
+        self._sent: deque[Pending] = deque()
+        self._backwards_left = [self.schedule.num_micro_batches] * self.schedule.num_chunks
+        self._weight_gradients_left = [self.schedule.num_micro_batches] * self.schedule.num_chunks
+
+    def run(self, program: Program) -> None:
+        """Do everything, and end as every stage ends."""
+        try:
+            for step in program:
+                if isinstance(step, Exchange):
+                    self._exchange(step)
+                else:
+                    self._act(step)
+            while self._sent:
+                self._sent.popleft().wait()
+        except Exception as error:
+            # This stage's own first error says more than a neighbour that gave up waiting.
+            if self._failure is not None:
+                raise self._failure from error
+            raise
+        for chunk in range(len(self.pipeline.chunks)):
+            self._set_input(chunk, None)
+        self._end_alike()
+
+    def _set_input(self, chunk: int, hidden: Tensor | None) -> None:
+        """What the chunk's next forward begins with."""
+        self.pipeline._setters[chunk](None if hidden is None else hidden.to(self.input_dtype))
+
+    def _end_alike(self) -> None:
+        group = self.pipeline.group
+        host = device_of_host_facts(group, self.device)
+        failed = torch.tensor(float(self._failure is not None), device=host)
+        if not all_reduce(failed, group=group, op=dist.ReduceOp.MAX):
+            return
+        # Deferred gradients are of no use to the next step, whichever stage failed.
+        for chunk in self.pipeline.chunks:
+            for layer in _delayed(chunk):
+                layer.take_weight_gradients()
+            for buffer in deferred_buffers(chunk) or ():
+                buffer.clear()
+        agree(self._raise_failure, group=group)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _exchange(self, step: Exchange) -> None:
+        sends = [Transfer(self._made.pop(message), message.target, self._tag(message)) for message in step.sends]
+        receives = [
+            Transfer(torch.empty(self.shape, dtype=self.dtype, device=self.device), message.source, self._tag(message))
+            for message in step.receives
+        ]
+        sent, coming = exchange(sends, receives, group=self.pipeline.group)
+        self._coming.update(zip(step.receives, coming, strict=True))
+        self._sent.extend(sent)
+        # A tensor is kept until it has arrived. Waiting for an early one is safe, since messages travel in one order.
+        while len(self._sent) > self.schedule.num_stages:
+            self._sent.popleft().wait()
+
+    def _tag(self, message: Message) -> int:
+        return 2 * (message.part * self.schedule.num_micro_batches + message.micro_batch) + message.is_gradient
+
+    def _act(self, action: Action) -> None:
+        """One action; from the first failure on only its messages are passed on, so that no stage waits in vain."""
+        part = self.schedule.part(self._stage, action.chunk)
+        needed = needed_by(self.schedule, self._stage, action)
+        received = None if needed is None else self._coming.pop(needed).wait()
+        made: Tensor | None = None
+        if self._failure is None:
+            try:
+                made = self._computed(action, part, received)
+            except Exception as error:
+                self._failure = error
+                for kept in (self._inputs, self._roots, self._waiting):
+                    kept.clear()
+        message = made_by(self.schedule, self._stage, action)
+        if message is not None:
+            # Zeros are sent if there is no gradient, for instance of an input that no output depends on.
+            if made is None:
+                made = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self._made[message] = made
+
+    def _computed(self, action: Action, part: int, received: Tensor | None) -> Tensor | None:
+        key = (action.micro_batch, action.chunk)
+        if action.kind is Kind.FORWARD:
+            return self._forward(key, part, received)
+        if action.kind is Kind.WEIGHT_GRADIENT:
+            self._compute_weight_gradients(key)
+            return None
+        gradient = self._backward(key, received)
+        self._waiting[key] = [layer.take_weight_gradients() for layer in _delayed(self.pipeline.chunks[action.chunk])]
+        if action.kind is Kind.BACKWARD:
+            self._compute_weight_gradients(key)
+        return gradient
+
+    def _compute_weight_gradients(self, key: _Key) -> None:
+        self._weight_gradients_left[key[1]] -= 1
+        computations = self._waiting.pop(key)
+        if computations:
+            with self.no_sync() if self._weight_gradients_left[key[1]] else contextlib.nullcontext():
+                for compute in computations:
+                    compute()
+
+    def _forward(self, key: _Key, part: int, received: Tensor | None) -> Tensor | None:
+        micro_batch, chunk = key
+        keeps = torch.is_grad_enabled()
+        if received is not None and keeps:
+            self._inputs[key] = received.requires_grad_()
+        self._set_input(chunk, received)
+        output = self.forward(micro_batch, chunk)
+        if part == self.schedule.num_parts - 1:
+            scalar, result = self.loss(micro_batch, output)
+            self.results.append(result)
+            if keeps:
+                self._roots[key] = None if scalar is None or not scalar.requires_grad else get_gradient_edge(scalar)
+            return None
+        if tuple(output.shape) != self.shape:
+            raise ShardingError(
+                f"micro-batch {micro_batch}: stage {self._stage} made hidden states of shape {list(output.shape)}, and "
+                f"the stages exchange {list(self.shape)}; every micro-batch must have the same size and length"
+            )
+        output = output.to(self.dtype)
+        if keeps:
+            # Only the graph is kept; the output itself is needed only until it has been sent.
+            self._roots[key] = get_gradient_edge(output) if output.requires_grad else None
+        return output.detach().contiguous()
+
+    def _backward(self, key: _Key, received: Tensor | None) -> Tensor | None:
+        root, input_ = self._roots.pop(key), self._inputs.pop(key, None)
+        chunk = key[1]
+        # A chunk that is recomputed reads its input again, when that of a later micro-batch has already been set.
+        self._set_input(chunk, input_)
+        self._backwards_left[chunk] -= 1
+        with self.no_sync() if self._backwards_left[chunk] else contextlib.nullcontext():
+            if root is not None:
+                torch.autograd.backward((root,), None if received is None else (received,))
+        self._set_input(chunk, None)
+        return None if input_ is None or input_.grad is None else input_.grad.contiguous()
+
+
+def _refuse(what: str | None) -> None:
+    if what is not None:
+        raise ConfigError(what)
+
+
+def _delayed(chunk: nn.Module) -> Iterator[Any]:
+    """The chunk's layers that leave their weight gradients out of the backward."""
+    for module in chunk.modules():
+        if getattr(module, "delays_weight_gradients", False):
+            yield module
+
+
+def deferred_buffers(chunk: nn.Module) -> tuple[list[Tensor], list[Tensor]] | None:
+    """What an output layer keeps (``config.defer_embedding_wgrad_compute``): inputs, output gradients; or None."""
+    engine = wrapped(chunk, "output_queue")
+    if engine is not None and engine.output_queue is not None:
+        return engine.output_queue.inputs, engine.output_queue.grad_outputs
+    # A model of a program's own may keep them under Megatron's names.
+    model = wrapped(chunk, "grad_output_buffer")
+    if model is None or model.grad_output_buffer is None:
+        return None
+    return model.embedding_activation_buffer, model.grad_output_buffer
+
+
+def wrapped(module: nn.Module, attribute: str) -> Any:
+    """The module itself, or the first one inside it (by ``.module``, as wrappers have it), that has ``attribute``.
+
+    None if there is none.
+    """
+    inner: Any = module
+    while inner is not None and not hasattr(inner, attribute):
+        inner = getattr(inner, "module", None)
+    return inner
+
+
+def _input_setter(chunk: nn.Module) -> Callable[[Tensor | None], None]:
+    model = wrapped(chunk, "set_input_tensor")
+    if model is None:
+        raise ConfigError(
+            f"a pipeline stage's chunk of type {type(chunk).__name__} has no set_input_tensor(tensor), through "
+            "which it would get its input"
+        )
+    setter: Callable[[Tensor | None], None] = model.set_input_tensor
+    return setter

@@ -1,0 +1,89 @@
+"""One function chooses how a call travels, and little stands between a layer and its choice."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.context import context_of
+from shardwise.core.communication.transports import choose_transport, torch_distributed, traced, transport_name
+from shardwise.core.communication.transports.shared_memory import channel_of, close_channel
+from shardwise.nn import ColumnLinear
+
+SOURCES = Path(shardwise.__file__).parent
+CPU = torch.device("cpu")
+
+
+@pytest.mark.ranks(2)
+def test_a_transport_is_chosen_by_tensor_group_and_operation(group, monkeypatch):
+    shared = channel_of(group) or torch_distributed
+    assert (transport_name(group, CPU) == "shared memory") == (shared is not torch_distributed)
+    numbers, flags = torch.ones(2), torch.tensor([True])
+    for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        assert choose_transport(operation, numbers, group) is shared
+        assert choose_transport(operation, torch.ones(2, dtype=torch.complex64), group) is torch_distributed
+        assert choose_transport(operation, numbers.to("meta"), group) is torch_distributed
+    assert choose_transport("all_gather", flags, group) is shared
+    assert choose_transport("reduce_scatter", flags, group) is torch_distributed
+    assert choose_transport("all_reduce", numbers, group, dist.ReduceOp.MAX) is shared
+    assert choose_transport("all_reduce", numbers, group, dist.ReduceOp.PRODUCT) is torch_distributed
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choose_transport("all_reduce", numbers, group) is traced
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("grad", [True, False])
+def test_at_most_ten_functions_lie_between_a_column_layer_and_its_transport(group, grad):
+    layer = ColumnLinear(6, 4, group=group, sequence_parallel=True)
+    shard = torch.ones(3, 2, 6, requires_grad=grad)
+    entered = []
+
+    def note(frame, event, _):
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(SOURCES):
+            entered.append((file.relative_to(SOURCES).as_posix(), frame.f_code.co_name))
+
+    with torch.set_grad_enabled(grad):
+        layer(shard)
+        sys.setprofile(note)
+        try:
+            layer(shard)
+        finally:
+            sys.setprofile(None)
+    ours = [name for name, _ in entered]
+    chosen = next(i for i, (_, name) in enumerate(entered) if name == "choose_transport")
+    reached = next(
+        i for i, (file, name) in enumerate(entered) if "transports/" in file and name == "all_gather" and i > chosen
+    )
+    assert reached <= 10, entered[: reached + 1]
+    assert ours[0] == "nn/column.py"
+
+
+def test_only_the_choice_knows_the_transports():
+    """Whoever else asked would choose for itself."""
+    found = []
+    for path in SOURCES.rglob("*.py"):
+        if "transports" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
+            if names & {"traced", "channel_of", "SharedMemory"}:
+                found.append((path.name, names))
+    # For the type of a group's memory.
+    assert found == [("context.py", {"SharedMemory"})]
+
+
+@pytest.mark.ranks(2)
+def test_a_closed_channel_is_opened_again(group):
+    own = dist.new_group([0, 1])
+    opened = channel_of(own)
+    close_channel(own)
+    assert context_of(own).channel is None
+    assert all_reduce(torch.ones(1), group=own).item() == 2
+    assert (context_of(own).channel is None) == (opened is None)
+    assert opened is None or context_of(own).channel is not opened

@@ -1,0 +1,32 @@
+"""The oracle of sampling: whole logits, sorted lists and explicit sums, in plain Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardwise.models.generation import Sampling
+
+
+def kept_probabilities(logits: Sequence[float], sampling: Sampling) -> dict[int, float]:
+    """The ids that may be chosen, and how likely each is; ``sampling`` is not greedy."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    weights = {i: math.exp((logits[i] - logits[order[0]]) / sampling.temperature) for i in order}
+    total = math.fsum(weights.values())
+    kept: dict[int, float] = {}
+    for i in order:
+        if sampling.top_p < 1 and math.fsum(kept.values()) / total >= sampling.top_p:
+            break
+        kept[i] = weights[i]
+    return {i: weight / math.fsum(kept.values()) for i, weight in kept.items()}
+
+
+def choose(logits: Sequence[float], sampling: Sampling, uniform: Sequence[float]) -> int:
+    """The id that ``uniform``, one number for each id, chooses."""
+    if sampling.temperature == 0:
+        return min(range(len(logits)), key=lambda i: (-logits[i], i))
+    # The first of independent exponential clocks whose rates are the probabilities.
+    kept = kept_probabilities(logits, sampling)
+    return min(kept, key=lambda i: -math.log(uniform[i]) / kept[i])

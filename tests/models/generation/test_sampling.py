@@ -1,0 +1,163 @@
+"""The next token from split logits: the oracle's choice at every tensor-parallel size, with the right frequencies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.parity import assert_unmodified
+from models.generation.dense_sampling import choose, kept_probabilities
+
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.errors import ConfigError, DivergenceError, ShardingError
+from shardwise.core.sharding import balanced_range
+from shardwise.models.generation import GREEDY, Sampling, sample_next_token, vocab_parallel_argmax
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7),
+    Sampling(temperature=2.0, top_k=4),
+    Sampling(temperature=1.3, top_p=0.6),
+    Sampling(temperature=1.3, top_k=6, top_p=0.8),
+    Sampling(top_k=1000),
+]
+
+
+def own_part(logits, group):
+    start, stop = balanced_range(logits.size(1), group.size(), group.rank())
+    return logits[:, start:stop].contiguous()
+
+
+def sample(logits, sampling, group, seed=0):
+    return sample_next_token(
+        own_part(logits, group),
+        sampling,
+        vocab_size=logits.size(1),
+        group=group,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS], ids=str)
+def test_chooses_what_the_oracle_chooses(group, sampling, dtype):
+    # Few distinct values, so that every cut goes through equal ones.
+    logits = torch.randint(-3, 4, (50, 13)).to(dtype)
+    # One rank holds nothing likely.
+    logits[0, :7] = -100
+    local = own_part(logits, group)
+    generator = torch.Generator().manual_seed(3)
+    with assert_unmodified(local=local):
+        tokens = sample_next_token(local, sampling, vocab_size=13, group=group, generator=generator)
+    uniform = torch.rand(50, 13, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    rows = zip(logits.tolist(), uniform.tolist(), strict=True)
+    assert tokens.tolist() == [choose(row, sampling, numbers) for row, numbers in rows]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.5}], ids=str)
+def test_the_smallest_temperature_is_greedy(group, options):
+    logits = torch.randn(50, 13)
+    tokens = sample(logits, Sampling(temperature=1e-300, **options), group)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_frequencies_follow_the_distribution(group, sampling):
+    num_samples = 20_000
+    logits = torch.randn(11, dtype=torch.float64) * 1.5
+    counts = torch.bincount(sample(logits.expand(num_samples, 11), sampling, group), minlength=11)
+    kept = kept_probabilities(logits.tolist(), sampling)
+    assert set(counts.nonzero().flatten().tolist()) <= set(kept)
+    chi_square = sum((int(counts[i]) - num_samples * p) ** 2 / (num_samples * p) for i, p in kept.items())
+    # At most 10 degrees of freedom: the sum of squares passes 35.6 in one of ten thousand draws.
+    assert chi_square < 35.6
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_rows_and_calls_are_independent(group):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.zeros(40, 101)
+    draws = [
+        sample_next_token(own_part(logits, group), Sampling(), vocab_size=101, group=group, generator=generator)
+        for _ in range(2)
+    ]
+    assert len(set(draws[0].tolist())) > 20
+    assert (draws[0] == draws[1]).sum() < 5
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_argmax_takes_the_lowest_id_of_equals(group, dtype):
+    scores = torch.zeros(5, 10, dtype=dtype)
+    scores[1, 9] = scores[1, 4] = 1
+    scores[2, 3:6] = 2
+    scores[3] = -7
+    scores[4, 0] = -torch.inf
+    scores[4, 9] = 1e-3
+    local = own_part(scores, group)
+    with assert_unmodified(local=local):
+        ids = vocab_parallel_argmax(local, vocab_size=10, group=group)
+    assert ids.tolist() == [0, 4, 3, 0, 9]
+    assert ids.dtype == torch.int64
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("sampling", "pairs"),
+    [
+        (GREEDY, 1),
+        (Sampling(), 1),
+        (Sampling(top_k=1), 1),
+        (Sampling(top_k=5, top_p=0.9), 5),
+        (Sampling(top_p=0.9), 51),
+    ],
+    ids=str,
+)
+def test_one_small_gather(group, sampling, pairs):
+    with CollectiveCounter() as counter:
+        sample(torch.randn(3, 101), sampling, group)
+    assert len(counter.launches) == 1
+    # Of all candidates rank 1 has one fewer.
+    assert counter.num_bytes == 3 * min(pairs, 51 - group.rank()) * 16
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_refused_on_every_rank(group, sampling, bad):
+    logits = torch.zeros(2, 10)
+    # On the last rank alone.
+    logits[1, 8] = bad
+    with pytest.raises(DivergenceError, match="have diverged"):
+        sample(logits, sampling, group)
+
+
+@pytest.mark.ranks(2)
+def test_shards_that_do_not_fit(group):
+    generator = torch.Generator()
+    held = 6 - group.rank()
+    with pytest.raises(ShardingError, match=rf"holds {held} of 11 ids; pass scores of shape \[batch, {held}\]"):
+        sample_next_token(torch.zeros(1, 3), Sampling(), vocab_size=11, group=group, generator=generator)
+    with pytest.raises(ShardingError, match=r"not \[6\]"):
+        vocab_parallel_argmax(torch.zeros(6), vocab_size=12, group=group)
+    with pytest.raises(ShardingError, match="1 ids is too small for 2 ranks"):
+        vocab_parallel_argmax(torch.zeros(1, 1), vocab_size=1, group=group)
+
+
+@pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf")])
+def test_temperatures_that_cannot_be(temperature):
+    with pytest.raises(ConfigError, match=f"temperature is {temperature}"):
+        Sampling(temperature=temperature)
+
+
+@pytest.mark.parametrize("top_p", [0.0, -1.0, 1.01, float("nan")])
+def test_top_p_that_cannot_be(top_p):
+    with pytest.raises(ConfigError, match=f"top_p is {top_p}"):
+        Sampling(top_p=top_p)
+
+
+def test_top_k_that_cannot_be():
+    with pytest.raises(ConfigError, match="top_k is -1"):
+        Sampling(top_k=-1)

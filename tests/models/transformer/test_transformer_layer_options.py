@@ -1,0 +1,60 @@
+"""Every option of a layer, at any tensor-parallel size, equals a dense layer that shares no code with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense_layer import dense_layer
+from harness.groups import alone
+from harness.parity import assert_close_to, assert_unmodified, gather_shards
+from layer_cases import CASES, SLOPES, B, H, S, layer_of, mask_of, rotary_of
+
+from shardwise.core.sharding import balanced_range
+from shardwise.models.transformer.masks import AttnMaskType
+from shardwise.tensor_parallel.layers import named_param_layouts
+from shardwise.training.optimizer.gradients import finalize_gradients_
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sp"])
+def test_options_equal_the_dense_layer(group, sequence_parallel):
+    sequence_parallel = sequence_parallel and group.size() > 1
+    own = alone(group)
+    for name, case in CASES.items():
+        config, layer = layer_of(case, group, sequence_parallel=sequence_parallel)
+        weights = {
+            key: gather_shards(param, layout, group).requires_grad_()
+            for key, param, layout in named_param_layouts(layer, group.size())
+        }
+        whole = torch.randn(S, B, H, dtype=torch.float64, requires_grad=True)
+        weighting = torch.randn(S, B, H, dtype=torch.float64)
+        expected = dense_layer(
+            config,
+            weights,
+            whole,
+            causal=case.mask_type is AttnMaskType.causal,
+            forbidden=case.forbidden,
+            documents=case.documents,
+            share=case.share,
+            slopes=SLOPES[case.heads] if case.alibi else None,
+            activation=case.activation,
+        )
+        (expected * weighting).sum().backward()
+
+        mine = slice(*balanced_range(S, group.size(), group.rank())) if sequence_parallel else slice(None)
+        x = whole.detach()[mine].clone().requires_grad_()
+        inputs = {"x": x, "documents": case.documents, "forbidden": case.forbidden}
+        with assert_unmodified(**{key: value for key, value in inputs.items() if value is not None}):
+            output = layer(
+                x,
+                attention_mask=mask_of(case, config, group),
+                rotary=rotary_of(case, config),
+                sequence_length=S,
+            )
+            (output * weighting[mine]).sum().backward()
+        finalize_gradients_(layer, tp_group=group, dp_group=own)
+        assert_close_to(output.detach(), expected[mine].detach(), rtol_of_norm=1e-13, name=f"{name}: output")
+        assert_close_to(x.grad, whole.grad[mine], rtol_of_norm=1e-12, name=f"{name}: input gradient")
+        for key, param, layout in named_param_layouts(layer, group.size()):
+            gradient = gather_shards(param.grad, layout, group)
+            assert_close_to(gradient, weights[key].grad, rtol_of_norm=1e-12, name=f"{name}: gradient of {key}")

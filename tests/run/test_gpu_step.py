@@ -1,0 +1,259 @@
+"""A step of training of Llama-3-8B's shape on GPUs that PyTorch is made to believe in, through the run itself."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from harness.on_pretended_gpu import StepRecorder, fake_tensors, join, ranks_alike
+from harness.pretended_kernels import as_on_a_gpu
+from models.transformer.accounting_page import evaluate, table
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from shardwise.core import initialization
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.data import Corpus, TokenStream
+from shardwise.models.adapters import LoraConfig
+from shardwise.models.gpt import GPT
+from shardwise.run import run
+from shardwise.run.processes.ranks import Ranks
+from shardwise.run.session import open_session
+from shardwise.run.tasks.recipe import Recipe
+from shardwise.run.tasks.texts import Texts
+from shardwise.storage import adapters as lora
+from shardwise.storage.adapters import add_lora_
+from shardwise.storage.huggingface.architectures import ARCHITECTURES
+from shardwise.training.optimizer_settings import OptimizerSettings
+from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
+
+# A sequence of any length shows the same.
+S, B, H, A, F, V = 64, 2, 4096, 32, 14336, 128256
+
+
+class Tokens:
+    """In the place of a tokenizer of that many ids, which no small text could train."""
+
+    vocab_size = V
+    sha256 = ""
+
+    def save(self, folder):
+        """There is nothing to save."""
+
+
+class OnMadeUpTokens(Recipe):
+    """A run as `shardwise train` starts it, but for the text; with adapters as `shardwise finetune` adds them."""
+
+    lora = False
+
+    def read_texts(self, ranks):
+        corpus = Corpus("zeros", ("0",))
+        streams = (TokenStream("zeros", np.zeros(n * S + 1, dtype=np.uint32), 0, 4 * n * S) for n in (20, 2))
+        return Texts(corpus, corpus, Tokens(), *streams)
+
+    def build_model(self, settings, vocab_size, *, groups, device):
+        model = super().build_model(settings, vocab_size, groups=groups, device=device)
+        if self.lora:
+            add_lora_(model, LoraConfig(r=16, lora_alpha=32, target_modules=("all-linear",)), ARCHITECTURES["llama"])
+        return model
+
+
+class WithAdapters(OnMadeUpTokens):
+    lora = True
+
+
+class Part:
+    """What a part of a step launches, waits for and copies."""
+
+    def __init__(self):
+        self.recorder, self.collectives = StepRecorder(), Counter()
+
+    def around(self, function):
+        def call(*args, **options):
+            with self.recorder, CollectiveCounter() as counter:
+                result = function(*args, **options)
+            self.collectives += Counter((launch.name, launch.num_bytes) for launch in counter.launches)
+            return result
+
+        return call
+
+    def kernels(self):
+        """How many kernels there are of each kind."""
+        found = Counter()
+        for name, count in self.recorder.operators.items():
+            if (kind := kind_of(name)) is not None:
+                found[kind] += count
+        return found
+
+
+def kind_of(name):
+    """What kind of kernel an operator is; None if it launches none."""
+    space, base, overload = name.split(".")
+    if space == "kernel":
+        return "norms" if "norm" in base else "attention" if "attention" in base else "fused elementwise"
+    operator = getattr(getattr(getattr(torch.ops, space), base), overload)
+    if space != "aten" or operator.is_view or base.startswith(("empty", "new_empty", "_unsafe_view", "record_stream")):
+        return None
+    if base == "_local_scalar_dense":
+        return None
+    return "products" if base in ("mm", "addmm", "bmm") else "others"
+
+
+LLAMA_3_8B = {
+    "hidden_size": H,
+    "num_heads": A,
+    "num_query_groups": 8,
+    "ffn_hidden_size": F,
+    "vocab_size": V,
+    "tie_embeddings": False,
+}
+
+
+def a_step(folder, num_layers, parallel, training, adapters, world_size, *, optimizer="adamw", **model):
+    """The second step of a run; in the first one ranks compare their calls."""
+    model = ModelSettings(**{"num_layers": num_layers, "sequence_length": S} | (model or LLAMA_3_8B))
+    training = {
+        "steps": 3,
+        "global_batch_size": MICRO_BATCHES * B,
+        "micro_batch_size": B,
+        "dtype": "bfloat16",
+    } | training
+    settings = Settings(
+        data=("-",),
+        out=folder,
+        model=model,
+        parallel=ParallelSettings(**parallel),
+        optimizer=OptimizerSettings(name=optimizer),
+        training=TrainingSettings(**training),
+    )
+    parts = {name: Part() for name in ("forward", "backward", "step")}
+    own = run._Training._step, GPT.forward, torch.Tensor.backward
+
+    def recorded(self, number, *others):
+        if number == 0:
+            return own[0](self, number, *others)
+        GPT.forward = parts["forward"].around(own[1])
+        torch.Tensor.backward = parts["backward"].around(own[2])
+        parts["step"].around(own[0])(self, number, *others)
+        raise InterruptedError
+
+    run._Training._step = recorded
+    ranks = Ranks(0, 0, world_size, torch.device("cuda", 0))
+    try:
+        with pytest.raises(InterruptedError):
+            run.train(open_session(settings, ranks, WithAdapters if adapters else OnMadeUpTokens))
+    finally:
+        run._Training._step, GPT.forward, torch.Tensor.backward = own
+    step = parts["step"].recorder
+    elsewhere = [made for made in step.made if made[0] == "cpu" and math.prod(made[2]) > 1]
+    return {name: (part.kernels(), part.collectives) for name, part in parts.items()}, {
+        "waits": dict(step.waits),
+        "copies": dict(step.copies),
+        "pageable copies": dict(step.pageable),
+        "made on the CPU": elsewhere,
+    }
+
+
+def with_real_numbers(function):
+    """What is computed from numbers, and not only from shapes."""
+
+    def call(*args, **options):
+        with unset_fake_temporarily():
+            result = function(*args, **options)
+            return list(result) if isinstance(result, Iterator) else result
+
+    return call
+
+
+def steps(folder, *case):
+    """Steps of models of one layer and of two."""
+    join("cuda:fake", world_size=case[-1], rank=0)
+    as_on_a_gpu()
+    # Initial values are numbers, which nobody asks for here.
+    initialization.fill_normal_ = lambda *_, **__: None
+    for module, name in (
+        (lora.sites, "_sites_of_layer"),
+        (lora.adapter, "local_places"),
+        (lora.adapter, "section_layout"),
+    ):
+        setattr(module, name, with_real_numbers(getattr(module, name)))
+    with ranks_alike(), fake_tensors(), StepRecorder():
+        return [a_step(f"{folder}/{num_layers}", num_layers, *case) for num_layers in (1, 2)]
+
+
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+MICRO_BATCHES = 2
+CASES = {
+    "tp 8": ({"tp": 8} | SEQUENCE_PARALLEL, {}, False, 8),
+    "tp 4 x dp 2, zero 1": (
+        {"tp": 4, "zero": 1} | SEQUENCE_PARALLEL,
+        {"global_batch_size": 2 * MICRO_BATCHES * B},
+        False,
+        8,
+    ),
+    "tp 8, adapters": ({"tp": 8} | SEQUENCE_PARALLEL, {}, True, 8),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_launches_what_the_page_says_and_a_step_waits_once(pretended_gpu, tmp_path, case):
+    parallel, *_ = CASES[case]
+    (one, step), (two, _) = pretended_gpu(steps, str(tmp_path), *CASES[case])
+    assert list(step["waits"].values()) == [1], step["waits"]
+    # The next step's ids and labels.
+    assert [(way, count) for (way, _), count in step["copies"].items()] == [("cpu to cuda", 2 * MICRO_BATCHES)]
+    assert step["pageable copies"] == {}
+    assert {made[-1].partition(":")[0] for made in step["made on the CPU"]} <= {"data/loader.py"}
+    page = table("layer", "gpu")
+    group = SimpleNamespace(size=lambda: parallel["tp"])
+    sizes = {"s": S, "b": B, "h": H, "f": F, "a": A, "g": 8, "d": H // A}
+    found, expected = {}, {}
+    for part in ("forward", "backward"):
+        row = page[f"{case}, {part}"]
+        collectives = Counter()
+        for column, times in (("collectives", MICRO_BATCHES), ("once a step", 1)):
+            for count, name, formula in re.findall(r"`(\d+) \S (\w+) ([^`]*)`", row.pop(column)):
+                collectives[name, evaluate(formula, group, torch.bfloat16, **sizes)] += times * int(count)
+        expected[part] = {kind: MICRO_BATCHES * int(count) for kind, count in row.items()}, collectives
+        kernels, collectives = (of_two - of_one for of_two, of_one in zip(two[part], one[part], strict=True))
+        # One all-reduce has the gradients of all layers' norms, and one gather the norms of two layers and the last.
+        of_all = collectives.keys() & {("all_gather", 5 * H)} | {
+            each for each in collectives if each[0] == "all_reduce"
+        }
+        of_layer = {launch: count for launch, count in collectives.items() if launch not in of_all}
+        found[part] = {kind: kernels[kind] for kind in row}, Counter(of_layer)
+    assert found == expected
+
+
+SMALL = {"hidden_size": 64, "num_heads": 4, "vocab_size": 301}
+OTHERS = {
+    "stages": ({"pp": 2}, {"dtype": "bfloat16"}, {"tie_embeddings": True}),
+    "fp16 and Muon": ({"tp": 2} | SEQUENCE_PARALLEL, {"dtype": "float16"}, {"optimizer": "muon"}),
+    "overlap": (
+        {"tp": 2, "tp_comm_overlap": True} | SEQUENCE_PARALLEL,
+        {"dtype": "bfloat16", "loss": "plain"},
+        {"tie_embeddings": False},
+    ),
+    "GPT with dropout": ({"tp": 2}, {"dtype": "tf32", "loss": "plain"}, {"architecture": "gpt", "dropout": 0.1}),
+}
+
+
+def other_steps(folder, case):
+    # As NCCL's groups have gloo beside it, for what the hosts know.
+    join("cpu:fake,cuda:fake", world_size=2, rank=0)
+    as_on_a_gpu()
+    parallel, training, model = OTHERS[case]
+    with ranks_alike(), fake_tensors(), StepRecorder():
+        return a_step(folder, 2, parallel, training, False, 2, **SMALL | model)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_whatever_is_trained_a_step_waits_once(pretended_gpu, tmp_path, case):
+    step = pretended_gpu(other_steps, str(tmp_path), case)
+    assert list(step["waits"].values()) == [1], step["waits"]
+    assert step["pageable copies"] == {}

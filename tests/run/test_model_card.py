@@ -1,0 +1,124 @@
+"""What stands beside the weights that are left: the card of what was trained, and the base model's companion files."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from storage.adapters.tiny_models import save_model
+
+from shardwise.cli.main import main
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.tasks.model_card import base_name
+from shardwise.storage.huggingface.companion_files import companion_files
+
+TEXT = "Snow is white, grass is green, and the sky is blue above all of them. " * 20
+README = "---\nlicense: other\nlicense_name: snow-1.0\nlanguage: en\n---\n# The base | model\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("card")
+    base = folder / "models--snow--Base-1B" / "snapshots" / "abc"
+    save_model("llama", base, vocab_size=301)
+    Tokenizer.train([TEXT], 280).save(base)
+    (folder / "text.txt").write_text(TEXT)
+    # As the hub's cache has its files.
+    (folder / "blob").write_text("You may.")
+    (base / "LICENSE.txt").symlink_to(folder / "blob")
+    (base / "README.md").write_text(README)
+    (base / "preprocessor_config.json").write_text("{}")
+    (base / "LICENSE.safetensors").write_text("weights")
+    (base / "broken.md").symlink_to(folder / "nowhere")
+    return folder
+
+
+def base_of(folder):
+    return folder / "models--snow--Base-1B" / "snapshots" / "abc"
+
+
+def finetune(folder, out, *more):
+    sizes = ("--model.sequence-length", "16", "--training.steps", "2", "--training.eval-every", "1")
+    arguments = ["finetune", str(base_of(folder)), "--data", str(folder / "text.txt"), "--out", str(out), *sizes, *more]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["shardwise", *arguments])
+        assert main(arguments) == 0
+
+
+def card_of(out):
+    from huggingface_hub import ModelCard
+
+    return ModelCard.load(out / "README.md", ignore_metadata_errors=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--lora-rank", "2"), ("--lora-rank", "2", "--lora-merge")], ids=str)
+def test_a_run_leaves_a_card_that_the_hub_reads(folder, tmp_path, options, capsys):
+    out, is_adapter = tmp_path / "tuned", options == ("--lora-rank", "2")
+    finetune(folder, out, *options)
+    card = card_of(out)
+    assert card.data.base_model == "snow/Base-1B"
+    assert card.data.library_name == ("peft" if is_adapter else "transformers")
+    assert (card.data.license, card.data.license_name) == ("other", "snow-1.0")
+    assert {"shardwise", f"base_model:{'adapter' if is_adapter else 'finetune'}:snow/Base-1B"} <= set(card.data.tags)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert f"{rows[0]['loss']:.4f} at first, {rows[-1]['loss']:.4f} at last" in card.text
+    assert f"{rows[-1]['held_out_bits_per_byte']:.4f} at last" in card.text
+    assert "| `training.steps` | 2 |" in card.text
+    assert "shardwise finetune " in card.text
+    assert "| ranks | tp 1, pp 1, dp 1 |" in card.text
+    assert (out / "BASE_README.md").read_text() == README
+    assert (out / "LICENSE.txt").read_text() == "You may."
+    assert (out / "preprocessor_config.json").exists()
+    assert not list(out.glob("LICENSE.safetensors"))
+    if is_adapter:
+        merged = tmp_path / "merged"
+        assert main(["export-hf", str(out), "--merge", "--out", str(merged)]) == 0
+        data = card_of(merged).data
+        assert data.library_name == "transformers"
+        assert "base_model:finetune:snow/Base-1B" in data.tags
+        assert (merged / "BASE_README.md").read_text() == README
+
+
+@pytest.mark.slow
+def test_what_is_imported_keeps_its_readme_and_licence(folder, tmp_path, capsys):
+    base = base_of(folder)
+    assert main(["import-hf", str(base), "--out", str(tmp_path / "imported")]) == 0
+    assert main(["export-hf", str(tmp_path / "imported"), "--out", str(tmp_path / "exported")]) == 0
+    for name in ("README.md", "LICENSE.txt", "preprocessor_config.json"):
+        copy = tmp_path / "exported" / name
+        assert copy.read_bytes() == (base / name).read_bytes()
+        assert not copy.is_symlink()
+    assert not (tmp_path / "exported" / "LICENSE.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_export_of_a_new_model_has_a_card(folder, tmp_path, capsys):
+    sizes = (
+        "--model.hidden-size",
+        "16",
+        "--model.num-heads",
+        "2",
+        "--model.num-layers",
+        "1",
+        "--model.vocab-size",
+        "270",
+    )
+    short = ("--training.steps", "2", "--model.sequence-length", "16", "--training.global-batch-size", "2")
+    run = str(tmp_path / "run")
+    assert main(["train", "--data", str(folder / "text.txt"), "--out", run, *sizes, *short]) == 0
+    assert main(["export-hf", run, "--out", str(tmp_path / "exported")]) == 0
+    card = card_of(tmp_path / "exported")
+    assert card.data.library_name == "transformers"
+    assert "text.txt" in card.text
+    assert "2 |" in card.text
+
+
+def test_which_files_are_companions_and_whose_name_a_folder_tells(folder, tmp_path):
+    base = base_of(folder)
+    found = {name for _, name in companion_files(base, beside_card=True)}
+    assert {"tokenizer.json", "LICENSE.txt", "BASE_README.md", "preprocessor_config.json"} <= found
+    assert not {"README.md", "LICENSE.safetensors", "config.json", "model.safetensors", "broken.md"} & found
+    assert base_name(base) == "snow/Base-1B"
+    assert base_name(tmp_path / "mine") == "mine"

@@ -1,0 +1,36 @@
+"""The picture of a run, whatever the text is called and wherever it is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness.program import run
+
+DRAW = """
+import sys
+from pathlib import Path
+from shardwise.run.pictures import draw_loss
+rows = [{"step": step, "bits_per_byte": 2.0, "held_out_bits_per_byte": 2.1} for step in range(3)]
+print(draw_loss(rows, Path(sys.argv[1]), references={"zlib -9": 2.5}, title=sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["cost in $ and $^{", "中文.txt"])
+def test_nothing_but_the_picture_comes_of_it(tmp_path: Path, title: str) -> None:
+    pytest.importorskip("matplotlib")
+    # No home folder for matplotlib's own files, which it would tell of at length.
+    done = run(
+        "-c",
+        DRAW,
+        tmp_path / "loss.png",
+        title,
+        HOME="/dev/null",
+        MPLCONFIGDIR="",
+        XDG_CONFIG_HOME="",
+        XDG_CACHE_HOME="",
+    )
+    assert done.stdout == "None\n"
+    assert done.stderr == ""
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

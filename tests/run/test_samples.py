@@ -1,0 +1,154 @@
+"""From records to samples: what is left out is named and counted, and what belongs to another model is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from harness.parity import assert_close_to
+from run.tiny_layouts import trainer_of, whole_weights
+
+from shardwise.core.errors import ConfigError, DataError
+from shardwise.core.topology import Groups, Topology
+from shardwise.data import Encoded, Example, ExampleEncoder, SampleDataset, SampleLoader, TokenSamples
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer
+from shardwise.run.settings.finetune_settings import SampleSettings
+from shardwise.run.tasks.samples import check_template, prepare_samples
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ END }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def chat(number, answer="I am."):
+    turns = ({"role": "user", "content": f"Who are you, {number}?"}, {"role": "assistant", "content": answer})
+    return Example(f"'a.jsonl', line {number}", None, turns)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(["Who are you? I am."], 270, ("</s>",))
+
+
+def encoder_of(tokenizer, end, **options):
+    return ExampleEncoder(tokenizer, ChatTemplate(TEMPLATE.replace("END", end), {"eos_token": "</s>"}), **options)
+
+
+def prepared(examples, encoder, monkeypatch, cache, held_out=None, length=40, **settings):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(cache))
+    settings = SampleSettings(**settings)
+    return prepare_samples(
+        "a.jsonl", examples, held_out, encoder, settings, sequence_length=length, held_out_fraction=0.1
+    )
+
+
+def test_what_is_left_out_is_named_and_counted(tokenizer, monkeypatch, tmp_path):
+    encoder = encoder_of(tokenizer, "eos_token")
+    examples = [chat(1), chat(2, " "), *(chat(number) for number in range(3, 9)), chat(9, "I am " * 30)]
+    examples += [Example("'a.jsonl', line 10", None, ({"role": "user", "content": "Who?"},))] * 2
+    for _ in range(2):
+        # The second time from the cache.
+        samples = prepared(examples, encoder, monkeypatch, tmp_path, held_out=[chat(1)])
+        assert samples.notes == (
+            "3 of 11 samples to train on left out: 2 since no turn of the assistant (first: 'a.jsonl', line 10); 1 "
+            "since an empty turn of the assistant (first: 'a.jsonl', line 2)",
+            "1 of 8 samples to train on cut, as they are longer than 41 tokens (--too-long, --model.sequence-length)",
+        )
+        (cached,) = [path for path in tmp_path.iterdir() if path.stat().st_size > 1000]
+        content = cached.read_bytes()
+    cached.write_bytes(content[:-1])
+    assert len(prepared(examples, encoder, monkeypatch, tmp_path, held_out=[chat(1)]).train) == 8
+    # Written again, with its tensors in whatever order.
+    assert cached.stat().st_size == len(content)
+    with pytest.raises(
+        DataError, match=r"any of the 2 samples of a\.jsonl \(to train on\): 2 since no turn of the assis"
+    ):
+        prepared(examples[-2:], encoder, monkeypatch, tmp_path, held_out=[chat(1)])
+
+
+def test_rows_of_a_multiple_of_places(tokenizer):
+    encoder = encoder_of(tokenizer, "eos_token")
+    encoded = [encoder.encode(chat(number, "I am" + " I" * number + ".")) for number in range(9)]
+    samples = TokenSamples.of("a.jsonl", encoded, tokenizer.eos_id)
+    rows, padded = (SampleDataset(samples, 40, packing=False, multiple_of=number) for number in (1, 8))
+    assert {rows.width(slice(number, number + 1)) % 8 for number in range(9)} != {0}
+    for number in range(9):
+        width = padded.width(slice(number, number + 1))
+        assert 0 <= width - rows.width(slice(number, number + 1)) < 8
+        assert width % 8 == 0
+        tokens, labels = padded.row(number, width)
+        assert (labels != -100).sum() == padded.labels[number]
+        assert len(tokens) == width
+    with pytest.raises(ConfigError, match="sequence_length 40 must be a multiple of 16"):
+        SampleDataset(samples, 40, multiple_of=16)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("micro_batch_size", [2, 1])
+def test_the_loss_is_a_mean_over_the_labels_of_all_ranks(group, tmp_path, micro_batch_size):
+    """Ranks have different numbers of labels, and what each learns counts alike."""
+    rows = [(list(range(3, 9)), 5), ([7, 2, 4, 9], 1), (list(range(20, 29)), 8), ([1, 5, 3], 1)]
+    encoded = [
+        Encoded(np.array(ids), np.arange(len(ids)) >= len(ids) - count, np.ones(len(ids), np.int64))
+        for ids, count in rows
+    ]
+    samples = TokenSamples.of("a.jsonl", encoded, 0)
+    loader = SampleLoader(SampleDataset(samples, 11, packing=False), 4, seed=3)
+    own = [int((labels != -100).sum()) for _, labels, *_ in loader.batch(0, group.rank(), 2, 2)]
+    counts = [None, None]
+    torch.distributed.all_gather_object(counts, own, group=group)
+    assert counts[0] != counts[1]
+    options = {"dtype": "float64", "global_batch_size": 4, "micro_batch_size": micro_batch_size}
+    groups = Groups.of(Topology.create(tp=1))
+    apart, whole = trainer_of(tmp_path, groups=groups, **options), trainer_of(tmp_path, **options)
+    for step in range(3):
+        found, expected = (trainer.train_step(step, loader) for trainer in (apart, whole))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
+    weights = whole_weights(whole)
+    for name, weight in whole_weights(apart).items():
+        assert_close_to(weight, weights[name], rtol_of_norm=1e-10, name=name)
+
+
+def test_a_share_is_held_out_whole_and_equal_ones_together(tokenizer, monkeypatch, tmp_path):
+    encoder = encoder_of(tokenizer, "eos_token")
+    examples = [chat(number % 7) for number in range(70)]
+    for order in (examples, examples[::-1]):
+        samples = prepared(order, encoder, monkeypatch, tmp_path)
+        texts = [
+            {tokenizer.decode(dataset.row(index)[0]) for index in range(len(dataset))}
+            for dataset in (samples.train, samples.held_out)
+        ]
+        assert [len(each) for each in texts] == [6, 1]
+        assert not texts[0] & texts[1]
+    with pytest.raises(DataError, match=r"2 samples, all equal, cannot be divided .* \(--held-out\)"):
+        prepared([chat(1)] * 2, encoder, monkeypatch, tmp_path)
+    with pytest.raises(DataError, match=r"^1 sample cannot be divided"):
+        prepared([chat(1)], encoder, monkeypatch, tmp_path)
+
+
+def test_a_template_or_tokenizer_of_another_model(tokenizer):
+    with pytest.raises(
+        DataError, match=r"ends what the assistant says with '<\|im_end\|>', which the tokenizer has no token for"
+    ):
+        check_template(encoder_of(tokenizer, "'<|im_end|>'"), [chat(1)])
+    # Some models read the names of roles as letters, and a token all the same where a turn ends.
+    assert check_template(encoder_of(tokenizer, "eos_token"), [chat(1)]) == []
+    (note,) = check_template(encoder_of(tokenizer, "'.'"), [chat(1)])
+    assert "no special token ends what the assistant says" in note
+    assert check_template(encoder_of(tokenizer, "'.'"), [Example("x", None, "a text")]) == []
+
+
+def test_identity_is_of_the_examples_not_of_their_places(tokenizer, monkeypatch, tmp_path):
+    encoder = encoder_of(tokenizer, "eos_token")
+    examples = [chat(number) for number in range(9)]
+    moved = [Example("elsewhere", each.prompt, each.completion) for each in examples]
+    digests = {
+        prepared(each, encoder, monkeypatch, tmp_path).sha256
+        for each in (examples, moved, examples[:-1], examples[::-1])
+    }
+    assert len(digests) == 3
+    assert json.dumps(prepared(examples, encoder, monkeypatch, tmp_path).identity)

@@ -1,0 +1,123 @@
+"""A run that needs more memory than there is says what it needs, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+
+import pytest
+import torch
+from harness.program import run
+from run.tiny import tiny_settings
+
+from shardwise.cli.reporting import describe
+from shardwise.core.errors import ConfigError, OutOfMemoryError
+from shardwise.run.build import describe as model_of
+from shardwise.run.plan.shortage import Shortage, changes, is_out_of_memory
+from shardwise.run.plan.workload import Layout, Recomputation
+from shardwise.run.processes.ranks import Ranks
+
+CPU = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried to allocate 4294967296 bytes."
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError(CPU), True),
+        (MemoryError(), True),
+        (MemoryError("std::bad_alloc"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OutOfMemoryError("said already"), False),
+        (ConfigError("out of memory"), False),
+    ],
+)
+def test_what_is_out_of_memory(error, expected):
+    assert is_out_of_memory(error) == expected
+
+
+def raised(folder, available, error, *, is_planned=True, world_size=1, **options):
+    """What a run that has ``available`` bytes ends with."""
+    settings = tiny_settings(folder, global_batch_size=16, **options)
+    ranks = Ranks(0, 0, world_size, torch.device("cpu"))
+    shortage = Shortage(settings, model_of(settings.model, 301), is_planned, ranks, available)
+    with pytest.raises(OutOfMemoryError) as found, shortage.explained():
+        raise error
+    text, code = describe(found.value)
+    assert code == 1
+    return text.split("\n")
+
+
+def test_the_plan_and_the_smallest_change(tmp_path):
+    message, *lines = raised(tmp_path, 2_500_000, RuntimeError(CPU))
+    assert message == "out of memory on a rank, which asked for 4.00 GiB more; the run has about 2.38 MiB here"
+    assert any(line.split()[:4] == ["stage", "layers", "weights", "gradients"] for line in lines)
+    assert lines[-1].startswith("The smallest change that fits, with ")
+    assert lines[-1].endswith(": --training.micro-batch-size 8")
+
+
+def test_what_is_said_where_nothing_fits_or_all_should(tmp_path):
+    cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
+    message, *_, advice = raised(tmp_path, 1_000, cuda)
+    assert "asked for 2.00 GiB more" in message
+    assert advice.startswith("No layout of 1 ranks needs as little as 900 B of each; use more ranks")
+    *_, advice = raised(tmp_path, 1 << 40, cuda)
+    assert advice.startswith("By the plan 921.6 GiB are enough")
+    *_, advice = raised(tmp_path, 0, MemoryError())
+    assert advice.startswith("shardwise plan ... --fit")
+    message, advice = raised(tmp_path, 1_000, MemoryError(), is_planned=False)
+    assert message == "out of memory on a rank; the run has about 0.98 KiB here"
+    assert advice.startswith("Use a smaller --training.micro-batch-size")
+
+
+def test_other_errors_pass(tmp_path):
+    settings = tiny_settings(tmp_path)
+    shortage = Shortage(settings, model_of(settings.model, 301), True, Ranks(0, 0, 1, torch.device("cpu")), 0)
+    with pytest.raises(RuntimeError, match="shapes"), shortage.explained():
+        raise RuntimeError("shapes")
+
+
+def test_changes_are_flags():
+    before = Layout(dp=4, micro_batch_size=4)
+    after = Layout(tp=2, dp=2, sequence_parallel=True, fsdp=True, recomputation=Recomputation("full"))
+    flags = ["--tp 2", "--sequence-parallel", "--fsdp", "--recompute.granularity full", "--training.micro-batch-size 1"]
+    assert changes(before, after) == flags
+    selective = Layout(dp=4, micro_batch_size=4, recomputation=Recomputation("selective", modules=("mlp", "core_attn")))
+    assert changes(before, selective) == ["--recompute.granularity selective --recompute.modules mlp core_attn"]
+    assert changes(before, before) == []
+
+
+LIMITED = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from shardwise.cli.main import main
+# Room for all but the model's own tensors.
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (2 << 30), resource.RLIM_INFINITY))
+sys.exit(main(json.loads(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_run_beyond_its_limit_of_memory(tmp_path, tp):
+    text = tmp_path / "text.txt"
+    with open(argparse.__file__) as file:
+        text.write_text(20 * file.read())
+    sizes = {"num-layers": 2, "hidden-size": 32, "num-heads": 2, "ffn-hidden-size": 1024, "vocab-size": 300}
+    argv = ["train", "--data", str(text), "--out", str(tmp_path / "run"), "--device", "cpu", "--tp", str(tp)]
+    argv += [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
+    argv += ["--training.steps", "1", "--training.global-batch-size", "2048"]
+    # One tensor of the MLP alone takes 4 GiB.
+    done = run("-c", LIMITED, json.dumps(argv), exit_code=1, OMP_NUM_THREADS="1", SHARDWISE_CACHE=tmp_path / "cache")
+    error = [line for line in done.stderr.splitlines() if "NNPACK" not in line]
+    first = next(place for place, line in enumerate(error) if "error: " in line)
+    assert "out of memory on a rank, which asked for " in error[first]
+    assert "Most memory: tensor-parallel rank 0 of stage 0, " in done.stderr
+    assert "The smallest change that fits, with " in error[-1]
+    assert "--training.micro-batch-size " in error[-1]
+    assert done.stderr.count("error: ") == 1

@@ -1,0 +1,233 @@
+"""Training in pipeline stages is the training of the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.parity import assert_bit_equal, assert_close_to
+from run.test_run import open_tiny
+from run.tiny import tiny_settings
+
+from shardwise.core.communication import overlap
+from shardwise.core.communication.pending import Pending
+from shardwise.core.errors import ParityError
+from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
+from shardwise.core.topology import Groups, Topology
+from shardwise.run.build import build_model
+from shardwise.run.metrics import read_metrics
+from shardwise.run.parity import check_parity
+from shardwise.run.run import train
+from shardwise.run.session import count_parameters
+from shardwise.run.wording import banner
+from shardwise.training.pipeline import Pipeline
+from shardwise.training.settings import ParallelSettings
+from shardwise.training.trainer import Trainer
+
+VOCAB = 101
+STEPS = 10
+GPIPE = ParallelSettings(pp=2, pipeline_schedule="gpipe")
+
+
+def trainer_of(folder, parallel, **model):
+    settings = tiny_settings(
+        folder, model={"num_layers": 5, "hidden_size": 24, **model}, dtype="float64", steps=STEPS, micro_batch_size=1
+    )
+    settings = dataclasses.replace(settings, parallel=parallel)
+    topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
+    groups = Groups.of(topology)
+    if parallel == ParallelSettings():
+        # The whole model, on each rank alone.
+        groups = Groups(tp=groups.tp, dp=groups.tp)
+    torch.manual_seed(settings.training.seed)
+    model = build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
+    return Trainer(settings, model, groups), topology
+
+
+def curve(trainer, steps=STEPS):
+    """Losses and gradient norms of 4 samples a step, shared out over data-parallel ranks."""
+    generator = torch.Generator().manual_seed(2)
+    share = 4 // trainer.dp_group.size()
+    mine = slice(trainer.dp_group.rank() * share, (trainer.dp_group.rank() + 1) * share)
+    results = []
+    for step in range(steps):
+        start = torch.randint(VOCAB, (4, 1), generator=generator)
+        ids = (start + torch.arange(trainer.settings.model.sequence_length + 1) * 7) % VOCAB
+        tokens, labels = ids[mine, :-1], ids[mine, 1:]
+        result = trainer.step(step, zip(tokens.split(1), labels.split(1), strict=True))
+        results.append((result.loss, result.grad_norm))
+    return torch.tensor(results, dtype=torch.float64)
+
+
+RICHEST = ParallelSettings(tp=2, pp=2, sequence_parallel=True, pipeline_schedule="interleaved", virtual_stages=2)
+LAYOUTS = {
+    2: [
+        GPIPE,
+        ParallelSettings(pp=2),
+        ParallelSettings(pp=2, pipeline_schedule="interleaved", virtual_stages=2),
+        ParallelSettings(pp=2, pipeline_schedule="zero-bubble"),
+    ],
+    4: [
+        ParallelSettings(tp=2),
+        ParallelSettings(pp=2),
+        ParallelSettings(tp=2, pp=2),
+        ParallelSettings(tp=2, pp=2, sequence_parallel=True, pipeline_schedule="zero-bubble"),
+        RICHEST,
+        ParallelSettings(pp=4),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+def test_loss_curve_is_the_same_in_stages(group, tmp_path, architecture):
+    model = {"architecture": architecture, "tie_embeddings": architecture == "llama", "sequence_length": 13}
+    whole, alone = trainer_of(tmp_path, ParallelSettings(), **model)
+    expected = curve(whole)
+    assert expected[-1, 0] < expected[0, 0] - 0.1
+    final = sharded_state_dict(whole.model, group=alone.group("tp"))
+    # What a GPT has otherwise (learned positions, biases) meets all layouts of two ranks, and the richest of four.
+    layouts = LAYOUTS[group.size()] if architecture == "llama" or group.size() == 2 else [RICHEST]
+    for parallel in layouts:
+        trainer, topology = trainer_of(tmp_path, parallel, **model)
+        assert_close_to(curve(trainer), expected, rtol_of_norm=1e-11, name=str(parallel))
+        assert count_parameters(trainer.model, topology) == sum(p.numel() for p in whole.model.parameters())
+        for key, shard in sharded_state_dict(trainer.model, group=trainer.tp_group).items():
+            gathered = gather_parameter(shard.data, shard.layout, group=trainer.tp_group)
+            assert_close_to(gathered, final[key].data.detach(), rtol_of_norm=1e-7, name=f"{key}, {parallel}")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "interleaved"])
+def test_tied_copies_stay_bit_equal_and_dropout_is_reproducible(group, tmp_path, schedule):
+    parallel = ParallelSettings(pp=2, pipeline_schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
+    curves = []
+    for _ in range(2):
+        trainer, topology = trainer_of(tmp_path, parallel, dropout=0.1)
+        curves.append(curve(trainer))
+        tied = sharded_state_dict(trainer.model, group=trainer.tp_group)["embedding.word_embeddings.weight"].data
+        copies = [torch.empty_like(tied) for _ in range(2)]
+        dist.all_gather(copies, tied.detach(), group=topology.group("embd"))
+        assert_bit_equal(copies[0], copies[1], name="the copies of the tied weight")
+        assert copies[0].std() > 0
+    assert_bit_equal(curves[0], curves[1], name="the curve of the same seed")
+
+
+def staged_settings(folder, parallel, **training):
+    settings = tiny_settings(
+        folder,
+        model={"num_layers": 4, "tie_embeddings": True},
+        resume="auto",
+        dtype="float64",
+        **{"steps": 6, "eval_every": 3, **training},
+    )
+    return dataclasses.replace(settings, parallel=parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_a_run_goes_on_at_other_stages(group, tmp_path, monkeypatch):
+    """Two steps each at pp 2, tp 2, interleaved and as data parallelism: the curve of one run, to rounding."""
+    layouts = [
+        ParallelSettings(pp=2, pipeline_schedule="zero-bubble"),
+        ParallelSettings(tp=2),
+        ParallelSettings(pp=2, pipeline_schedule="interleaved", virtual_stages=2),
+        ParallelSettings(),
+    ]
+    whole = dataclasses.replace(staged_settings(tmp_path, ParallelSettings(), steps=8), out=str(tmp_path / "whole"))
+    reference = train(open_tiny(whole, monkeypatch, tmp_path))
+    for done, parallel in zip((2, 4, 6, 8), layouts, strict=True):
+        # Saved at 2, 4 and 6 by a run that was to take 8.
+        saves = {"save_every": 2, "asynchronous_saves": False}
+        session = open_tiny(staged_settings(tmp_path, parallel, steps=8, **saves), monkeypatch, tmp_path)
+        original = session.trainer.train_step
+
+        def stop(step, loader, done=done, original=original):
+            # What was reached at `done` is saved when one more step has found it good.
+            if step == done + 1:
+                raise KeyboardInterrupt
+            return original(step, loader)
+
+        session.trainer.train_step = stop
+        with contextlib.suppress(KeyboardInterrupt):
+            outcome = train(session)
+        dist.barrier(group=group)
+    assert outcome.held_out_bits_per_byte == pytest.approx(reference.held_out_bits_per_byte, rel=1e-9)
+    rows = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "whole")}
+    for name in ("loss", "grad_norm"):
+        curves = {of: [row[name] for row in rows[of]] for of in rows}
+        assert len(curves["run"]) == 8
+        assert curves["run"] == pytest.approx(curves["whole"], rel=1e-9)
+    # One layout measures what another does, also while it trains.
+    measured = {
+        of: [row["held_out_bits_per_byte"] for row in rows[of] if "held_out_bits_per_byte" in row] for of in rows
+    }
+    assert measured["run"] == pytest.approx(measured["whole"], rel=1e-9)
+    assert len(measured["run"]) == 3
+
+
+@pytest.mark.ranks(2)
+def test_parity_is_proved_in_stages_too(group, tmp_path, monkeypatch):
+    session = open_tiny(staged_settings(tmp_path, ParallelSettings(pp=2)), monkeypatch, tmp_path)
+    settings = dataclasses.replace(session.settings, parallel=ParallelSettings(pp=2, exact_parts=2))
+    session = dataclasses.replace(session, settings=settings)
+    parity = check_parity(session, steps=2)
+    assert parity.line().startswith("tp=1 pp=2 equals tp=1 over 2 steps")
+    training = dataclasses.replace(settings.training, dtype="float32")
+    narrower = dataclasses.replace(session, settings=dataclasses.replace(settings, training=training))
+    assert check_parity(narrower, steps=2, exact=True).line() == (
+        "tp=1 pp=2 has the bits of tp=1 over 2 steps: loss 0 apart, gradient norm 0, updated weights 0"
+    )
+    assert "tensor parallel 1, 2 stages (1f1b), data parallel 1" in banner(session)
+    # A mistake on one stage alone is found.
+    if group.rank() == 1:
+        monkeypatch.setattr(Pipeline, "run", halved(Pipeline.run))
+    with pytest.raises(ParityError, match="more than rounding explains"):
+        check_parity(session, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_a_run_that_overlaps_equals_one_rank_and_says_how(group, tmp_path, monkeypatch):
+    parallel = ParallelSettings(tp=2, sequence_parallel=True, tp_comm_overlap=True)
+    settings = dataclasses.replace(tiny_settings(tmp_path), parallel=parallel)
+    session = open_tiny(settings, monkeypatch, tmp_path)
+    assert check_parity(session, steps=2).line().startswith("tp=2 equals tp=1 over 2 steps")
+    lines = [line for line in banner(session).splitlines() if line.startswith("layers ")]
+    assert lines == [
+        "layers in parts: column forward, row forward, row backward (symmetric memory is memory of CUDA devices, and "
+        "this is a cpu)",
+        f"layers in parts: column backward ({dict(session.ways)['column backward'].why})",
+    ]
+    # Lose what the other rank adds.
+    monkeypatch.setattr(overlap, "multiply_and_scatter", halved_sums(overlap.multiply_and_scatter))
+    with pytest.raises(ParityError, match="more than rounding explains"):
+        check_parity(session, steps=2)
+
+
+def halved_sums(multiply_and_scatter):
+    """``multiply_and_scatter`` whose sums are of half of their terms."""
+
+    def wrong(*arguments, **options):
+        pending = multiply_and_scatter(*arguments, **options)
+        return Pending(None, lambda: pending.wait() / 2)
+
+    return wrong
+
+
+def halved(run):
+    """``Pipeline.run`` whose gradients on this stage are wrong."""
+
+    def wrong(self, *arguments, **options):
+        result = run(self, *arguments, **options)
+        for chunk in self.chunks:
+            for param in chunk.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        return result
+
+    return wrong

@@ -1,0 +1,87 @@
+"""A model whose optimizer state does not fit a rank's limit of memory (``ulimit -v``) trains with ``--zero 1``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import math
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.core.topology import Groups, Topology
+from shardwise.run.build import config_fields, describe
+from shardwise.run.plan.plan import make_plan
+from shardwise.run.plan.planning import layout_of, workload_of
+from shardwise.run.plan.shortage import is_out_of_memory
+from shardwise.storage.huggingface import build_model, model_config
+from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
+from shardwise.training.trainer import Trainer
+
+SETTINGS = Settings(
+    data=("text",),
+    model=ModelSettings(num_layers=4, hidden_size=1024, num_heads=8, vocab_size=301, sequence_length=4),
+    training=TrainingSettings(global_batch_size=4),
+)
+
+
+def zero_settings(zero):
+    return dataclasses.replace(SETTINGS, parallel=ParallelSettings(zero=zero))
+
+
+@contextlib.contextmanager
+def within(more):
+    """No more than ``more`` bytes of address space beyond what is taken now."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        # What was freed is given back, and not used again unseen.
+        ctypes.CDLL(None).malloc_trim(0)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def planned_state(zero, world_size):
+    settings = zero_settings(zero)
+    workload = workload_of(settings, describe(settings.model, settings.model.vocab_size))
+    return make_plan(workload, layout_of(settings, world_size)).worst.optimizer
+
+
+def made(settings, groups):
+    """A trainer, its weights and buffers there, its optimizer's state not yet."""
+    description = describe(settings.model, settings.model.vocab_size)
+    fields = config_fields(settings, groups) | {"perform_initialization": False}
+    model = build_model(description, model_config(description, **fields), groups=groups, device=torch.device("cpu"))
+    with torch.no_grad():
+        for param in model.parameters():
+            # Values do not matter here, and drawing them takes seconds.
+            param.fill_(0.01)
+    return Trainer(settings, model, groups)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+def test_state_that_does_not_fit_trains_with_zero(group):
+    groups = Groups.of(Topology.create())
+    whole, shared_out = planned_state(0, group.size()), planned_state(1, group.size())
+    assert 3.9 < whole / shared_out < 4.1
+    limit = (3 * whole + shared_out) // 4
+    tokens = torch.randint(301, (1, 4))
+    failing = made(zero_settings(0), groups)
+    with within(limit), pytest.raises((RuntimeError, MemoryError)) as failure:
+        failing.step(0, [(tokens, tokens)])
+    assert is_out_of_memory(failure.value)
+    del failing, failure
+    training = made(zero_settings(1), groups)
+    with within(limit):
+        results = [training.step(step, [(tokens, tokens)]) for step in range(2)]
+    assert all(math.isfinite(result.loss) for result in results)
+    assert results[0].loss != results[1].loss

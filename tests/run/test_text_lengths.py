@@ -1,0 +1,156 @@
+"""Rotary frequencies that depend on the length of a text are those of the text alone, whatever it is trained beside."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from run.test_chats import TEMPLATE
+from run.test_dpo import pairs_of, write_lines
+from storage.adapters.tiny_models import config_of, save_model
+
+from shardwise.cli.main import main
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.processes.ranks import Ranks
+from shardwise.run.session import open_session
+from shardwise.run.settings.distillation_settings import DistillSettings, TeacherSettings
+from shardwise.run.settings.finetune_settings import FinetuneSettings, LabelSettings, PretrainedSettings, SampleSettings
+from shardwise.run.settings.preference_settings import DpoSettings
+from shardwise.run.tasks.classifying import Classifying
+from shardwise.run.tasks.distillation import Distillation
+from shardwise.run.tasks.finetune import Finetuning
+from shardwise.run.tasks.preference import PreferenceTuning
+from shardwise.run.tasks.reference import log_probs
+from shardwise.training.settings import ParallelSettings, TrainingSettings
+
+CONTEXT = 19
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 5.0],
+    "rope_theta": 100.0,
+    "original_max_position_embeddings": CONTEXT,
+}
+LAYOUTS = (
+    (ParallelSettings(tp=2), 4),
+    (ParallelSettings(tp=2), 1),
+    (ParallelSettings(), 2),
+    (ParallelSettings(), 1),
+    (ParallelSettings(pp=2), 1),
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A model with LongRoPE, with a head for labels and without, a student without rotary positions, and data."""
+    import transformers
+
+    root = tmp_path_factory.mktemp("lengths")
+    pairs = pairs_of(16)
+    chats = [{"messages": [*pair["prompt"], *pair["chosen"]]} for pair in pairs]
+    labels = [{"text": pair["chosen"][0]["content"], "label": "ab"[i % 2]} for i, pair in enumerate(pairs)]
+    for name, records in (("pairs", pairs), ("chats", chats), ("labels", labels)):
+        write_lines(root / f"{name}.jsonl", records)
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    tokenizer = Tokenizer.train([json.dumps(pairs), "user\n assistant\n" * 9], 300, names)
+    save_model("llama", root / "llama", vocab_size=301, dtype=torch.float64, rope_parameters=dict(LONGROPE))
+    save_model("gpt2", root / "gpt2", vocab_size=301, dtype=torch.float64)
+    short = LONGROPE | {"original_max_position_embeddings": 6}
+    config = config_of("llama", vocab_size=301, num_labels=2, pad_token_id=0, rope_parameters=short)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(3)
+        transformers.LlamaForSequenceClassification(config).double().save_pretrained(root / "classifier")
+    for kind in ("llama", "gpt2", "classifier"):
+        tokenizer.save(root / kind)
+        (root / kind / "chat_template.jinja").write_text(TEMPLATE)
+    return root
+
+
+def open_run(root, out, what, parallel, micro_batch_size, monkeypatch):
+    base, data = {"labels": ("classifier", "labels"), "pairs": ("llama", "pairs")}.get(what, ("llama", "chats"))
+    options = {
+        "base": str(root / ("gpt2" if what == "taught" else base)),
+        "data": (str(root / f"{data}.jsonl"),),
+        "out": str(out),
+        "device": "cpu",
+        "model": PretrainedSettings(sequence_length=60),
+        "parallel": parallel,
+        "training": TrainingSettings(steps=2, global_batch_size=4, micro_batch_size=micro_batch_size, dtype="float64"),
+    }
+    kind, recipe = {
+        "pairs": (DpoSettings, PreferenceTuning),
+        "taught": (DistillSettings, Distillation),
+        "labels": (FinetuneSettings, Classifying),
+    }.get(what, (FinetuneSettings, Finetuning))
+    if what == "taught":
+        options["distillation"] = TeacherSettings(teacher=str(root / "llama"))
+    if what == "labels":
+        options["labels"] = LabelSettings(task="sequence-classification")
+    else:
+        options["samples"] = SampleSettings(packing=what == "packed") if what != "pairs" else SampleSettings()
+    monkeypatch.setenv("SHARDWISE_CACHE", str(root / f"cache-{dist.get_world_size()}"))
+    ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return open_session(kind(**options), ranks, recipe)
+
+
+def texts_of(batch, what):
+    """Each text of a batch as a batch of its own, without anything behind it."""
+    tokens, labels, *others = batch
+    for row in range(len(tokens)):
+        if what != "packed":
+            length = int(others[-1][row])
+            yield tokens[row : row + 1, :length], labels[row : row + 1, : length if what != "labels" else None]
+            continue
+        documents = others[1][row]
+        for number in documents[documents >= 0].unique():
+            yield tokens[row : row + 1, documents == number], labels[row : row + 1, documents == number]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["unpacked", "packed", "labels", "taught"])
+def test_losses_are_those_of_texts_alone(group, root, tmp_path, monkeypatch, what):
+    """In any micro-batch, over tensor-parallel and data-parallel ranks, and over stages."""
+    expected = None
+    for parallel, micro_batch_size in LAYOUTS[: -1 if what == "taught" else None]:
+        session = open_run(root, tmp_path / "run", what, parallel, micro_batch_size, monkeypatch)
+        trainer, objective = session.trainer, session.trainer.objective
+        if expected is None:
+            (batch,) = session.loader.batch(0, with_lengths=True)
+            texts = list(texts_of(batch, what))
+            assert {len(tokens[0]) > (6 if what == "labels" else CONTEXT) for tokens, _ in texts} == {False, True}
+            with torch.no_grad():
+                alone = sum(objective.sums(trainer.model(**objective.inputs(text)), text)[0] for text in texts)
+            expected = float(alone) / session.loader.num_labels(0)
+        assert trainer.train_step(0, session.loader).loss == pytest.approx(expected, rel=1e-11)
+        session.topology.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_answers_are_as_likely_as_alone(group, root, tmp_path, monkeypatch):
+    session = open_run(root, tmp_path / "run", "pairs", ParallelSettings(), 2, monkeypatch)
+    dataset, trainer = session.loader.dataset, session.trainer
+    lengths = np.concatenate([dataset.text_lengths(index)[0] for index in range(len(dataset))])
+    assert lengths.min() <= CONTEXT < lengths.max()
+    found = log_probs(trainer, dataset)
+    alone = np.empty_like(found)
+    with torch.no_grad():
+        for index in range(len(dataset)):
+            tokens, labels, _ = map(torch.from_numpy, dataset.row(index))
+            for side, length in enumerate(dataset.text_lengths(index)[0].flatten().tolist()):
+                loss = trainer.model(tokens[side : side + 1, :length], labels=labels[side : side + 1, :length])
+                alone[index, side] = -loss.sum()
+    np.testing.assert_allclose(found, alone, rtol=1e-11)
+
+
+def test_labels_do_not_depend_on_the_other_texts(root, capsys):
+    texts = ["1+1? 2.", "Sure. " * 4, "12."]
+    answers = []
+    for several in (texts, *([text] for text in texts)):
+        assert main(["classify", str(root / "classifier"), "--device", "cpu", "--text", *several]) == 0
+        answers += [json.loads(line)["score"] for line in capsys.readouterr().out.splitlines()]
+    assert answers[:3] == pytest.approx(answers[3:], rel=1e-12)

@@ -1,0 +1,119 @@
+"""Which checkpoints a folder keeps, and which is the newest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from checkpoint_states import assert_states_equal, empty_state, full_state
+from torch.distributed import ProcessGroup
+
+from shardwise.storage.checkpoint import latest, load, read_meta, save, verify
+from shardwise.storage.checkpoint.folder import publish, step_path
+
+
+def published(root: Path) -> list[int]:
+    assert not [entry for entry in root.iterdir() if entry.name.startswith(".")]
+    return sorted(int(entry.name.removeprefix("step-")) for entry in root.iterdir())
+
+
+def save_steps(root: Path, group: ProcessGroup, *steps: int, keep: int | None = 3) -> None:
+    for step in steps:
+        rank, tp = dist.get_rank(group), dist.get_world_size(group)
+        save(root, step, full_state(tp, rank, seed=step), {"step": step}, group=group, keep=keep)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert latest(tmp_path / "run") is None
+    assert latest(tmp_path) is None
+    (tmp_path / "notes.txt").write_text("step-00000001")
+    (tmp_path / "step-1").mkdir()
+    assert latest(tmp_path) is None
+
+
+@pytest.mark.ranks(2)
+def test_the_last_few_are_kept(group: ProcessGroup, tmp_path: Path) -> None:
+    save_steps(tmp_path, group, 0, 100, 200, 300, 400)
+    assert published(tmp_path) == [200, 300, 400]
+    assert latest(tmp_path) == tmp_path / "step-00000400"
+    save_steps(tmp_path, group, 500, keep=None)
+    assert published(tmp_path) == [200, 300, 400, 500]
+    save_steps(tmp_path, group, 600, keep=1)
+    assert published(tmp_path) == [600]
+    dist.barrier(group)
+    save_steps(tmp_path, group, 123_456_789)
+    assert latest(tmp_path) == tmp_path / "step-123456789"
+
+
+@pytest.mark.ranks(1)
+def test_the_newest_is_what_was_published_last(group: ProcessGroup, tmp_path: Path) -> None:
+    """A run that goes back, or a new one in a used folder, is resumed from its own checkpoint and keeps it."""
+    save_steps(tmp_path, group, 100, 200, 300)
+    save_steps(tmp_path, group, 50)
+    assert latest(tmp_path) == tmp_path / "step-00000050"
+    assert published(tmp_path) == [50, 200, 300]
+    save_steps(tmp_path, group, 200)
+    assert latest(tmp_path) == tmp_path / "step-00000200"
+    assert published(tmp_path) == [50, 200, 300]
+    save_steps(tmp_path, group, 60, 70)
+    assert published(tmp_path) == [60, 70, 200]
+
+
+@pytest.mark.ranks(2)
+def test_a_step_is_saved_again_at_another_size(group: ProcessGroup, tmp_path: Path) -> None:
+    rank = dist.get_rank(group)
+    save_steps(tmp_path, group, 100)
+    alone = dist.new_group([0])
+    path = step_path(tmp_path, 100)
+    if rank == 0:
+        save(tmp_path, 100, full_state(1, 0, seed=7), {"again": True}, group=alone)
+        assert sorted(file.name for file in path.iterdir()) == ["meta.json", "rank-00000.safetensors"]
+    dist.barrier(group)
+    loaded = empty_state(2, rank)
+    assert load(path, loaded, group=group) == {"again": True}
+    assert_states_equal(loaded, full_state(2, rank, seed=7))
+    assert published(tmp_path) == [100]
+
+
+@pytest.mark.ranks(1)
+def test_what_a_killed_save_left_is_cleared(group: ProcessGroup, tmp_path: Path) -> None:
+    save_steps(tmp_path, group, 100)
+    left = tmp_path / ".step-00000200.0123abcd.partial"
+    left.mkdir()
+    (left / "rank-00000.safetensors").write_bytes(b"half of it")
+    other = tmp_path / ".cache"
+    other.mkdir()
+    assert latest(tmp_path) == tmp_path / "step-00000100"
+    save_steps(tmp_path, group, 300)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".cache", "step-00000100", "step-00000300"]
+
+
+@pytest.mark.ranks(1)
+def test_killed_while_replacing(group: ProcessGroup, tmp_path: Path) -> None:
+    """Between the two renames the step stands under its hidden name, and gets its own back at the next save."""
+    save_steps(tmp_path, group, 50, 100)
+    hidden = tmp_path / ".step-00000100.replaced"
+    os.rename(tmp_path / "step-00000100", hidden)
+    assert latest(tmp_path) == hidden
+    verify(hidden)
+    loaded = empty_state(1, 0)
+    assert load(hidden, loaded, group=group) == {"step": 100}
+    assert_states_equal(loaded, full_state(1, 0, seed=100))
+    save_steps(tmp_path, group, 200)
+    assert published(tmp_path) == [50, 100, 200]
+    assert read_meta(tmp_path / "step-00000100") == {"step": 100}
+
+
+@pytest.mark.ranks(1)
+def test_killed_just_after_replacing(group: ProcessGroup, tmp_path: Path) -> None:
+    save_steps(tmp_path, group, 100)
+    os.rename(tmp_path / "step-00000100", tmp_path / ".step-00000100.replaced")
+    other = tmp_path / "other"
+    save_steps(other, group, 99, 100)
+    publish(other / "step-00000100", tmp_path / "step-00000100")
+    assert latest(tmp_path) == tmp_path / "step-00000100"
+    save_steps(tmp_path / ".." / tmp_path.name, group, 200)
+    assert not (tmp_path / ".step-00000100.replaced").exists()
+    assert latest(tmp_path) == tmp_path / "step-00000200"

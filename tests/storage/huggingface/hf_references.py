@@ -1,0 +1,319 @@
+"""Tiny models of each architecture by transformers, with what they compute, on disk: the ranks only read it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shardwise.core.topology import Groups, Topology
+
+BATCH, LENGTH = 2, 11
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 300.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 200.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 5.0],
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.75,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+
+_DECODER = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "max_position_embeddings": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Seven heads, five layers, a width of the MLP and a vocabulary that nothing divides.
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": 103, "n_positions": 13, "n_embd": 28, "n_layer": 5, "n_head": 7, "n_inner": 50},
+    ),
+    # ALiBi's slopes for a number of heads that is no power of two.
+    "bloom": ("BloomForCausalLM", {"vocab_size": 1003, "hidden_size": 24, "n_layer": 3, "n_head": 6}),
+    "llama": (
+        "LlamaForCausalLM",
+        _DECODER
+        | {"vocab_size": 1003, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2}
+        | {"head_dim": 8, "attention_bias": True, "rope_parameters": LLAMA3},
+    ),
+    # All of it at once, and biases that only the MLP has.
+    "llama_tied": (
+        "LlamaForCausalLM",
+        _DECODER
+        | {"vocab_size": 1003, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2}
+        | {"mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "mistral": (
+        "MistralForCausalLM",
+        _DECODER | {"vocab_size": 101, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4},
+    ),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        _DECODER
+        | {"vocab_size": 97, "num_attention_heads": 6, "num_key_value_heads": 1, "tie_word_embeddings": True}
+        | {"rope_parameters": YARN},
+    ),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 98, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+        | {"head_dim": 10, "tie_word_embeddings": True},
+    ),
+    # Windows in the later layers alone.
+    "qwen2_windows": (
+        "Qwen2ForCausalLM",
+        _DECODER
+        | {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    ),
+    # Three of four elements of a head rotated, and sequences longer than the original context.
+    "phi3": (
+        "Phi3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 101, "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, "pad_token_id": 0}
+        | {"original_max_position_embeddings": 8, "rope_parameters": LONGROPE},
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 103, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4, "pad_token_id": 0},
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        _DECODER
+        | {"vocab_size": 107, "num_attention_heads": 6, "num_key_value_heads": 3, "embedding_multiplier": 12.0}
+        | {"logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3}
+        | {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}},
+    ),
+    # One norm over six heads on four ranks, and over two keys that four ranks share.
+    "olmo2": (
+        "Olmo2ForCausalLM",
+        _DECODER | {"vocab_size": 109, "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0},
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        _DECODER
+        | {"vocab_size": 113, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"head_dim": 10, "query_pre_attn_scalar": 13, "sliding_window": 4, "final_logit_softcapping": 3.0}
+        | {"attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 127, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1}
+        | {"head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 4, "rope_parameters": GEMMA3_ROPE}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "final_logit_softcapping": 3.0},
+    ),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        {"vocab_size": 131, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 5}
+        | {"intermediate_size": 37, "max_position_embeddings": 64},
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        {"vocab_size": 137, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_dim": 37}
+        | {"max_position_embeddings": 13, "dropout": 0.0, "word_embed_proj_dim": 24, "pad_token_id": 0},
+    ),
+    "bert": (
+        "BertForPreTraining",
+        {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+        | {"intermediate_size": 50, "max_position_embeddings": 17},
+    ),
+    "bert_masked_lm": (
+        "BertForMaskedLM",
+        {"vocab_size": 66, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
+        | {"intermediate_size": 41, "max_position_embeddings": 17},
+    ),
+}
+STORED_NAMES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+"""By model, parameters that have another name in files."""
+MODEL_PARAMS = [
+    name if name in ("gpt2", "llama", "bert") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
+]
+"""The names, for ``parametrize``."""
+
+GPT_LIKE = tuple(name for name in MODELS if not name.startswith("bert"))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that transformers saved, and what it computes.
+
+    Attributes:
+        name: in ``MODELS``.
+        folder: as ``save_pretrained`` wrote it.
+    """
+
+    name: str
+    folder: Path
+
+    @property
+    def is_bert(self) -> bool:
+        return self.name.startswith("bert")
+
+    def values(self) -> dict[str, Tensor]:
+        """``input_ids``, ``labels``, ``logits``, ``loss``, and ``gradient.NAME`` for each stored tensor."""
+        return load_file(self.folder.parent / "values.safetensors")
+
+    def padded_values(self) -> dict[str, Tensor]:
+        """What ``add_padded_values`` saved."""
+        return load_file(self.folder.parent / "padded.safetensors")
+
+    def weights(self) -> dict[str, Tensor]:
+        """The stored tensors."""
+        return load_file(self.folder / "model.safetensors")
+
+
+CLASSIFIERS = {
+    "gpt2": ("GPT2ForSequenceClassification", {}),
+    "gpt2_tokens": ("GPT2ForTokenClassification", {}),
+    "bloom": ("BloomForSequenceClassification", {}),
+    "bloom_tokens": ("BloomForTokenClassification", {}),
+    "llama": ("LlamaForSequenceClassification", {}),
+    "llama_tokens": ("LlamaForTokenClassification", {"classifier_dropout": 0.2}),
+    "llama_tied": ("LlamaForSequenceClassification", {"problem_type": "multi_label_classification"}),
+    "mistral": ("MistralForSequenceClassification", {"num_labels": 1}),
+    "mistral_tokens": ("MistralForTokenClassification", {}),
+    "qwen2": ("Qwen2ForSequenceClassification", {"problem_type": "regression"}),
+    "qwen3": ("Qwen3ForSequenceClassification", {}),
+    "phi3": ("Phi3ForSequenceClassification", {}),
+    "smollm3": ("SmolLM3ForSequenceClassification", {}),
+    "olmo2": ("Olmo2ForSequenceClassification", {}),
+    "gemma2": ("Gemma2ForSequenceClassification", {}),
+    "gemma3": ("Gemma3TextForSequenceClassification", {}),
+    "gpt_neox": ("GPTNeoXForSequenceClassification", {}),
+    "gpt_neox_tokens": ("GPTNeoXForTokenClassification", {}),
+    "opt": ("OPTForSequenceClassification", {}),
+    "bert": ("BertForSequenceClassification", {"problem_type": "single_label_classification"}),
+    "bert_tokens": ("BertForTokenClassification", {}),
+}
+"""Models of ``MODELS`` with heads for labels, three but where it says otherwise."""
+
+
+def transformers_model(name: str, **changes: Any) -> Any:
+    """A model of ``MODELS`` in which every parameter is random, in evaluation mode."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    class_name, fields = MODELS[name.removesuffix("_tokens")]
+    class_name = changes.pop("class_name", class_name)
+    model_class = getattr(transformers, class_name)
+    torch.manual_seed(len(name))
+    model = model_class(model_class.config_class(**(fields | changes), attn_implementation="eager"))
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            centre = 1.0 if "norm" in key.lower() and key.endswith("weight") else 0.0
+            param.copy_(centre + 0.2 * torch.randn_like(param))
+    return model.eval()
+
+
+PADDED = torch.tensor([[0] * 3 + [1] * 8, [1] * 9 + [0] * 2, [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]])
+"""A mask with padding on the left, on the right, and in the middle."""
+
+
+def make_reference(name: str, root: Path) -> Reference:
+    """Save a model and what it computes below ``root``."""
+    model = transformers_model(name)
+    reference = Reference(name, root / name / "model")
+    model.save_pretrained(reference.folder)
+    mask = None
+    if name.startswith("bert"):
+        mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+        mask[1, 9:] = 0
+    _save_values(reference, model, "values", mask, seed=1)
+    return reference
+
+
+def add_padded_values(reference: Reference) -> None:
+    """Save what the model computes of a batch padded as ``PADDED``."""
+    _save_values(reference, transformers_model(reference.name), "padded", PADDED, seed=2)
+
+
+def make_classifier(name: str, root: Path) -> Reference:
+    """Save a model of ``CLASSIFIERS`` below ``root``, and what it computes of a padded batch."""
+    class_name, changes = CLASSIFIERS[name]
+    changes = {"num_labels": 3, "pad_token_id": 0} | changes
+    model = transformers_model(name, class_name=class_name, **changes)
+    reference = Reference(name, root / f"{name}_classifier" / "model")
+    model.save_pretrained(reference.folder)
+    generator = torch.Generator().manual_seed(3)
+    n, rows = changes["num_labels"], len(PADDED)
+    input_ids = torch.randint(1, model.config.vocab_size, PADDED.shape, generator=generator)
+    if not reference.is_bert:
+        input_ids = input_ids.masked_fill(PADDED == 0, 0)
+    if name.endswith("_tokens"):
+        labels = torch.randint(n, PADDED.shape, generator=generator).masked_fill(PADDED == 0, -100)
+    elif changes.get("problem_type") == "multi_label_classification":
+        labels = torch.randint(2, (rows, n), generator=generator).float()
+    elif changes.get("problem_type") == "regression" or n == 1:
+        labels = torch.rand((rows, n) if n > 1 else (rows,), generator=generator)
+    else:
+        labels = torch.tensor([2, -100, 0])
+    output = model(input_ids=input_ids, attention_mask=PADDED, labels=labels)
+    output.loss.backward()
+    values = {"input_ids": input_ids, "labels": labels, "logits": output.logits, "loss": output.loss, "mask": PADDED}
+    values |= {f"gradient.{key}": param.grad for key, param in model.named_parameters() if param.grad is not None}
+    save_file(
+        {key: value.detach().contiguous() for key, value in values.items()},
+        reference.folder.parent / "values.safetensors",
+    )
+    return reference
+
+
+def _save_values(reference: Reference, model: Any, file: str, mask: Tensor | None, *, seed: int) -> None:
+    name, generator = reference.name, torch.Generator().manual_seed(seed)
+    shape = (BATCH, LENGTH) if mask is None else mask.shape
+    # Without BERT's padding, 0, which transformers gives no gradient from the lookup.
+    input_ids, labels = (torch.randint(1, model.config.vocab_size, shape, generator=generator) for _ in range(2))
+    labels[:, 3] = -100
+    values = {"input_ids": input_ids, "labels": labels}
+    if mask is not None:
+        values["mask"] = mask
+        # What stands where padding is must not matter.
+        labels[mask == 0] = -100
+    if name.startswith("bert"):
+        values["token_types"] = (torch.arange(LENGTH) >= 5).long().expand(shape[0], -1).contiguous()
+        output = model(input_ids=input_ids, token_type_ids=values["token_types"], attention_mask=mask)
+        logits = output.prediction_logits if name == "bert" else output.logits
+        if name == "bert":
+            values["sentence_logits"] = output.seq_relationship_logits
+    else:
+        logits = model(input_ids=input_ids, attention_mask=mask).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    total = loss + values["sentence_logits"].logsumexp(-1).sum() if "sentence_logits" in values else loss
+    total.backward()
+    values |= {"logits": logits, "loss": loss}
+    names = STORED_NAMES.get(name, {})
+    gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
+    values |= {f"gradient.{names.get(key, key)}": gradient for key, gradient in gradients.items()}
+    save_file(
+        {key: value.detach().contiguous() for key, value in values.items()},
+        reference.folder.parent / f"{file}.safetensors",
+    )
+
+
+def layouts(world_size: int) -> list[tuple[int, int]]:
+    """``(tp, pp)`` for so many ranks."""
+    return {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(4, 1), (2, 2)]}[world_size]
+
+
+def groups_of(tp: int, pp: int) -> Groups:
+    """The groups of a topology with these sizes and no more."""
+    return Groups.of(Topology.create(tp=tp, pp=pp))

@@ -1,0 +1,169 @@
+"""What loading reads and holds: this rank's part of the model, and one tensor more."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.parity import assert_bit_equal
+from hf_references import MODELS, Reference, groups_of, layouts
+from safetensors.torch import load_file, save_file
+
+from shardwise.core.sharding import ParamLayout, ParamShard
+from shardwise.storage.huggingface import build_model, config_from_json, load_pretrained, model_config, save_pretrained
+from shardwise.storage.huggingface.filling import fill_shard_
+from shardwise.storage.huggingface.folder import PretrainedFolder
+from shardwise.storage.huggingface.mapping import Composition, Piece
+from shardwise.storage.huggingface.reading import TensorFolder
+
+
+@pytest.fixture(scope="module")
+def every_reference(make: Callable[[str], Reference]) -> list[Reference]:
+    return [make(name) for name in MODELS]
+
+
+def own_bytes(model: torch.nn.Module) -> int:
+    return sum(param.nbytes for param in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(1, 2, 4)
+def test_each_rank_reads_its_own_bytes_once(
+    group: dist.ProcessGroup, every_reference: list[Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[TensorFolder] = []
+
+    class Watched(PretrainedFolder):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            opened.append(self.tensors)
+
+    monkeypatch.setattr("shardwise.storage.huggingface.loading.PretrainedFolder", Watched)
+    groups = {(tp, pp): groups_of(tp, pp) for tp, pp in layouts(group.size())}
+    for reference in every_reference:
+        for layout in groups:
+            model = load_pretrained(reference.folder, groups=groups[layout])
+            assert opened[-1].bytes_read == own_bytes(model), (reference.name, layout)
+            assert {param.dtype for param in model.parameters()} == {torch.float32}
+        half = load_pretrained(reference.folder, groups=groups[layouts(group.size())[0]], dtype=torch.bfloat16)
+        assert opened[-1].bytes_read == 2 * own_bytes(half)
+        assert {param.dtype for param in half.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("reference", ["llama_tied"], indirect=True)
+def test_a_copy_of_a_tied_weight_is_not_read_whole(
+    group: dist.ProcessGroup, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = reference.folder
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if group.rank() == 0:
+        for path in source.iterdir():
+            shutil.copy(path, tmp_path)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    dist.barrier(group)
+    opened: list[PretrainedFolder] = []
+
+    def watched(folder: Path) -> PretrainedFolder:
+        opened.append(PretrainedFolder(folder))
+        return opened[-1]
+
+    monkeypatch.setattr("shardwise.storage.huggingface.loading.PretrainedFolder", watched)
+    model = load_pretrained(tmp_path, groups=groups_of(group.size(), 1))
+    rows = 32 * tensors["lm_head.weight"].size(1) * 4
+    assert opened[0].tensors.bytes_read == own_bytes(model) + rows < 1.1 * own_bytes(model)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_any_layout_is_read(tmp_path: Path, transposed: bool, dim: int) -> None:
+    """Several runs of rows or columns on a rank, some of them on both; rows from two tensors in turns."""
+    top, bottom = torch.arange(60.0).view(6, 10), -torch.arange(40.0).view(4, 10)
+    whole = torch.cat([top[:4], bottom[2:], top[4:], bottom[:2]])
+    pieces = (Piece("top", 0, 4), Piece("bottom", 2, 2), Piece("top", 4, 2), Piece("bottom", 0, 2))
+    composition = Composition((10, 10), pieces, transposed)
+    stored = composition.take_apart(whole)
+    for name, tensor in (("top", top), ("bottom", bottom)):
+        assert_bit_equal(stored[name], tensor.t() if transposed else tensor, name=name)
+    save_file(stored, tmp_path / "model.safetensors")
+    folder = TensorFolder(tmp_path)
+    layout = ParamLayout.of_intervals((10, 10), dim, [[(5, 9), (0, 3)], [(3, 6), (9, 10)]])
+    for rank in range(2):
+        expected = layout.take(whole, rank)
+        shard = ParamShard("weight", torch.empty_like(expected), layout, rank)
+        fill_shard_(shard, composition, folder, {"top": "top", "bottom": "bottom"})
+        assert_bit_equal(shard.data, expected)
+    assert folder.bytes_read == 4 * 10 * (7 + 4)
+
+
+_M_MMAP_THRESHOLD = -3
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """By how many bytes ``call`` raises this process's resident memory at most, files that it maps included."""
+    libc = ctypes.CDLL(None)
+    # A large block has memory of its own, which goes back when it is freed: what lies between blocks of the common heap
+    # would be counted or not as chance has it.
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17)
+    # What was freed before goes back to the system, so that it is not used again unseen.
+    libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    call()
+    peak = resident("VmHWM") - before
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)
+    return peak
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures as Linux does")
+@pytest.mark.ranks(4)
+def test_peak_memory_at_four_ranks(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    """Two megabytes are allowed for what is no tensor: module objects, file headers."""
+    write_large_model(tmp_path / "large")
+    largest = 12289 * 512 * 4
+    loaded: list[torch.nn.Module] = []
+    for tp, pp in layouts(4):
+        groups = groups_of(tp, pp)
+        # Buffers, imports and connections of a first time are not of loading.
+        load_pretrained(tmp_path / "large", groups=groups)
+        dist.barrier(group)
+        peak = peak_of(lambda groups=groups: loaded.append(load_pretrained(tmp_path / "large", groups=groups)))
+        shard = own_bytes(loaded[-1])
+        loaded.clear()
+        allowed = 1.3 * (shard + largest) + (2 << 20)
+        assert shard < peak < allowed, f"tp {tp}, pp {pp}: {peak / 1e6:.1f} MB, shard {shard / 1e6:.1f} MB"
+        target = tmp_path / f"{tp}x{pp}"
+        model = load_pretrained(tmp_path / "large", groups=groups)
+        peak = peak_of(lambda model=model, target=target: save_pretrained(model, target, max_file_size=10**7))
+        assert peak < 3 * largest + (4 << 20), f"export at tp {tp}, pp {pp}: {peak / 1e6:.1f} MB"
+
+
+def write_large_model(folder: Path) -> None:
+    """A Llama of about 110 MB; every rank calls."""
+    config = config_from_json(
+        {
+            "model_type": "llama",
+            "hidden_size": 512,
+            "intermediate_size": 1376,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 12289,
+            "tie_word_embeddings": False,
+        }
+    )
+    groups = groups_of(4, 1)
+    settings = model_config(config.description)
+    save_pretrained(build_model(config.description, settings, groups=groups), folder, max_file_size=10**8)

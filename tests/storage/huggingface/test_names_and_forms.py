@@ -1,0 +1,295 @@
+"""Folders as older programs wrote them: names without prefix, copies of tied weights, buffers, old fields."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.parity import assert_bit_equal, assert_close_to
+from hf_references import LLAMA3, MODELS, YARN, Reference
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling
+from shardwise.storage.huggingface import (
+    build_model,
+    config_from_json,
+    config_to_json,
+    describe_model,
+    load_pretrained,
+    model_config,
+)
+from shardwise.storage.huggingface.architectures import ARCHITECTURES
+
+
+def rewritten(
+    source: Path, target: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **fields: Any
+) -> Path:
+    """A copy of a folder with other tensors and fields."""
+    shutil.copytree(source, target)
+    save_file(change(load_file(source / "model.safetensors")), target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | fields))
+    return target
+
+
+def without_prefix(prefix: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("gpt2", "transformer."), ("bloom", "transformer."), ("qwen3", "model."), ("bert", "bert.")]
+)
+def test_names_without_prefix_and_buffers(
+    make: Callable[[str], Reference], tmp_path: Path, one_rank: Any, name: str, prefix: str
+) -> None:
+    source = make(name).folder
+    buffers = {
+        "gpt2": {"h.0.attn.bias": torch.ones(1, 1, 13, 13), "h.1.attn.masked_bias": torch.tensor(-1e4)},
+        "qwen3": {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)},
+        "bert": {"embeddings.position_ids": torch.arange(17).unsqueeze(0)},
+    }.get(name, {})
+    folder = rewritten(source, tmp_path / "old", lambda tensors: without_prefix(prefix)(tensors) | buffers)
+    expected = load_pretrained(source, groups=one_rank).state_dict()
+    for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
+        assert_bit_equal(param, expected[key], name=key)
+
+
+def test_a_copy_of_a_tied_weight_must_be_equal(make: Callable[[str], Reference], tmp_path: Path, one_rank: Any) -> None:
+    source = make("gpt2").folder
+    expected = load_pretrained(source, groups=one_rank).state_dict()
+
+    def with_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}
+
+    def copy_alone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in with_copy(tensors).items() if name != "transformer.wte.weight"}
+
+    def other_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors = with_copy(tensors)
+        tensors["lm_head.weight"][-1, -1] += 1
+        return tensors
+
+    for number, change in enumerate((with_copy, copy_alone)):
+        folder = rewritten(source, tmp_path / str(number), change)
+        for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
+            assert_bit_equal(param, expected[key], name=key)
+    with pytest.raises(CheckpointError, match=r"'transformer.wte.weight' and 'lm_head.weight', which differ"):
+        load_pretrained(rewritten(source, tmp_path / "other", other_copy), groups=one_rank)
+
+
+def test_positions_of_old_files_are_no_weights(make: Callable[[str], Reference], tmp_path: Path, one_rank: Any) -> None:
+    """safetensors has integers before numbers, and ``bert-base-uncased`` says no dtype."""
+
+    def with_positions(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"bert.embeddings.position_ids": torch.arange(17).unsqueeze(0)} | tensors
+
+    source = make("bert").folder
+    folder = rewritten(source, tmp_path / "old", with_positions, dtype=None, torch_dtype=None)
+    expected = load_pretrained(source, groups=one_rank).state_dict()
+    for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
+        assert_bit_equal(param, expected[key], name=key)
+
+
+def test_bert_as_it_was_converted_from_tensorflow(
+    make: Callable[[str], Reference], tmp_path: Path, one_rank: Any
+) -> None:
+    """``bert-base-uncased`` says BertForMaskedLM, and has the next sentence's head and names of old."""
+    source = make("bert").folder
+
+    def old(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        result = {}
+        for name, tensor in tensors.items():
+            ending = next((ending for ending in names if name.endswith(ending)), None)
+            result[name if ending is None else name.removesuffix(ending) + names[ending]] = tensor
+        return result | {"cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"].clone()}
+
+    model = load_pretrained(
+        rewritten(source, tmp_path / "old", old, architectures=["BertForMaskedLM"]), groups=one_rank
+    )
+    expected = load_pretrained(source, groups=one_rank).state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    for key, param in model.state_dict().items():
+        assert_bit_equal(param, expected[key], name=key)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reference", ["gpt2"], indirect=True)
+def test_virtual_stages(group: Any, reference: Reference, tmp_path: Path) -> None:
+    from hf_references import groups_of
+
+    from shardwise.models.chunks import ModelChunks
+    from shardwise.storage.huggingface import save_pretrained
+
+    groups = groups_of(1, 2)
+    model = load_pretrained(reference.folder, groups=groups, virtual_pipeline_model_parallel_size=2)
+    assert isinstance(model, ModelChunks)
+    assert len(model) == 2
+    save_pretrained(model, tmp_path / "out")
+    stored: dict[str, Tensor] = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        stored |= load_file(path)
+    expected = reference.weights()
+    assert stored.keys() == expected.keys()
+    for key, tensor in stored.items():
+        assert_bit_equal(tensor, expected[key], name=key)
+
+
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 500.0},
+    {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+    LLAMA3,
+    YARN,
+    YARN | {"attention_factor": 1.3, "beta_fast": 20, "beta_slow": 2},
+    YARN | {"mscale": 1.2, "mscale_all_dim": 0.7, "truncate": False},
+]
+
+
+@pytest.mark.parametrize("rope", SCALINGS)
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
+def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, Any], form: str) -> None:
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    values: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": 8,
+    }
+    if form == "rope_parameters":
+        values |= {"rope_parameters": rope}
+    else:
+        scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type")}
+        old = None if rope["rope_type"] == "default" else scaling | {"type": rope["rope_type"]}
+        values |= {"rope_theta": rope["rope_theta"], "rope_scaling": old}
+    description = config_from_json(values).description
+    ours = RotaryEmbedding(16, 1.0, description.rotary_base, description.rope_scaling)
+    cos, sin = ours(torch.arange(50), torch.float64)
+    written = config_to_json(description, architecture="llama")
+    for fields in (values, written):
+        theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**fields))
+        expected = theirs(torch.zeros(1), torch.arange(50).unsqueeze(0))
+        for value, other in zip((cos, sin), expected, strict=True):
+            # theirs has each angle twice, and in fp32.
+            assert_close_to(value[:, 0, 0].float(), other[0, :, :8], rtol_of_norm=2e-6)
+    assert config_from_json(written).description == description
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_written_config_says_the_same(make: Callable[[str], Reference], name: str) -> None:
+    config = config_from_json(json.loads((make(name).folder / "config.json").read_text()))
+    written = config_to_json(config.description, architecture=config.architecture.model_type, dtype=torch.bfloat16)
+    again = config_from_json(written)
+    assert again.description == config.description
+    assert again.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_defaults_are_those_of_transformers(name: str) -> None:
+    """A file with nothing but its kind is the model that transformers makes of it."""
+    import transformers
+
+    full = json.loads(transformers.AutoConfig.for_model(name).to_json_string(use_diff=False))
+    full = {key: value for key, value in full.items() if key not in ("architectures", "dtype")}
+    assert config_from_json({"model_type": name}).description == config_from_json(full).description
+
+
+GEMMA3_FULL, GEMMA3_LOCAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e6}, {"rope_theta": 2e4}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"full_attention": GEMMA3_FULL, "sliding_attention": GEMMA3_LOCAL}},
+        {"rope_theta": 3e6, "rope_scaling": {"type": "linear", "factor": 8.0}, "rope_local_base_freq": 2e4},
+    ],
+    ids=["new", "old"],
+)
+def test_two_rotary_bases_in_both_forms(fields: dict[str, Any]) -> None:
+    description = config_from_json({"model_type": "gemma3_text", **fields}).description
+    assert (description.rotary_base, description.window_rotary_base) == (3e6, 2e4)
+    assert description.rope_scaling == RotaryScaling("linear", 8.0)
+    written = config_to_json(description, architecture="gemma3_text")
+    assert config_from_json(written).description == description
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral", "sliding_window": 7}, (6, 0)),
+        ({"model_type": "qwen3", "sliding_window": 7}, None),
+        ({"model_type": "qwen3", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}, (6, 0)),
+        ({"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 99}, None),
+    ],
+)
+def test_windows(fields: dict[str, Any], window: tuple[int, int] | None) -> None:
+    description = config_from_json(fields).description
+    assert description.window_size == window
+    written = config_to_json(description, architecture=fields["model_type"])
+    assert config_from_json(written).description == description
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["dense"] * 4},
+            'layer_types is \\["dense"',
+        ),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "for each of 26 layers"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "object for each kind of layer"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 2.0},
+            "attn_logit_softcapping is 2.0; it must be null",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers is"),
+        ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
+        ({"model_type": "opt", "word_embed_proj_dim": 12}, "word_embed_proj_dim is 12"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention is true"),
+        ({"model_type": "gpt2", "embd_pdrop": 0.3}, "embd_pdrop is 0.3"),
+        ({"model_type": "gpt2", "n_head": 5}, "n_head is 5"),
+        ({"model_type": "bert", "is_decoder": True}, "is_decoder is true"),
+        (
+            {"model_type": "bert", "position_embedding_type": "relative_key"},
+            'position_embedding_type is "relative_key"',
+        ),
+        ({"model_type": "bert", "tie_word_embeddings": False}, "tie_word_embeddings is false"),
+        ({}, "config.json lacks model_type"),
+    ],
+)
+def test_values_that_are_not_offered(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_json(fields)
+
+
+def test_what_no_architecture_can_say_is_named(one_rank: Any) -> None:
+    description = config_from_json(
+        {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 4}
+        | {"num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 8}
+    ).description
+    config = model_config(description, rotary_interleaved=True)
+    odd = describe_model(build_model(description, config, groups=one_rank))
+    with pytest.raises(ConfigError, match="llama: it has no way to say rotary_interleaved True"):
+        config_to_json(odd)
+
+
+def test_gemma_3_has_no_cap_of_scores(make: Callable[[str], Reference], one_rank: Any) -> None:
+    """Transformers reads the field, and applies only that of the logits."""
+    model = load_pretrained(make("gemma3").folder, groups=one_rank, attention_logit_softcap=2.0)
+    assert model.config.final_logit_softcap == 3.0
+    with pytest.raises(
+        ConfigError, match=r"gemma3_text: config\.json: attn_logit_softcapping is 2\.0; it must be null"
+    ):
+        config_to_json(describe_model(model))
