@@ -82,10 +82,22 @@ def test_fifty_steps_are_those_of_one_rank(group, tmp_path, dtype):
         assert expected[-1] < expected[0] - 0.5
         trainer = trainer_of(tmp_path, case.parallel, case.recompute, **options)
         assert_relative(losses_of(trainer, STEPS), expected, BOUNDS[dtype], str(case))
+        heads = trainer._chunks[0].config.heads
         for key, weight in whole_weights(trainer).items():
-            assert_close_to(weight, weights[key], rtol_of_norm=BOUNDS[dtype], name=f"{key}: {case}")
+            found, wanted = (without_biases_of_keys(key, each, heads) for each in (weight, weights[key]))
+            assert_close_to(found, wanted, rtol_of_norm=BOUNDS[dtype], name=f"{key}: {case}")
         if dtype == "float64":
             assert_at_work(trainer, case, sum(weight.numel() for weight in weights.values()))
+
+
+def without_biases_of_keys(name: str, whole: Tensor, heads: tuple[int, int, int]) -> Tensor:
+    """A parameter, with 0 for biases of keys: their true gradient is 0, and AdamW scales the rounding error up."""
+    if not name.endswith("linear_qkv.bias"):
+        return whole
+    num_heads, num_groups, head_dim = heads
+    by_group = whole.view(num_groups, num_heads // num_groups + 2, head_dim).clone()
+    by_group[:, -2] = 0
+    return by_group.flatten()
 
 
 def assert_at_work(trainer: Trainer, case: Case, num_elements: int) -> None:
