@@ -44,7 +44,7 @@ from shardwise.tokenizer import ChatTemplate, PaddedTokenizer
 from shardwise.topology import Groups
 from shardwise.training.build import config_fields
 from shardwise.training.exact_settings import check_exact_length
-from shardwise.training.finetune_settings import FinetuneSettings
+from shardwise.training.finetune_settings import USUAL_SEQUENCE_LENGTH, FinetuneSettings
 from shardwise.training.lora_settings import LoraSettings
 from shardwise.training.model_card import model_card
 from shardwise.training.ranks import Ranks
@@ -53,7 +53,6 @@ from shardwise.training.samples import prepare_samples
 from shardwise.training.session import Session
 from shardwise.training.texts import STDLIB, Texts, TrainingData, encode_texts, read_data, share_texts
 
-_USUAL_SEQUENCE_LENGTH = 512
 _LOOKED_AT_BYTES = 1 << 20
 
 
@@ -110,7 +109,7 @@ class Finetuning(Recipe):
             )
         self.identity = {"base_sha256": digest_of(self.folder)}
         longest = description.max_sequence_length
-        length = settings.model.sequence_length or min(_USUAL_SEQUENCE_LENGTH, longest)
+        length = settings.model.sequence_length or min(USUAL_SEQUENCE_LENGTH, longest)
         if length > longest:
             raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
         if settings.parallel.exact:
