@@ -36,8 +36,7 @@ class GroupModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardingError(
             f"a {type(self).__name__} cannot be pickled: it holds process groups, which are of this process alone; "
-            "save its parameters, torch.save(model.state_dict(), PATH), or a checkpoint that loads at any number of ranks "
-            "(shardwise.checkpoint)"
+            "save its parameters, torch.save(model.state_dict(), PATH), or a checkpoint (shardwise.checkpoint)"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -43,7 +43,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(finalize=_finalized, **options)
         # Random text, which no template for a model has use for.
         del self.globals["lipsum"]
-        self.concat = _concat  # type: ignore[assignment]
+        self.concat = _concat  # type: ignore[method-assign]
 
     def limited_template(self, source: str) -> jinja2.Template:
         """A template of ``source``; raises as ``from_string``, or LimitError if it is too long."""
@@ -243,7 +243,7 @@ def _guarded(node: nodes.Expr, name: str) -> nodes.Expr:
     return node if isinstance(node, nodes.Const) else _filter(node, name)
 
 
-def _filter(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
+def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
@@ -268,7 +268,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     return limited
 
 
-def _limited_test(function: Callable[..., Any]) -> Callable[..., Any]:
+def _limited_test(function: Any) -> Callable[..., Any]:
     @pass_context
     def limited(context: Context, *args: Any, **kwargs: Any) -> Any:
         for each in (*args, *kwargs.values()):
@@ -318,11 +318,11 @@ def _check_operation(
     meter.make(_bound(meter, name, value, size, given, others, numbers))
 
 
-def _bound(meter: Meter, name: str, value: Any, size: int, given: Any, others: int, numbers: int) -> int:
+def _bound(meter: Meter, name: str, value: Any, size: int, given: tuple[Any, ...], others: int, numbers: int) -> int:
     """The most characters that an operation makes."""
     texts = isinstance(value, str) and all(isinstance(each, str) for each in given[:2])
     if name == "replace" and texts and len(given) >= 2:
-        return size + value.count(given[0]) * len(given[1])
+        return int(size + value.count(given[0]) * len(given[1]))
     if name == "join" and isinstance(value, list | tuple) and given and isinstance(given[0], str):
         return size + len(value) * len(given[0])
     if name == "join" and isinstance(value, str) and isinstance(given[0] if given else None, list | tuple):
@@ -354,7 +354,8 @@ def _formatted(meter: Meter, form: Any, given: Any) -> int:
     if any(len(number) > 8 for number in digits):
         raise LimitError("formats values to a width of more than 8 digits")
     places = 1 + form.count("%") + form.count("{")
-    return len(form) + sum(map(int, digits)) + places * (350 + sum(map(meter.weigh, given)))
+    weights: list[int] = [meter.weigh(each) for each in given]
+    return len(form) + sum(map(int, digits)) + places * (350 + sum(weights))
 
 
 def _set(names: str) -> frozenset[str]:

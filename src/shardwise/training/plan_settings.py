@@ -71,7 +71,8 @@ class PlanSettings(RunSettings):
 
     @property
     def sequence_length(self) -> int:
-        """Tokens in a sample."""
+        """Tokens in a sample; there is a number once it is ``resolved``."""
+        assert self.model.sequence_length is not None
         return self.model.sequence_length
 
     @property
