@@ -340,9 +340,9 @@ _NUMBER = r"\d+"
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 
 
-def _formatted(meter: Meter, form: Any, given: Any) -> int:
+def _formatted(meter: Meter, value: Any, given: Any) -> int:
     """The most characters that a text with places for values becomes, by ``%`` or by ``format``."""
-    form = str(form)
+    form = str(value)
     try:
         specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(form)]
     except ValueError:
@@ -350,10 +350,10 @@ def _formatted(meter: Meter, form: Any, given: Any) -> int:
     widths = [width for found in _PERCENT.findall(form) for width in found]
     if "*" in widths or any("{" in spec for spec in specs):
         raise LimitError("formats values to a width that is itself a value")
-    digits = [number for each in (*widths, *specs) for number in re.findall(_NUMBER, each)]
+    digits: list[str] = [number for each in (*widths, *specs) for number in re.findall(_NUMBER, each)]
     if any(len(number) > 8 for number in digits):
         raise LimitError("formats values to a width of more than 8 digits")
-    places = 1 + form.count("%") + form.count("{")
+    places: int = 1 + form.count("%") + form.count("{")
     weights: list[int] = [meter.weigh(each) for each in given]
     return len(form) + sum(map(int, digits)) + places * (350 + sum(weights))
 
