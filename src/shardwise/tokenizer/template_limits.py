@@ -67,7 +67,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             meter.check_bits(left.bit_length() * abs(right))
         elif operator == "%" and isinstance(left, str | bytes):
-            meter.make(_formatted(meter, str(left), (right,)))
+            meter.make(_formatted(meter, left, (right,), by_percent=True))
         elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             meter.make(len(left) * width_of(left) + len(right) * width_of(right))
         return super().call_binop(context, operator, left, right)
@@ -257,7 +257,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         meter.step(_FILTER_STEPS)
         if name in _CONSUMING:
             value = _listed(value)
-        _check_operation(meter, _FILTERS, name, value, args, kwargs)
+        _check_operation(meter, _FILTERS, "%" if name == "format" else name, value, args, kwargs)
         before = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}
         found = function(*before.get(first or "", ()), value, *args, **kwargs)
         if isinstance(found, GeneratorType):
@@ -331,8 +331,8 @@ def _bound(meter: Meter, name: str, value: Any, size: int, given: tuple[Any, ...
         return size + numbers
     if name == "indent" and isinstance(value, str):
         return size + (value.count("\n") + 1) * (4 + numbers + others)
-    if name in ("format", "format_map"):
-        return _formatted(meter, value, given)
+    if name in ("%", "format", "format_map"):
+        return _formatted(meter, value, given, by_percent=name == "%")
     return size * (1 + others + numbers)
 
 
@@ -340,14 +340,14 @@ _NUMBER = r"\d+"
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 
 
-def _formatted(meter: Meter, value: Any, given: Any) -> int:
+def _formatted(meter: Meter, value: Any, given: Any, *, by_percent: bool) -> int:
     """The most characters that a text with places for values becomes, by ``%`` or by ``format``."""
     form = str(value)
     try:
-        specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(form)]
+        specs = [] if by_percent else [spec or "" for _, _, spec, _ in string.Formatter().parse(form)]
     except ValueError:
         specs = []
-    widths = [width for found in _PERCENT.findall(form) for width in found]
+    widths = [width for found in _PERCENT.findall(form) for width in found] if by_percent else []
     if "*" in widths or any("{" in spec for spec in specs):
         raise LimitError("formats values to a width that is itself a value")
     digits: list[str] = [number for each in (*widths, *specs) for number in re.findall(_NUMBER, each)]
