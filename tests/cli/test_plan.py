@@ -55,8 +55,17 @@ def test_a_hugging_face_folder_and_a_file_of_settings(capsys, tmp_path):
     assert "samples of 128 tokens" in text
     code, _, error = call(capsys, str(tmp_path), "--model.num-layers", "8")
     assert (code, f"model.num-layers 8 is given, and the model of {tmp_path}; leave one out" in error) == (2, True)
-    code, _, error = call(capsys, str(tmp_path))
+    code, _, error = call(capsys, str(tmp_path), "--model.sequence-length", "256")
     assert (code, "model.sequence-length 256 is more than 128" in error) == (2, True)
+    # Without numbers a folder is planned as it is fine-tuned, a new model as it is trained.
+    for argv, longest, step in (
+        ([], 128, "16 samples of 256 tokens"),
+        ([str(tmp_path)], 128, "8 samples of 128 tokens"),
+        ([str(tmp_path)], 4096, "8 samples of 512 tokens"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": longest}))
+        code, text, _ = call(capsys, *argv)
+        assert (code, f"step   {step}" in text) == (0, True)
 
 
 def test_the_dtype_that_is_meant_on_a_gpu(capsys):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -291,3 +294,34 @@ def test_impossible_models_and_inputs_are_refused_on_every_rank(group):
         model(torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(VocabularyError, match="token id 101 at position"):
         model(torch.full((1, 12), 101))
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_batch_of_tokens_is_one_error(group):
+    model = Shape().model(group)
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    for arguments, message in (
+        ({"input_ids": ids[:0]}, r"input_ids has shape \[0, 4\]; it must be \[b, s\], with at least one"),
+        ({"input_ids": ids[:, :0], "labels": ids[:, :0]}, r"input_ids has shape \[2, 0\]"),
+        ({"input_ids": ids[0]}, r"input_ids has shape \[4\]; it must be \[b, s\]"),
+        ({"input_ids": [[1, 2]]}, r"input_ids is of type list; pass a torch\.Tensor"),
+        ({"input_ids": ids.numpy()}, "input_ids is of type ndarray"),
+        ({"input_ids": ids, "labels": [[1]]}, "labels is of type list"),
+        ({"input_ids": ids, "labels": ids[:, :2]}, r"labels has shape \[2, 2\], and input_ids \[2, 4\]"),
+        ({"input_ids": ids, "position_ids": [0, 1, 2, 3]}, "position_ids is of type list"),
+        ({"input_ids": ids, "attention_mask": [[1]]}, "attention_mask is of type list"),
+    ):
+        with pytest.raises(ShardingError, match=message):
+            model(**{"position_ids": None, "attention_mask": None} | arguments)
+    with pytest.raises(VocabularyError, match=r"is of torch\.float32; ids are of an integer dtype"):
+        model(ids.float(), None, None)
+
+
+@pytest.mark.ranks(1)
+def test_a_model_is_not_pickled_but_its_state_is(group):
+    model = Shape().model(group)
+    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(ShardingError, match=r"cannot be pickled: .*torch\.save\(model\.state_dict\(\), PATH\)"):
+            save(model)
+    torch.save(model.state_dict(), io.BytesIO())
+    assert copy.copy(model).embedding is model.embedding

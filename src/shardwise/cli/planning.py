@@ -24,7 +24,7 @@ def print_plan(settings: PlanSettings, folder: str | None, world_size: int, *, a
     Raises:
         ConfigError, CheckpointError: the model is not to be had, or cannot be split so; a setting without effect.
     """
-    workload = _workload(settings, folder)
+    settings, workload = _workload(settings, folder)
     plan = make_plan(workload, layout_of(settings, world_size))
     print(json.dumps(plan_as_json(plan), indent=2) if as_json else plan_as_table(plan))
 
@@ -44,7 +44,7 @@ def print_fitting(
         ConfigError: there is none, beside what ``print_plan`` raises.
     """
     memory = read_bytes(limit)
-    workload = _workload(settings, folder)
+    settings, workload = _workload(settings, folder)
     parallel = settings.parallel
     choices = fitting(
         workload,
@@ -76,10 +76,10 @@ def print_fitting(
     )
 
 
-def _workload(settings: PlanSettings, folder: str | None) -> Workload:
+def _workload(settings: PlanSettings, folder: str | None) -> tuple[PlanSettings, Workload]:
     on_cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     if on_cuda:
         settings = settings.on_device("cuda")
-    model = planned_model(settings, folder)
+    settings, model = planned_model(settings, folder)
     settings.check_effect(model.num_layers)
-    return workload_of(settings, model, adaptation_of(settings.lora, model, folder))
+    return settings, workload_of(settings, model, adaptation_of(settings.lora, model, folder))

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ShardingError
 from shardwise.models.classification import Classification
+from shardwise.models.inputs import check_inputs
 from shardwise.models.padding import TokensFirst, forbidden_keys, is_token, positions_of
 from shardwise.models.transformer.attention import KeyValueCache
 from shardwise.models.transformer.block import TransformerBlock
@@ -87,11 +88,19 @@ class GPT(TransformerModel):
             that is not the last. What is returned for padding means nothing, and is finite.
 
         Raises:
-            ShardingError: the sequence is too long, a mask or ``lengths`` of another shape, or a later stage has no
-                input.
+            ShardingError: what is no tensor, or has no tokens; the sequence is too long; a mask, labels or ``lengths``
+                of another shape; or a later stage has no input.
             VocabularyError: an id outside the vocabulary, or a label that is none.
             ConfigError: several sequences to classify without a ``pad_token_id``.
         """
+        check_inputs(
+            input_ids,
+            labels,
+            labels_are_of_tokens=self.classification is None,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            document_ids=document_ids,
+        )
         own_ids, own_labels = input_ids, labels
         s = self._sequence_length(input_ids, position_ids, labels if self.classification is None else None)
         forbidden, first, key_positions = attention_mask, None, None

@@ -23,7 +23,21 @@ class GroupModule(nn.Module):
     groups are the same, since a group cannot be copied; and parameters keep the attributes that say how they are split
     and how their gradients are summed (``sequence_parallel``, ``shared_embedding`` and others), which PyTorch's copy
     of a parameter loses. As there, gradients are not copied.
+
+    ``pickle`` and ``torch.save`` of the module itself raise a ShardingError, as a group is of one process: save its
+    ``state_dict()``, or a checkpoint.
     """
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(vars(self).copy())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardingError(
+            f"a {type(self).__name__} cannot be pickled: it holds process groups, which are of this process alone; "
+            "save its parameters, torch.save(model.state_dict(), PATH), or a checkpoint (shardwise.storage.checkpoint)"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         for module in self.modules():

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
+from shardwise.nn import named_param_layouts
 from shardwise.training.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ def banner(session: Session) -> str:
         + (f", through {session.transport}" if tp > 1 else "")
         + (f", exact in {settings.parallel.exact_parts} parts" if settings.parallel.exact else "")
         + _idle(settings, tp)
+        + _parts(session)
         + _device(session)
         + _ways(session)
         + speed(session)
@@ -53,6 +56,31 @@ def _idle(settings: RunSettings, tp: int) -> str:
     if settings.parallel.sequence_parallel and tp == 1:
         return "\nnote   --sequence-parallel does nothing with one tensor-parallel rank"
     return ""
+
+
+def _parts(session: Session) -> str:
+    """For an exact run whose parts are whole at tp 1 only: the numbers of parts that are whole at more ranks."""
+    settings, tp = session.settings, session.topology.size("tp")
+    parts = settings.parallel.exact_parts
+    if not settings.parallel.exact or tp > 1 or parts == 1:
+        return ""
+    model = session.trainer.model
+    layouts = [layout for _, _, layout in named_param_layouts(model, tp)]
+    _, num_groups, _ = model.config.heads
+
+    def fitting(number: int) -> list[int]:
+        return [ranks for ranks in fitting_ranks(layouts, number) if num_groups % ranks == 0]
+
+    if fitting(parts):
+        return ""
+    choices = {fewer: fitting(fewer) for fewer in (parts >> halvings for halvings in range(1, parts.bit_length() - 1))}
+    others = [
+        f"--exact-parts {fewer} for tp {' or '.join(map(str, ranks))}" for fewer, ranks in choices.items() if ranks
+    ]
+    return (
+        f"\nnote   --exact-parts {parts} ties this run to tp 1, since no other number of ranks holds whole parts; "
+        + (f"a new run may take {', '.join(others)}" if others else "no smaller number works either")
+    )
 
 
 def _device(session: Session) -> str:

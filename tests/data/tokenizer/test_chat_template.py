@@ -146,13 +146,13 @@ def test_what_is_within_the_limits():
     long, deep = "a b\n" * 250_000, {"x": [{"y": number} for number in range(20_000)]}
     source = (
         "{{ messages[0].content | replace('a', 'cd') | trim }}{{ messages[0].content.split('b')[-1].strip() }}"
-        "{{ messages[1].content | tojson(indent=2) | length }}{{ messages | length }}{{ '%5.1f|' % 2.25 }}"
+        "{{ messages[1].content | tojson(indent=2) | length }}{{ messages | length }}{{ '%5.1f{a: {b}}|' % 2.25 }}"
         "{{ '{:>4}'.format('x') }}{{ messages[0].content[:1] * 3 }}"
         "{{ messages[1].content.x | map(attribute='y') | sum }}"
     )
     text = ChatTemplate(source).render([{"content": long}, {"content": deep}]).text
     dumped = len(json.dumps(deep, indent=2))
-    assert text == f"{long.replace('a', 'cd').strip()}{dumped}2  2.2|   xaaa{sum(range(20_000))}"
+    assert text == f"{long.replace('a', 'cd').strip()}{dumped}2  2.2{{a: {{b}}}}|   xaaa{sum(range(20_000))}"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from shardwise.core.sharding.layout import has_copies as has_copies
 from shardwise.core.sharding.layout import holders as holders
 from shardwise.core.sharding.layout import segments as segments
 from shardwise.core.sharding.parts import LocalParts as LocalParts
+from shardwise.core.sharding.parts import fitting_ranks as fitting_ranks
 from shardwise.core.sharding.parts import local_parts as local_parts
 from shardwise.core.sharding.parts import parts_of_rank as parts_of_rank
 from shardwise.core.sharding.pieces import Piece as Piece

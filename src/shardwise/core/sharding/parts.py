@@ -7,7 +7,7 @@ bounds of the shards must be among the cuts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from shardwise.core.errors import ConfigError
@@ -52,6 +52,32 @@ def local_parts(layout: ParamLayout, rank: int, exact_parts: int, *, what: str) 
             else "no number works: use fewer ranks"
         )
     )
+
+
+def fitting_ranks(layouts: Iterable[ParamLayout], exact_parts: int) -> list[int]:
+    """The numbers of ranks over 1, powers of two up to ``exact_parts``, at which all shards are whole parts.
+
+    >>> fitting_ranks([ParamLayout.split((509, 4), 0, 1)], 2), fitting_ranks([ParamLayout.split((509, 4), 0, 1)], 8)
+    ([2], [])
+
+    Args:
+        layouts: of parameters at any number of ranks. Those that are not split by the balanced rule are passed over.
+        exact_parts: number of parts, a power of two.
+    """
+    balanced = {
+        (layout.global_shape, layout.dim, layout.stride)
+        for layout in layouts
+        if layout.dim is not None
+        and layout == ParamLayout.split(layout.global_shape, layout.dim, layout.world_size, stride=layout.stride)
+    }
+    numbers = [1 << power for power in range(1, exact_parts.bit_length())]
+    return [
+        ranks
+        for ranks in numbers
+        if all(
+            _fits(ParamLayout.split(shape, dim, ranks, stride=stride), exact_parts) for shape, dim, stride in balanced
+        )
+    ]
 
 
 @lru_cache(maxsize=4096)

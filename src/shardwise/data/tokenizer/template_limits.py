@@ -43,7 +43,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(finalize=_finalized, **options)
         # Random text, which no template for a model has use for.
         del self.globals["lipsum"]
-        self.concat = _concat  # type: ignore[assignment]
+        self.concat = _concat  # type: ignore[method-assign]
 
     def limited_template(self, source: str) -> jinja2.Template:
         """A template of ``source``; raises as ``from_string``, or LimitError if it is too long."""
@@ -67,7 +67,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             meter.check_bits(left.bit_length() * abs(right))
         elif operator == "%" and isinstance(left, str | bytes):
-            meter.make(_formatted(meter, str(left), (right,)))
+            meter.make(_formatted(meter, left, (right,), by_percent=True))
         elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             meter.make(len(left) * width_of(left) + len(right) * width_of(right))
         return super().call_binop(context, operator, left, right)
@@ -243,7 +243,7 @@ def _guarded(node: nodes.Expr, name: str) -> nodes.Expr:
     return node if isinstance(node, nodes.Const) else _filter(node, name)
 
 
-def _filter(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
+def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
@@ -257,7 +257,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         meter.step(_FILTER_STEPS)
         if name in _CONSUMING:
             value = _listed(value)
-        _check_operation(meter, _FILTERS, name, value, args, kwargs)
+        _check_operation(meter, _FILTERS, "%" if name == "format" else name, value, args, kwargs)
         before = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}
         found = function(*before.get(first or "", ()), value, *args, **kwargs)
         if isinstance(found, GeneratorType):
@@ -268,7 +268,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     return limited
 
 
-def _limited_test(function: Callable[..., Any]) -> Callable[..., Any]:
+def _limited_test(function: Any) -> Callable[..., Any]:
     @pass_context
     def limited(context: Context, *args: Any, **kwargs: Any) -> Any:
         for each in (*args, *kwargs.values()):
@@ -318,11 +318,11 @@ def _check_operation(
     meter.make(_bound(meter, name, value, size, given, others, numbers))
 
 
-def _bound(meter: Meter, name: str, value: Any, size: int, given: Any, others: int, numbers: int) -> int:
+def _bound(meter: Meter, name: str, value: Any, size: int, given: tuple[Any, ...], others: int, numbers: int) -> int:
     """The most characters that an operation makes."""
     texts = isinstance(value, str) and all(isinstance(each, str) for each in given[:2])
     if name == "replace" and texts and len(given) >= 2:
-        return size + value.count(given[0]) * len(given[1])
+        return int(size + value.count(given[0]) * len(given[1]))
     if name == "join" and isinstance(value, list | tuple) and given and isinstance(given[0], str):
         return size + len(value) * len(given[0])
     if name == "join" and isinstance(value, str) and isinstance(given[0] if given else None, list | tuple):
@@ -331,8 +331,8 @@ def _bound(meter: Meter, name: str, value: Any, size: int, given: Any, others: i
         return size + numbers
     if name == "indent" and isinstance(value, str):
         return size + (value.count("\n") + 1) * (4 + numbers + others)
-    if name in ("format", "format_map"):
-        return _formatted(meter, value, given)
+    if name in ("%", "format", "format_map"):
+        return _formatted(meter, value, given, by_percent=name == "%")
     return size * (1 + others + numbers)
 
 
@@ -340,21 +340,22 @@ _NUMBER = r"\d+"
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 
 
-def _formatted(meter: Meter, form: Any, given: Any) -> int:
+def _formatted(meter: Meter, value: Any, given: Any, *, by_percent: bool) -> int:
     """The most characters that a text with places for values becomes, by ``%`` or by ``format``."""
-    form = str(form)
+    form = str(value)
     try:
-        specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(form)]
+        specs = [] if by_percent else [spec or "" for _, _, spec, _ in string.Formatter().parse(form)]
     except ValueError:
         specs = []
-    widths = [width for found in _PERCENT.findall(form) for width in found]
+    widths = [width for found in _PERCENT.findall(form) for width in found] if by_percent else []
     if "*" in widths or any("{" in spec for spec in specs):
         raise LimitError("formats values to a width that is itself a value")
-    digits = [number for each in (*widths, *specs) for number in re.findall(_NUMBER, each)]
+    digits: list[str] = [number for each in (*widths, *specs) for number in re.findall(_NUMBER, each)]
     if any(len(number) > 8 for number in digits):
         raise LimitError("formats values to a width of more than 8 digits")
-    places = 1 + form.count("%") + form.count("{")
-    return len(form) + sum(map(int, digits)) + places * (350 + sum(map(meter.weigh, given)))
+    places: int = 1 + form.count("%") + form.count("{")
+    weights: list[int] = [meter.weigh(each) for each in given]
+    return len(form) + sum(map(int, digits)) + places * (350 + sum(weights))
 
 
 def _set(names: str) -> frozenset[str]:

@@ -108,7 +108,8 @@ SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 """Kinds of values that are as large as they are long."""
 
 _TEXTS = (str, bytes)
-_VIEWS = tuple(type(each) for each in ({}.keys(), {}.values(), {}.items()))
+_EMPTY: dict[str, str] = {}
+_VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 _CONTAINERS = (list, tuple, dict, set, frozenset, *_VIEWS, Cycler)
 # By their own type first: others, such as a namespace, answer slowly which class they are of.
 _IS_CONTAINER = dict.fromkeys((*_CONTAINERS, Namespace), True) | dict.fromkeys((str, bytes, int, float, bool), False)

@@ -94,15 +94,18 @@ def recomputation_of(settings: RunSettings) -> Recomputation:
     return Recomputation(recompute.granularity, recompute.method, recompute.num_layers, modules)
 
 
-def planned_model(settings: PlanSettings, folder: str | None) -> ModelDescription:
-    """The model of the settings, or of a Hugging Face folder, of which ``config.json`` alone is read.
+def planned_model(settings: PlanSettings, folder: str | None) -> tuple[PlanSettings, ModelDescription]:
+    """The settings with the numbers that are not given, and the model: theirs or that of a Hugging Face folder.
+
+    Of the folder ``config.json`` alone is read.
 
     Raises:
         ConfigError: settings that contradict the folder; a model or a sequence that is not to be had.
         CheckpointError: there is no ``config.json``, or it cannot be read.
     """
     if folder is None:
-        return describe(settings.model, settings.model.vocab_size)
+        settings = settings.resolved(None)
+        return settings, describe(settings.model, settings.model.vocab_size)
     for each in dataclasses.fields(ModelSettings):
         value = getattr(settings.model, each.name)
         if each.name not in ("sequence_length", "dropout") and value != each.default:
@@ -110,12 +113,13 @@ def planned_model(settings: PlanSettings, folder: str | None) -> ModelDescriptio
                 f"model.{each.name.replace('_', '-')} {value} is given, and the model of {folder}; leave one out"
             )
     description = read_config(Path(folder)).description
+    settings = settings.resolved(description.max_sequence_length)
     if settings.sequence_length > description.max_sequence_length:
         raise ConfigError(
             f"model.sequence-length {settings.sequence_length} is more than {description.max_sequence_length}, the "
             f"longest sequence of {folder}"
         )
     dropout = settings.model.dropout
-    return (
-        dataclasses.replace(description, hidden_dropout=dropout, attention_dropout=dropout) if dropout else description
-    )
+    if dropout:
+        description = dataclasses.replace(description, hidden_dropout=dropout, attention_dropout=dropout)
+    return settings, description

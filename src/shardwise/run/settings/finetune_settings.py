@@ -14,6 +14,12 @@ from shardwise.training.settings import SEQUENCE, RunSettings, TrainingSettings
 
 _BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
 _STEPS = 200
+USUAL_BATCH_SIZE = 8
+"""Samples of a step, where nothing says otherwise."""
+
+USUAL_SEQUENCE_LENGTH = 512
+"""Tokens in a sample, where nothing says otherwise and the model takes as many."""
+
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
 
 
@@ -142,7 +148,7 @@ class FinetuneSettings(RunSettings):
     model: PretrainedSettings = field(default_factory=PretrainedSettings)
     optimizer: FinetuneOptimizerSettings = field(default_factory=FinetuneOptimizerSettings)
     training: TrainingSettings = field(
-        default_factory=lambda: TrainingSettings(steps=_STEPS, global_batch_size=8, eval_every=50)
+        default_factory=lambda: TrainingSettings(steps=_STEPS, global_batch_size=USUAL_BATCH_SIZE, eval_every=50)
     )
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
     samples: Annotated[SampleSettings, tyro.conf.arg(name="")] = field(default_factory=SampleSettings)

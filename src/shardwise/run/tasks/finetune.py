@@ -31,7 +31,7 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import Session
-from shardwise.run.settings.finetune_settings import FinetuneSettings, SampleSettings
+from shardwise.run.settings.finetune_settings import USUAL_SEQUENCE_LENGTH, FinetuneSettings, SampleSettings
 from shardwise.run.settings.lora_settings import LoraSettings
 from shardwise.run.tasks.model_card import model_card
 from shardwise.run.tasks.recipe import Recipe
@@ -53,7 +53,6 @@ from shardwise.storage.huggingface.folder import PretrainedFolder
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.training.exact_settings import check_exact_length
 
-_USUAL_SEQUENCE_LENGTH = 512
 _LOOKED_AT_BYTES = 1 << 20
 
 
@@ -111,7 +110,7 @@ class Finetuning(Recipe):
         settings.check_effect(description.num_layers)
         self.identity = {"base_sha256": digest_of(self.folder)}
         longest = description.max_sequence_length
-        length = settings.model.sequence_length or min(_USUAL_SEQUENCE_LENGTH, longest)
+        length = settings.model.sequence_length or min(USUAL_SEQUENCE_LENGTH, longest)
         if length > longest:
             raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
         if settings.parallel.exact:

@@ -65,8 +65,8 @@ def check_targets(
             )
     for number in config.layers_to_transform or ():
         if all(config.layer_of(path) != number for path in in_layers):
-            numbers = sorted({each for path in in_layers if (each := config.layer_of(path)) is not None})
-            has = f"layers {numbers[0]} to {numbers[-1]}" if numbers else f"none by {config.layers_pattern}"
+            layers = sorted({place for path in in_layers if (place := config.layer_of(path)) is not None})
+            has = f"layers {layers[0]} to {layers[-1]}" if layers else f"none by {config.layers_pattern}"
             raise ConfigError(f"layers_to_transform has {number}, and the model has no such layer; it has {has}")
     if not chosen_paths(config, in_layers, outer):
         raise ConfigError(f"the model has no layer to adapt by {config.choice}; leave out what excludes them all")
