@@ -253,3 +253,23 @@ def test_one_rank_hears_that_it_does_nothing(group, tmp_path, monkeypatch):
     assert "sequence parallel" not in lines[2]
     assert lines[3] == "note   --sequence-parallel does nothing with one tensor-parallel rank"
     assert session.trainer.zero is None
+
+
+@pytest.mark.ranks(1)
+def test_a_run_hears_which_parts_are_whole_on_more_ranks(group, tmp_path, monkeypatch):
+    def notes(vocab_size, groups, parts):
+        model = {"vocab_size": vocab_size, "num_heads": 8, "num_query_groups": groups, "ffn_hidden_size": 64}
+        settings = tiny_settings(tmp_path, model=model, global_batch_size=8)
+        parallel = ParallelSettings(exact=True, exact_parts=parts)
+        session = open_tiny(dataclasses.replace(settings, parallel=parallel), monkeypatch, tmp_path)
+        return [line for line in banner(session).splitlines() if line.startswith("note")]
+
+    # 301 tokens in 8 parts are 38 five times and 37 three times, and two ranks have 151 and 150 of them.
+    assert notes(301, 4, 8) == [
+        "note   --exact-parts 8 ties this run to tp 1: other numbers of ranks hold no whole parts; "
+        "a new run may take --exact-parts 4 for tp 1 or 2 or 4, --exact-parts 2 for tp 1 or 2"
+    ]
+    # Eight ranks have a part each, four and two no whole ones.
+    (note,) = notes(301, 8, 8)
+    assert "ties this run to tp 1 or 8:" in note
+    assert notes(301, 4, 4) == notes(304, 4, 8) == notes(301, 1, 8) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,28 +60,30 @@ def _idle(settings: RunSettings, tp: int) -> str:
 
 
 def _parts(session: Session) -> str:
-    """For an exact run whose parts are whole at tp 1 only: the numbers of parts that are whole at more ranks."""
-    settings, tp = session.settings, session.topology.size("tp")
+    """A note where an exact run's parts are whole on some numbers of tensor-parallel ranks only, and what works."""
+    settings, model = session.settings, session.trainer.model
     parts = settings.parallel.exact_parts
-    if not settings.parallel.exact or tp > 1 or parts == 1:
+    if not settings.parallel.exact:
         return ""
-    model = session.trainer.model
-    layouts = [layout for _, _, layout in named_param_layouts(model, tp)]
+    layouts = [layout for _, _, layout in named_param_layouts(model, session.topology.size("tp"))]
     _, num_groups, _ = model.config.heads
 
-    def fitting(number: int) -> list[int]:
-        return [ranks for ranks in fitting_ranks(layouts, number) if num_groups % ranks == 0]
+    def sizes(number: int) -> list[int]:
+        return [1, *(ranks for ranks in fitting_ranks(layouts, number) if num_groups % ranks == 0)]
 
-    if fitting(parts):
+    wanted = [1 << power for power in range(parts.bit_length()) if num_groups % (1 << power) == 0]
+    if sizes(parts) == wanted:
         return ""
-    choices = {fewer: fitting(fewer) for fewer in (parts >> halvings for halvings in range(1, parts.bit_length() - 1))}
-    others = [
-        f"--exact-parts {fewer} for tp {' or '.join(map(str, ranks))}" for fewer, ranks in choices.items() if ranks
-    ]
+    fewer = [parts >> halvings for halvings in range(1, parts.bit_length() - 1)]
+    others = (f"--exact-parts {number} for tp {_or(sizes(number))}" for number in fewer if len(sizes(number)) > 1)
     return (
-        f"\nnote   --exact-parts {parts} ties this run to tp 1, since no other number of ranks holds whole parts; "
-        + (f"a new run may take {', '.join(others)}" if others else "no smaller number works either")
+        f"\nnote   --exact-parts {parts} ties this run to tp {_or(sizes(parts))}: other numbers of ranks hold no whole "
+        f"parts; a new run may take {', '.join(others)}"
     )
+
+
+def _or(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 def _device(session: Session) -> str:
