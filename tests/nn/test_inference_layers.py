@@ -238,7 +238,7 @@ def test_what_layers_cannot_take(group):
     # What was taken is gone, so it is not taken for another layer's.
     with refused(ConfigError, "no row-parallel layer"):
         up(x)
-    with refused(ConfigError, "is made from a ColumnLinear, and this is a RowLinear"):
+    with refused(ConfigError, "is made from a ColumnLinear, and this layer is of another class, RowLinear"):
         InferenceNormColumnLinear.of(norm, row)
     with refused(ConfigError, "Identity is not one of the norms"):
         InferenceNormColumnLinear.of(nn.Identity(), column)

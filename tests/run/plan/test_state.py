@@ -152,6 +152,9 @@ def a_step(settings):
     tokens = torch.randint(settings.model.vocab_size, (micro, settings.sequence_length))
     with CollectiveCounter() as counter:
         trainer.step(0, [(tokens, tokens)] * (size // micro))
+        if trainer.zero is not None:
+            # Gathers of updated parameters that the next forward would start.
+            trainer.zero.parameters.wait()
     return trainer, groups, counter
 
 
