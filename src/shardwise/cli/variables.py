@@ -19,7 +19,7 @@ VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "of CUDA; 1 starts collectives before the products that hide them; set so with tp",
     "TORCH_NCCL_HIGH_PRIORITY": "of PyTorch; 1 lets NCCL's kernels run beside products; set so with tp",
     "ATEN_CPU_CAPABILITY": "of PyTorch: which CPU kernels it takes; alike on all ranks of an exact run, as those below",
-    "MKL_CBWR": "of MKL: which kernels it takes",
+    "MKL_CBWR": "of MKL: which kernels it takes; an exact run on an Intel processor sets its reproducible ones",
     "MKL_ENABLE_INSTRUCTIONS": "likewise",
     "ONEDNN_MAX_CPU_ISA": "of oneDNN: likewise",
     "ONEDNN_DEFAULT_FPMATH_MODE": "of oneDNN: whether fp32 products may be less precise",

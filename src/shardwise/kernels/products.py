@@ -243,11 +243,12 @@ def sums_by_shape(factor: Tensor) -> bool:
     Args:
         factor: either factor of the product.
     """
-    return factor.is_cpu and _is_intel()
+    return factor.is_cpu and is_intel()
 
 
 @cache
-def _is_intel() -> bool:
+def is_intel() -> bool:
+    """True on a processor of Intel's."""
     return _vendor() == "GenuineIntel"
 
 

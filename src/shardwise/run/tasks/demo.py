@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from shardwise.core.errors import ConfigError
+from shardwise.run.exact_trials.determinism import fix_order_of_mkl
 from shardwise.run.finishing import Outcome
 from shardwise.run.parity import Parity, check_parity
 from shardwise.run.processes.ranks import Ranks
@@ -30,6 +31,8 @@ class Demo(Recipe):
 
     def read_texts(self, ranks: Ranks) -> TrainingData:
         """The standard library's; it is said, as it takes a while."""
+        # For the exact steps, which come when much has been multiplied.
+        fix_order_of_mkl()
         if ranks.is_first:
             print("reading the standard library and learning its vocabulary (kept for the next time) ...", flush=True)
         return super().read_texts(ranks)

@@ -72,9 +72,10 @@ def check_replicas(
     with accounting.uncounted():
         hashes = dict(zip(compared, fingerprints(list(compared.values())), strict=True))
         # Both, whatever the first one finds: others may have found nothing.
-        errors = [_difference({name: hashes[name] for name in of_tp}, "tensor", tp_group, device)]
+        shapes = {name: list(param.shape) for name, param in compared.items()}
+        errors = [_difference({name: hashes[name] for name in of_tp}, shapes, "tensor", tp_group, device)]
         if dp_group is not None:
-            errors.append(_difference({name: hashes[name] for name in of_dp}, "data", dp_group, device))
+            errors.append(_difference({name: hashes[name] for name in of_dp}, shapes, "data", dp_group, device))
         error = next((error for error in errors if error is not None), None)
         found = torch.tensor(float(error is not None))
         for group in groups if len(groups) > 1 else ():
@@ -90,7 +91,11 @@ def _raise(error: DesyncError | None) -> None:
 
 
 def _difference(
-    hashes: Mapping[str, Tensor], parallel: str, group: ProcessGroup, device: torch.device
+    hashes: Mapping[str, Tensor],
+    shapes: Mapping[str, list[int]],
+    parallel: str,
+    group: ProcessGroup,
+    device: torch.device,
 ) -> DesyncError | None:
     """What is wrong with the parameters of these hashes; the same on every rank of ``group``, None if nothing is."""
     if group.size() == 1:
@@ -102,16 +107,24 @@ def _difference(
     if all(numbers == every[0] for numbers in every):
         return None
     by_name = gather_objects(
-        dict(zip(hashes, values.tolist(), strict=True)),
+        {name: (value, shapes[name]) for name, value in zip(hashes, values.tolist(), strict=True)},
         f"the hashes of the {parallel}-parallel parameters",
         group=group,
     )
     names = dict.fromkeys(name for own in by_name for name in own)
-    first, *more = (name for name in names if len({own.get(name) for own in by_name}) > 1)
+    first, *more = (name for name in names if any(own.get(name) != by_name[0].get(name) for own in by_name))
     ranks = dist.get_process_group_ranks(group)
-    others = [str(rank) for rank, own in zip(ranks, by_name, strict=True) if own.get(first) != by_name[0].get(first)]
+    what = f"parameter {first!r}{f' and {len(more)} more' if more else ''}"
+    forms = [f"of shape {own[first][1]}" if first in own else "missing" for own in by_name]
+    other = next((place for place, form in enumerate(forms) if form != forms[0]), None)
+    if other is not None:
+        return DesyncError(
+            f"{what}: {forms[0]} on rank {ranks[0]} and {forms[other]} on rank {ranks[other]}, and {parallel}-parallel "
+            "ranks must make the same model; give all ranks the same settings"
+        )
+    others = [str(rank) for rank, own in zip(ranks, by_name, strict=True) if own[first] != by_name[0][first]]
     return DesyncError(
-        f"parameter {first!r}{f' and {len(more)} more' if more else ''}: rank{'s' * (len(others) > 1)} "
+        f"{what}: rank{'s' * (len(others) > 1)} "
         f"{', '.join(others)} hold{'s' * (len(others) == 1)} other values than rank {ranks[0]}, and "
         f"{parallel}-parallel ranks must hold the same; seed all ranks alike before the model is made (by "
         "torch.manual_seed; on a CPU model_parallel_cuda_manual_seed does it too), or load the same weights on all"
