@@ -294,6 +294,8 @@ def test_impossible_models_and_inputs_are_refused_on_every_rank(group):
         model(torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(VocabularyError, match="token id 101 at position"):
         model(torch.full((1, 12), 101))
+    with pytest.raises(ShardingError, match="input_ids is None; pass the tokens"):
+        model(None)
 
 
 @pytest.mark.ranks(2)

@@ -386,6 +386,8 @@ class TransformerModel(FixedTensors, LanguageModel):
 
     def _input_of_a_later_stage(self) -> Tensor:
         if self._input_tensor is None:
+            if self.pre_process:
+                raise ShardingError("input_ids is None; pass the tokens, a tensor [b, s]")
             raise ShardingError("this stage has no embedding (pre_process=False); call set_input_tensor before forward")
         return self._input_tensor
 
