@@ -227,7 +227,7 @@ FAULTS = (
         "column:ColumnLinear.gather",
         "[part[section] for section in range(self.sections) for part in parts]",
         "[part[section] for part in parts for section in range(self.sections)]",
-        "tests/nn/test_parallel_layers.py::test_column_linear_is_a_part_of_linear",
+        "tests/nn/test_parallel_layers.py::test_sections_are_gathered_one_after_the_other",
     ),
     Fault(
         "bias of a row layer added on every rank",
@@ -356,30 +356,31 @@ def planted(fault: Fault, source: Path = SOURCE) -> tuple[Path, str]:
     return path, text
 
 
-def pass_all(tests: Collection[str], source: Path, scratch: Path) -> bool:
-    """Whether the tests pass with the package at ``source``.
+def failure(tests: Collection[str], source: Path, scratch: Path) -> str | None:
+    """The first of the tests that fails with the package at ``source``, and why; None if all pass.
 
     Raises:
         RuntimeError: they could not be run.
     """
     paths = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
-    # An example that failed with a fault is none to begin the next run with.
-    environment = os.environ | {"PYTHONPATH": paths, "HYPOTHESIS_STORAGE_DIRECTORY": str(scratch / "hypothesis")}
+    # An example that failed with a fault is none to begin the next run with; pytest cuts the reason to the columns.
+    own = {"PYTHONPATH": paths, "HYPOTHESIS_STORAGE_DIRECTORY": str(scratch / "hypothesis"), "COLUMNS": "250"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
-    return done.returncode == 0
+    return next((line for line in done.stdout.splitlines() if line.startswith("FAILED ")), None)
 
 
-def is_found(fault: Fault) -> bool:
-    """Whether the fault's test fails in a copy of the source with the fault."""
+def failure_with(fault: Fault) -> str | None:
+    """How the fault's test fails in a copy of the source with the fault; None if it passes."""
     path, text = planted(fault)
     with tempfile.TemporaryDirectory(prefix="shardwise-fault-") as folder:
         copy = Path(folder) / "src"
-        shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        # With what Python has compiled, but for the file that changes.
+        shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns(f"{path.stem}.*.pyc"))
         (copy / path.relative_to(SOURCE)).write_text(text)
-        return not pass_all([fault.test], copy, Path(folder))
+        return failure([fault.test], copy, Path(folder))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -396,14 +397,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{fault.name:{width}}  {fault.function}  {fault.test}")
         return 0
     with tempfile.TemporaryDirectory(prefix="shardwise-fault-") as folder:
-        if not pass_all({fault.test: None for fault in chosen}, SOURCE, Path(folder)):
-            print("the tests fail without any fault; mend that first", file=sys.stderr)
+        if failed := failure({fault.test: None for fault in chosen}, SOURCE, Path(folder)):
+            print(f"a test fails without any fault, which must be mended first: {failed}", file=sys.stderr)
             return 2
     missed = 0
     for fault in chosen:
-        found = is_found(fault)
-        missed += not found
-        print(f"{fault.name:{width}}  {'found' if found else 'NOT FOUND'}  {fault.test}", flush=True)
+        failed = failure_with(fault)
+        missed += failed is None
+        print(f"{fault.name:{width}}  {failed or f'NOT FOUND by {fault.test}'}", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} faults found")
     return int(missed > 0)
 
