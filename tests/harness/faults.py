@@ -154,7 +154,7 @@ FAULTS = (
         "parameter_buffers:ParameterBuffers._before_module",
         "self._wait_for(self._buckets_of[module])",
         "pass",
-        "tests/training/gradients/test_parameter_buffers.py::test_a_step_is_that_of_sums_and_plain_updates",
+        "tests/training/gradients/test_parameter_buffers.py::test_a_weight_that_is_read_without_a_call_is_waited_for",
     ),
     # Mutations of the core: communication.
     Fault(
@@ -219,8 +219,7 @@ FAULTS = (
         "shard:ParamShard._pieces_of_interval",
         "offsets[dim] += start - local_start",
         "pass",
-        "tests/core/sharding/test_param_shard.py::"
-        "test_an_interval_of_a_part_consists_of_pieces_that_the_first_holder_writes",
+        "tests/core/sharding/test_param_shard.py::test_an_interval_of_a_part_consists_of_pieces_that_the_first_holder_writes",
     ),
     Fault(
         "sections gathered rank by rank",
@@ -325,24 +324,17 @@ def planted(fault: Fault, source: Path = SOURCE) -> tuple[Path, str]:
     """
     module, _, name = fault.function.partition(":")
     files = list(source.rglob(f"{module.replace('.', '/')}.py"))
-    found = [
-        (path, node)
-        for path in files
-        for qualified, node in functions(ast.parse(path.read_text()))
-        if qualified == name
-    ]
+    every = [(path, *each) for path in files for each in functions(ast.parse(path.read_text()))]
+    found = [(path, node) for path, qualified, node in every if qualified == name]
     if len(found) != 1:
-        places = ", ".join(str(path.relative_to(source)) for path, _ in found or [(path, None) for path in files])
+        looked_into = ", ".join(str(path.relative_to(source)) for path in files) or "no file"
         raise PlantError(
-            f"{fault.name}: {len(found)} functions are {fault.function!r} (looked into: {places or 'no file'}); "
-            "name one, with as much of its module's name as that takes"
+            f"{fault.name}: {len(found)} functions are {fault.function!r} (looked into: {looked_into}); name one, with "
+            "as much of its module's name as that takes"
         )
     ((path, node),) = found
-    lines = path.read_text().splitlines(keepends=True)
-    before, body, after = (
-        "".join(part)
-        for part in (lines[: node.lineno - 1], lines[node.lineno - 1 : node.end_lineno], lines[node.end_lineno :])
-    )
+    lines, first = path.read_text().splitlines(keepends=True), node.lineno - 1
+    before, body, after = map("".join, (lines[:first], lines[first : node.end_lineno], lines[node.end_lineno :]))
     if body.count(fault.old) != 1:
         raise PlantError(
             f"{fault.name}: {fault.old!r} occurs {body.count(fault.old)} times in {fault.function}, in "
