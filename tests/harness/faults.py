@@ -303,10 +303,6 @@ FAULTS = (
 )
 
 
-class PlantError(Exception):
-    """A fault that cannot be planted."""
-
-
 def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
     """Every function inside ``node``, by its qualified name."""
     for child in ast.iter_child_nodes(node):
@@ -320,7 +316,7 @@ def planted(fault: Fault, source: Path = SOURCE) -> tuple[Path, str]:
     """The file of a fault's function, and its text with the fault.
 
     Raises:
-        PlantError: no function has the name, or several; its source has ``old`` not once; the result is no Python.
+        ValueError: no function has the name, or several; its source has ``old`` not once; the result is no Python.
     """
     module, _, name = fault.function.partition(":")
     files = list(source.rglob(f"{module.replace('.', '/')}.py"))
@@ -328,7 +324,7 @@ def planted(fault: Fault, source: Path = SOURCE) -> tuple[Path, str]:
     found = [(path, node) for path, qualified, node in every if qualified == name]
     if len(found) != 1:
         looked_into = ", ".join(str(path.relative_to(source)) for path in files) or "no file"
-        raise PlantError(
+        raise ValueError(
             f"{fault.name}: {len(found)} functions are {fault.function!r} (looked into: {looked_into}); name one, with "
             "as much of its module's name as that takes"
         )
@@ -336,7 +332,7 @@ def planted(fault: Fault, source: Path = SOURCE) -> tuple[Path, str]:
     lines, first = path.read_text().splitlines(keepends=True), node.lineno - 1
     before, body, after = map("".join, (lines[:first], lines[first : node.end_lineno], lines[node.end_lineno :]))
     if body.count(fault.old) != 1:
-        raise PlantError(
+        raise ValueError(
             f"{fault.name}: {fault.old!r} occurs {body.count(fault.old)} times in {fault.function}, in "
             f"{path.relative_to(source)}; choose a part of its source that occurs once"
         )
@@ -344,7 +340,7 @@ def planted(fault: Fault, source: Path = SOURCE) -> tuple[Path, str]:
     try:
         compile(text, str(path), "exec")
     except SyntaxError as error:
-        raise PlantError(f"{fault.name}: with the fault {path.relative_to(source)} is no Python: {error}") from error
+        raise ValueError(f"{fault.name}: with the fault {path.relative_to(source)} is no Python: {error}") from error
     return path, text
 
 
@@ -357,8 +353,8 @@ def failure(tests: Collection[str], source: Path, scratch: Path) -> str | None:
     paths = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
     # An example that failed with a fault is none to begin the next run with; pytest cuts the reason to the columns.
     own = {"PYTHONPATH": paths, "HYPOTHESIS_STORAGE_DIRECTORY": str(scratch / "hypothesis"), "COLUMNS": "250"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run([*pytest, *tests], cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
     return next((line for line in done.stdout.splitlines() if line.startswith("FAILED ")), None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from harness import faults
-from harness.faults import FAULTS, ROOT, Fault, PlantError, functions, planted
+from harness.faults import FAULTS, ROOT, Fault, functions, planted
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -48,7 +48,7 @@ def test_what_cannot_be_planted_is_said(tmp_path):
         ({"old": "return 2"}, "'return 2' occurs 0 times in one.module:Holder.run"),
         ({"new": "1 +"}, "one/module.py is no Python"),
     ):
-        with pytest.raises(PlantError, match=message):
+        with pytest.raises(ValueError, match=message):
             planted(replace(fault, **change), tmp_path)
 
 
