@@ -109,10 +109,10 @@ FAULTS = (
     ),
     Fault(
         "optimizer state misplaced",
-        "optimizer:optimizer_state",
-        "weight.rank",
-        "0",
-        "tests/training/optimizer/test_adamw.py::test_state_is_named_and_laid_out_like_the_parameters",
+        "master_weights:MasterWeights.state_of",
+        "self._masters.get(param, param)",
+        "param",
+        "tests/training/optimizer/test_master_weights.py::test_copies_are_updated_as_an_fp32_model_would_be",
     ),
     Fault(
         "positions restart",
