@@ -8,7 +8,7 @@ from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 from torch import nn
 
 from shardwise.core.errors import ShardingError, WeightError
-from shardwise.core.sharding import balanced_sizes
+from shardwise.core.sharding import balanced_sizes, intervals_of_sizes
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
 
 S, B, IN, OUT = 13, 2, 7, 11
@@ -58,6 +58,15 @@ def test_column_linear_is_a_part_of_linear(group, bias, sequence_parallel):
     )
     whole = layer.gather(layer(x.detach()))
     assert_close_to(whole, dense(dense_x), rtol_of_norm=1e-13)
+
+
+@pytest.mark.ranks(2, 3)
+def test_sections_are_gathered_one_after_the_other(group):
+    """Each of another width on each rank; the whole output is that of one layer over both."""
+    layer = made(lambda: ColumnLinear(IN, 2 * OUT, sections=2, group=group, dtype=torch.float64))
+    dense = made(lambda: nn.Linear(IN, 2 * OUT, dtype=torch.float64))
+    x = torch.randn(S, B, IN, dtype=torch.float64)
+    assert_close_to(layer.gather(layer(x)), dense(x), rtol_of_norm=1e-13)
 
 
 @pytest.mark.ranks(1, 2)
@@ -118,6 +127,11 @@ def test_vocab_embedding_is_a_part_of_embedding(group, sequence_parallel):
     dense = made(lambda: nn.Embedding(101, 6, dtype=torch.float64))
     assert_bit_equal(layer.weight.data, shards(dense.weight.data, 0, group))
     ids = torch.randint(101, (B, S))
+    # The first and the last id of each rank are among them.
+    edges = [
+        edge for start, stop in intervals_of_sizes(balanced_sizes(101, group.size())) for edge in (start, stop - 1)
+    ]
+    ids[0, : len(edges)] = torch.tensor(edges)
     y, expected = layer(ids), dense(ids)
     if sequence_parallel:
         expected = shards(expected.transpose(0, 1), 0, group)

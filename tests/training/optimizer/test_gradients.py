@@ -141,6 +141,12 @@ def test_clipping(group):
     for gradient, param in zip(gradients(), dense, strict=True):
         assert_close_to(gradient, param.grad, rtol_of_norm=1e-12)
     assert float(norm_of(gradients())) == pytest.approx(0.5, rel=1e-5)
+    # Of a loss that was multiplied they are divided by as much, clipped or not.
+    for limit, before, after in ((0.25, 0.5, 0.25), (0.0, 0.25, 0.25)):
+        torch._foreach_mul_([param.grad for param in model.parameters() if param.grad is not None], 1024.0)
+        norm = clip_grad_norm_(model, limit, tp_group=group, loss_scale=1024.0)
+        assert float(norm) == pytest.approx(before, rel=1e-5)
+        assert float(norm_of(gradients())) == pytest.approx(after, rel=1e-5)
 
 
 @pytest.mark.ranks(2)

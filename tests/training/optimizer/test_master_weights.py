@@ -7,6 +7,7 @@ import torch
 from harness.parity import assert_bit_equal
 from torch import nn
 
+from shardwise.core.sharding import ParamLayout
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.master_weights import MasterWeights
 
@@ -60,6 +61,9 @@ def test_copies_are_updated_as_an_fp32_model_would_be(dtype, main_grads):
             continue
         assert_bit_equal(optimizer.weight_of(param), reference.detach(), name="copy")
         assert_bit_equal(param.detach(), reference.detach().to(dtype), name="rounded")
+        # What a checkpoint stores of the optimizer is the copy's.
+        for kind, (moment, _) in optimizer.state_of(param, ParamLayout.replicated(param.shape, 1)).items():
+            assert_bit_equal(moment, expected.state[reference][kind], name=kind)
     assert {state["exp_avg"].dtype for state in optimizer.optimizer.state.values()} == {torch.float32}
 
 
