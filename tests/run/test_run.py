@@ -19,7 +19,8 @@ from shardwise.run.parity import check_parity
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
 from shardwise.run.saving import begin_save, start_or_resume
-from shardwise.run.session import Session, open_session
+from shardwise.run.session import open_session
+from shardwise.run.tasks.recipe import Session
 from shardwise.storage import checkpoint
 
 

@@ -18,8 +18,8 @@ from shardwise.core.communication.agreement import agree, barrier
 from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.core.json_files import shown
 from shardwise.core.sharded_state import sharded_state_dict
-from shardwise.run.session import Session
 from shardwise.run.settings.lora_settings import LoraSettings
+from shardwise.run.tasks.recipe import Session
 from shardwise.storage import checkpoint
 from shardwise.storage.adapters import lora_layers
 from shardwise.storage.checkpoint import ParamShard

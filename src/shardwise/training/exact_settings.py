@@ -1,13 +1,6 @@
 """What a run with the same bits at every layout is refused for, by name, before it starts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from shardwise.training.bounds import require
-
-if TYPE_CHECKING:
-    from shardwise.training.settings import RunSettings
 
 
 def exact_micro_batch_size(global_batch_size: int, exact_parts: int) -> int:
@@ -15,27 +8,33 @@ def exact_micro_batch_size(global_batch_size: int, exact_parts: int) -> int:
     return global_batch_size // exact_parts if global_batch_size % exact_parts == 0 else 1
 
 
-def check_exact(settings: RunSettings, dp: int) -> None:
+def check_exact(
+    parts: int, *, tp: int, pp: int, dp: int, sequence_length: int | None, fsdp: bool, dtype: str, rng: str
+) -> None:
     """Refuse what would not have the same bits at every layout.
+
+    Args:
+        parts: ``parallel.exact_parts``.
+        tp, pp, dp: ranks along each axis.
+        sequence_length: tokens in a sample; None where a fine-tuning run takes the model's, which is known once its
+            folder was looked at.
+        fsdp, dtype, rng: the settings of these names.
 
     Raises:
         ConfigError: what it is, and what to do.
     """
-    parallel, parts = settings.parallel, settings.parallel.exact_parts
-    for axis, size in (("parallel.tp", parallel.tp), ("parallel.pp", parallel.pp), ("data-parallel ranks", dp)):
+    for axis, size in (("parallel.tp", tp), ("parallel.pp", pp), ("data-parallel ranks", dp)):
         require(
             size & (size - 1) == 0 and size <= parts,
             f"parallel.exact is for powers of two up to parallel.exact-parts {parts}, and there are {size} for {axis}; "
             "use another number of ranks, more exact-parts, or no --exact",
         )
-    # Without a length of its own a fine-tuning run has the model's, which is known once its folder was looked at.
-    length: int | None = settings.model.sequence_length  # type: ignore[attr-defined]
-    if length is not None:
-        check_exact_length(length, parts)
+    if sequence_length is not None:
+        check_exact_length(sequence_length, parts)
     for excluded, what in (
-        (parallel.fsdp, "parallel.fsdp, whose sums are PyTorch's"),
-        (settings.training.dtype == "float64", "training.dtype float64, whose products differ with the layout"),
-        (settings.training.rng != "global", f"training.rng {settings.training.rng}, by which each rank draws its own"),
+        (fsdp, "parallel.fsdp, whose sums are PyTorch's"),
+        (dtype == "float64", "training.dtype float64, whose products differ with the layout"),
+        (rng != "global", f"training.rng {rng}, by which each rank draws its own"),
     ):
         require(not excluded, f"parallel.exact has no exact form of {what}; leave one of them out")
 

@@ -374,7 +374,16 @@ class RunSettings(Checked):
         )
         dp = world_size // (tp * pp)
         if self.parallel.exact:
-            check_exact(self, dp)
+            check_exact(
+                self.parallel.exact_parts,
+                tp=tp,
+                pp=pp,
+                dp=dp,
+                sequence_length=self.model.sequence_length,  # type: ignore[attr-defined]
+                fsdp=self.parallel.fsdp,
+                dtype=self.training.dtype,
+                rng=self.training.rng,
+            )
         batch, micro = self.training.global_batch_size, self.micro_batch_size(dp)
         require(
             batch % dp == 0,

@@ -30,11 +30,10 @@ from shardwise.models.chunks import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.session import Session
 from shardwise.run.settings.finetune_settings import FinetuneSettings, SampleSettings
 from shardwise.run.settings.lora_settings import LoraSettings
 from shardwise.run.tasks.model_card import model_card
-from shardwise.run.tasks.recipe import Recipe
+from shardwise.run.tasks.recipe import Recipe, Session
 from shardwise.run.tasks.samples import Documents, Examples, as_examples, prepare_samples
 from shardwise.run.tasks.texts import STDLIB, Texts, TrainingData, encode_texts, read_data, share_texts
 from shardwise.storage.adapters import (
