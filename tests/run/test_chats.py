@@ -26,7 +26,7 @@ from shardwise.run.settings.finetune_settings import (
     PretrainedSettings,
     SampleSettings,
 )
-from shardwise.run.tasks.finetune import Finetuning
+from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.training.settings import ParallelSettings, TrainingSettings
 from shardwise.training.trainer import Trainer
 

@@ -21,7 +21,7 @@ from shardwise.models.classification import Classification
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
 from shardwise.run.settings.finetune_settings import FinetuneOptimizerSettings, FinetuneSettings, LabelSettings
-from shardwise.run.tasks.classifying import Classifying
+from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.labelling import HeldOutLabels
 from shardwise.training.settings import ParallelSettings, TrainingSettings
 

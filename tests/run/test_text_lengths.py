@@ -20,9 +20,9 @@ from shardwise.run.session import open_session
 from shardwise.run.settings.distillation_settings import DistillSettings, TeacherSettings
 from shardwise.run.settings.finetune_settings import FinetuneSettings, LabelSettings, PretrainedSettings, SampleSettings
 from shardwise.run.settings.preference_settings import DpoSettings
-from shardwise.run.tasks.classifying import Classifying
+from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.distillation import Distillation
-from shardwise.run.tasks.finetune import Finetuning
+from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.preference import PreferenceTuning
 from shardwise.run.tasks.reference import log_probs
 from shardwise.training.settings import ParallelSettings, TrainingSettings

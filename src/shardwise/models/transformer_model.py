@@ -15,9 +15,9 @@ from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification, Classifier
 from shardwise.models.config import ModelConfig
-from shardwise.models.embedding import PositionEmbedding, TokenEmbedding
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.learned_tokens import losses_at, places_learned, tokens_at
+from shardwise.models.token_embedding import PositionEmbedding, TokenEmbedding
 from shardwise.models.transformer.activations import softcap
 from shardwise.models.transformer.alibi import local_alibi_slopes
 from shardwise.models.transformer.block import TransformerBlock, layers_of_this_stage

@@ -12,7 +12,7 @@ from shardwise.core.communication.overlap import Pass, Way, ways_of_layers
 from shardwise.core.communication.transports import transport_name
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, SampleLoader
-from shardwise.data.samples import SampleDataset
+from shardwise.data.sample_rows import SampleDataset
 from shardwise.kernels.agreed import agree_on_kernels
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.config import ModelConfig

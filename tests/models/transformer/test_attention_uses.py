@@ -29,7 +29,7 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import seed_streams
 from shardwise.models.generation.cache import PreallocatedCache
 from shardwise.models.transformer.alibi import alibi_slopes
-from shardwise.models.transformer.backend import check_attention_backend
+from shardwise.models.transformer.attention_backend import check_attention_backend
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, document_ids_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_

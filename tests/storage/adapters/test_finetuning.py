@@ -33,8 +33,8 @@ from shardwise.run.settings.finetune_settings import (
     LoraSettings,
     PretrainedSettings,
 )
-from shardwise.run.tasks import finetune as finetune_module
-from shardwise.run.tasks.finetune import Finetuning
+from shardwise.run.tasks import finetuning as finetune_module
+from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.texts import encode_texts, read_data
 from shardwise.storage.adapters.sites import sites_of
 from shardwise.tensor_parallel.layers import named_param_layouts

@@ -11,11 +11,11 @@ from shardwise.core.sharding.balanced import intervals_of_sizes as intervals_of_
 from shardwise.core.sharding.balanced import uneven_sizes as uneven_sizes
 from shardwise.core.sharding.boxes import Box as Box
 from shardwise.core.sharding.boxes import boxes_of_interval as boxes_of_interval
-from shardwise.core.sharding.layout import ParamLayout as ParamLayout
-from shardwise.core.sharding.layout import Segment as Segment
-from shardwise.core.sharding.layout import has_copies as has_copies
-from shardwise.core.sharding.layout import holders as holders
-from shardwise.core.sharding.layout import segments as segments
+from shardwise.core.sharding.param_layout import ParamLayout as ParamLayout
+from shardwise.core.sharding.param_layout import Segment as Segment
+from shardwise.core.sharding.param_layout import has_copies as has_copies
+from shardwise.core.sharding.param_layout import holders as holders
+from shardwise.core.sharding.param_layout import segments as segments
 from shardwise.core.sharding.parts import LocalParts as LocalParts
 from shardwise.core.sharding.parts import local_parts as local_parts
 from shardwise.core.sharding.parts import parts_of_rank as parts_of_rank

@@ -22,7 +22,7 @@ from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.rotary import split, split_and_rotate
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.activations import softcap
-from shardwise.models.transformer.backend import attention_kernels, kernels_on_a_cache
+from shardwise.models.transformer.attention_backend import attention_kernels, kernels_on_a_cache
 from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.layer_arguments import layer_arguments, make_norm
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType

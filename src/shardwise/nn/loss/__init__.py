@@ -7,6 +7,6 @@ from shardwise.nn.loss.linear_cross_entropy import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
 from shardwise.nn.loss.log_probs import vocab_parallel_log_probs as vocab_parallel_log_probs
-from shardwise.nn.loss.preference import preference_loss as preference_loss
+from shardwise.nn.loss.preference_loss import preference_loss as preference_loss
 from shardwise.nn.loss.topk import vocab_parallel_argmax as vocab_parallel_argmax
 from shardwise.nn.loss.topk import vocab_parallel_topk as vocab_parallel_topk

@@ -10,8 +10,8 @@ from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.models.adapters.embedding import LoraEmbedding
-from shardwise.models.adapters.layers import LoraLayer, LoraLinear
+from shardwise.models.adapters.lora_embedding import LoraEmbedding
+from shardwise.models.adapters.lora_layers import LoraLayer, LoraLinear
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import VocabEmbedding
 from shardwise.storage.adapters.sites import Site, all_paths, all_tensors, outer_paths, sites_of

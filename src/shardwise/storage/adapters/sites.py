@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.adapters.adapter import Adapter
-from shardwise.models.adapters.layers import LoraLayer
+from shardwise.models.adapters.lora_layers import LoraLayer
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding

@@ -22,7 +22,7 @@ from shardwise.core.tensor_files import some_tensors
 from shardwise.storage.checkpoint.failures import checkpoint_errors
 from shardwise.storage.checkpoint.manifest import Manifest
 from shardwise.storage.checkpoint.planning import tensors_of
-from shardwise.storage.checkpoint.reading import SafetensorsReader
+from shardwise.storage.checkpoint.slices import SafetensorsReader
 
 Description = tuple[torch.dtype, tuple[int, ...], ParamLayout]
 """What is the same of a tensor on every rank: dtype, global shape (leading axes included), and layout."""

@@ -48,8 +48,8 @@ from shardwise.storage.adapters.config_file import CONFIG_NAME as ADAPTER_CONFIG
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained, save_pretrained
 from shardwise.storage.huggingface.companion_files import README_NAME, copy_companion_files
 from shardwise.storage.huggingface.description import ModelDescription
-from shardwise.storage.huggingface.folder import PretrainedFolder
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
+from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
 from shardwise.training.exact_settings import check_exact_length
 
 _USUAL_SEQUENCE_LENGTH = 512

@@ -34,7 +34,7 @@ from shardwise.storage.huggingface.companion_files import README_NAME, companion
 from shardwise.storage.huggingface.mapping import Composition, Shape, compose
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME, config_to_json
 from shardwise.storage.huggingface.ranks import gather_from_stages, model_groups
-from shardwise.storage.huggingface.reading import INDEX_NAME, WEIGHTS_NAME, read_json
+from shardwise.storage.huggingface.tensor_folder import INDEX_NAME, WEIGHTS_NAME, read_json
 
 DEFAULT_MAX_FILE_SIZE = 5_000_000_000
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import CounterNormal, InitMethod, scaled_init_method_normal
 from shardwise.core.sharding import stage_layers
-from shardwise.models.config.layers import LayerConfig
-from shardwise.models.config.recompute import RecomputeConfig
+from shardwise.models.config.layer_config import LayerConfig
+from shardwise.models.config.recompute_config import RecomputeConfig
 from shardwise.nn.norm import Normalization
 
 NormPosition = Literal["pre", "post", "sandwich", "branch"]
