@@ -24,12 +24,13 @@ from shardwise.run.metrics import read_metrics
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
 from shardwise.run.session import open_session
-from shardwise.run.settings.distillation_settings import DistillSettings, TeacherSettings
 from shardwise.run.settings.finetune_settings import (
+    DistillSettings,
     FinetuneOptimizerSettings,
     LoraSettings,
     PretrainedSettings,
     SampleSettings,
+    TeacherSettings,
 )
 from shardwise.run.tasks.distillation import Distillation
 from shardwise.training.settings import ParallelSettings, TrainingSettings

@@ -13,7 +13,7 @@ from run.test_run import open_tiny
 from run.tiny import tiny_settings
 
 from shardwise.core.communication import overlap
-from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ParityError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology

@@ -17,9 +17,15 @@ from shardwise.cli.main import main
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
-from shardwise.run.settings.distillation_settings import DistillSettings, TeacherSettings
-from shardwise.run.settings.finetune_settings import FinetuneSettings, LabelSettings, PretrainedSettings, SampleSettings
-from shardwise.run.settings.preference_settings import DpoSettings
+from shardwise.run.settings.finetune_settings import (
+    DistillSettings,
+    DpoSettings,
+    FinetuneSettings,
+    LabelSettings,
+    PretrainedSettings,
+    SampleSettings,
+    TeacherSettings,
+)
 from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.distillation import Distillation
 from shardwise.run.tasks.finetuning import Finetuning

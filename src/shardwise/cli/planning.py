@@ -9,11 +9,17 @@ import torch
 
 from shardwise.core.errors import ConfigError
 from shardwise.run.plan.fit import fitting
-from shardwise.run.plan.from_settings import adaptation_of, mesh_of, planned_model, recomputation_of, workload_of
+from shardwise.run.plan.from_settings import (
+    PlanSettings,
+    adaptation_of,
+    mesh_of,
+    planned_model,
+    recomputation_of,
+    workload_of,
+)
 from shardwise.run.plan.memory_plan import make_plan
 from shardwise.run.plan.report import fitting_as_table, plan_as_json, plan_as_table, read_bytes, shown_bytes
 from shardwise.run.plan.workload import Mesh, Workload
-from shardwise.run.settings.plan_settings import PlanSettings
 
 _SHOWN = 20
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import agree
+from shardwise.core.communication.backend import host_numbers
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.exact_totals import exact_total
-from shardwise.core.communication.host_numbers import host_numbers
+from shardwise.core.communication.trees import exact_total
 from shardwise.core.errors import DivergenceError
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups

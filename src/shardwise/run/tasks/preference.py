@@ -12,7 +12,7 @@ from shardwise.core.topology import Groups
 from shardwise.data import IGNORE_INDEX, Batch, Example, PreferenceEncoder, Windows, preference_of, read_records
 from shardwise.data.tokenizer import ChatTemplate
 from shardwise.nn.loss.preference_loss import preference_loss
-from shardwise.run.settings.preference_settings import DpoSettings, PreferenceSettings
+from shardwise.run.settings.finetune_settings import DpoSettings, PreferenceSettings
 from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.pairs import Pairs, prepare_pairs
 from shardwise.run.tasks.recipe import Session

@@ -21,8 +21,8 @@ from shardwise.core.sharding import ParamLayout, ParamShard, TensorPieces
 from shardwise.core.tensor_files import some_tensors
 from shardwise.storage.checkpoint.failures import checkpoint_errors
 from shardwise.storage.checkpoint.manifest import Manifest
-from shardwise.storage.checkpoint.planning import tensors_of
 from shardwise.storage.checkpoint.slices import SafetensorsReader
+from shardwise.storage.checkpoint.storage import tensors_of
 
 Description = tuple[torch.dtype, tuple[int, ...], ParamLayout]
 """What is the same of a tensor on every rank: dtype, global shape (leading axes included), and layout."""
