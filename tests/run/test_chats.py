@@ -27,7 +27,7 @@ from shardwise.run.settings.finetune_settings import (
     SampleSettings,
 )
 from shardwise.run.tasks.finetuning import Finetuning
-from shardwise.training.settings import ParallelSettings, TrainingSettings
+from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 from shardwise.training.trainer import Trainer
 
 TEMPLATE = (

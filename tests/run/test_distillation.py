@@ -33,7 +33,7 @@ from shardwise.run.settings.finetune_settings import (
     TeacherSettings,
 )
 from shardwise.run.tasks.distillation import Distillation
-from shardwise.training.settings import ParallelSettings, TrainingSettings
+from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 LENGTH = 40
 # What is taught how, and with which tolerance: the rotary angles of transformers are of fp32 whatever the weights are.

@@ -39,7 +39,7 @@ from shardwise.run.settings.finetune_settings import (
 )
 from shardwise.run.tasks.preference import PreferenceTuning
 from shardwise.run.tasks.reference import FILE_NAME, log_probs
-from shardwise.training.settings import ParallelSettings, TrainingSettings
+from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 BATCH = 4
 

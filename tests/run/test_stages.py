@@ -24,7 +24,7 @@ from shardwise.run.run import train
 from shardwise.run.session import count_parameters
 from shardwise.run.wording import banner
 from shardwise.training.pipeline import Pipeline
-from shardwise.training.settings import ParallelSettings
+from shardwise.training.setting_groups import ParallelSettings
 from shardwise.training.trainer import Trainer
 
 VOCAB = 101

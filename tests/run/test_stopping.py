@@ -28,7 +28,7 @@ from shardwise.run.progress import Progress
 from shardwise.run.run import train
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint import latest, read_meta
-from shardwise.training.settings import ParallelSettings
+from shardwise.training.setting_groups import ParallelSettings
 
 
 def at_step(trainer, number, act):

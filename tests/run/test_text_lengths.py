@@ -31,7 +31,7 @@ from shardwise.run.tasks.distillation import Distillation
 from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.preference import PreferenceTuning
 from shardwise.run.tasks.reference import log_probs
-from shardwise.training.settings import ParallelSettings, TrainingSettings
+from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 CONTEXT = 19
 LONGROPE = {

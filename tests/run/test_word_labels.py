@@ -23,7 +23,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import Classification
 from shardwise.run.settings.finetune_settings import LabelSettings, PretrainedSettings
 from shardwise.run.tasks.labelling import HeldOutLabels, entities, mark_entities
-from shardwise.training.settings import ParallelSettings
+from shardwise.training.setting_groups import ParallelSettings
 
 WORDS = {"O": ("in", "the", "went"), "B-LOC": ("Paris", "Rome"), "B-PER": ("Ada",), "I-PER": ("Lovelace",)}
 NAMES = tuple(sorted(WORDS))

@@ -17,7 +17,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.run.build import build_model
 from shardwise.run.checkpoints import run_state
 from shardwise.storage.checkpoint import ParamShard
-from shardwise.training.settings import ParallelSettings, RecomputeSettings
+from shardwise.training.setting_groups import ParallelSettings, RecomputeSettings
 from shardwise.training.trainer import Trainer
 
 VOCAB = 61

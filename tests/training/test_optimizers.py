@@ -15,7 +15,7 @@ from shardwise.run.checkpoints import run_state, start_or_resume
 from shardwise.run.run import train
 from shardwise.run.wording import banner
 from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.settings import ParallelSettings
+from shardwise.training.setting_groups import ParallelSettings
 
 
 class Momentum(torch.optim.SGD):

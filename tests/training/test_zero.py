@@ -21,7 +21,7 @@ from shardwise.run.run import train
 from shardwise.run.wording import banner
 from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
 from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.settings import ParallelSettings, RecomputeSettings
+from shardwise.training.setting_groups import ParallelSettings, RecomputeSettings
 from shardwise.training.trainer import Trainer
 
 VOCAB = 101

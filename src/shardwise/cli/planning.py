@@ -10,7 +10,6 @@ import torch
 from shardwise.core.errors import ConfigError
 from shardwise.run.plan.fit import fitting
 from shardwise.run.plan.from_settings import (
-    PlanSettings,
     adaptation_of,
     mesh_of,
     planned_model,
@@ -20,6 +19,7 @@ from shardwise.run.plan.from_settings import (
 from shardwise.run.plan.memory_plan import make_plan
 from shardwise.run.plan.report import fitting_as_table, plan_as_json, plan_as_table, read_bytes, shown_bytes
 from shardwise.run.plan.workload import Mesh, Workload
+from shardwise.run.settings.plan_settings import PlanSettings
 
 _SHOWN = 20
 

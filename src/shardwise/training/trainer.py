@@ -26,9 +26,9 @@ from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
 from shardwise.core.validation import DeferredChecks
 from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_batches
+from shardwise.data.loader import BatchMover
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.training.batch_mover import BatchMover
 from shardwise.training.gradients import GradientTrees
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective

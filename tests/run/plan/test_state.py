@@ -27,14 +27,8 @@ from shardwise.storage.huggingface.building import chunks_of
 from shardwise.training.gradients.fully_sharded import FullyShardedModel
 from shardwise.training.optimizer.local_shards import LocalShards
 from shardwise.training.optimizer.zero import ZeroOptimizer
-from shardwise.training.settings import (
-    ModelSettings,
-    OptimizerSettings,
-    ParallelSettings,
-    RecomputeSettings,
-    Settings,
-    TrainingSettings,
-)
+from shardwise.training.setting_groups import ModelSettings, ParallelSettings, RecomputeSettings, TrainingSettings
+from shardwise.training.settings import OptimizerSettings, Settings
 from shardwise.training.trainer import Trainer
 
 # Scalars: norms, losses, signals.

@@ -1,49 +1,22 @@
-"""The settings of a plan, and the way from a run's settings to the workload, the mesh and the model of its plan."""
+"""The way from a run's settings to the workload, the mesh and the model of its plan."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from shardwise.core.errors import ConfigError
 from shardwise.kernels.dispatch import ELEMENTWISE
 from shardwise.run.build import describe
 from shardwise.run.plan.workload import Adaptation, Mesh, Recomputation, Workload
 from shardwise.run.settings.lora_settings import LoraSettings
+from shardwise.run.settings.plan_settings import PlanSettings
 from shardwise.storage.adapters.config_file import read_adapter_config
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.pretrained import config_to_json, read_config
 from shardwise.training.precision import PRECISIONS
-from shardwise.training.settings import ModelSettings, RunSettings
-
-
-@dataclass(frozen=True)
-class PlanSettings(RunSettings):
-    """The settings of a run, as ``shardwise train`` takes them.
-
-    Attributes:
-        data: as for a run; not read here.
-        model: the model's sizes and kind.
-        lora: low-rank adapters, beside which the model is frozen.
-    """
-
-    data: tuple[str, ...] = ("stdlib",)
-    model: ModelSettings = field(default_factory=ModelSettings)
-    lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens in a sample."""
-        return self.model.sequence_length
-
-    @property
-    def model_name(self) -> str:
-        """What people call the model."""
-        return self.model.architecture
+from shardwise.training.setting_groups import ModelSettings
+from shardwise.training.settings import RunSettings
 
 
 def workload_of(settings: RunSettings, model: ModelDescription, adaptation: Adaptation | None = None) -> Workload:

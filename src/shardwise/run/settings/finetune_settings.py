@@ -10,7 +10,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.run.settings.lora_settings import LoraSettings
 from shardwise.training.bounds import PROBABILITY, STEPS, Checked, Folder, Range
 from shardwise.training.optimizer_settings import DECAY, RATE, OptimizerSettings
-from shardwise.training.settings import SEQUENCE, RunSettings, TrainingSettings
+from shardwise.training.setting_groups import SEQUENCE, TrainingSettings
+from shardwise.training.settings import RunSettings
 
 _BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
 _STEPS = 200

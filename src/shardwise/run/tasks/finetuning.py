@@ -50,7 +50,7 @@ from shardwise.storage.huggingface.companion_files import README_NAME, copy_comp
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
-from shardwise.training.exact_settings import check_exact_length
+from shardwise.training.settings import check_exact_length
 
 _USUAL_SEQUENCE_LENGTH = 512
 _LOOKED_AT_BYTES = 1 << 20

@@ -26,8 +26,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from shardwise.core.communication.agreement import decide
 from shardwise.core.errors import CheckpointError, ConfigError, DesyncError, ShardwiseError
 from shardwise.core.sharding import ParamShard, TensorPieces
-from shardwise.storage.checkpoint.checkpoint import Description, describe_state, merge_descriptions
-from shardwise.storage.checkpoint.failures import checkpoint_errors, describe
+from shardwise.storage.checkpoint.checkpoint import (
+    Description,
+    checkpoint_errors,
+    describe,
+    describe_state,
+    merge_descriptions,
+)
 from shardwise.storage.checkpoint.folder import fsync, next_serial, prepare, prune, publish, step_path
 from shardwise.storage.checkpoint.manifest import (
     MANIFEST_NAME,
