@@ -27,7 +27,8 @@ from shardwise.run.build import build_model
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint import ParamShard
-from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
+from shardwise.training.setting_groups import ModelSettings, ParallelSettings, TrainingSettings
+from shardwise.training.settings import Settings
 
 STEPS = (1, 2)
 AUTO = "layers: those for inference, which are faster than those of training"

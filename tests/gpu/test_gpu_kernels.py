@@ -11,8 +11,8 @@ import torch.distributed as dist
 from conftest import REHEARSED
 
 from shardwise.kernels import loss_reference, loss_triton, triton_trial
+from shardwise.kernels.elementwise import swiglu
 from shardwise.kernels.rms_norm import add_rms_norm
-from shardwise.kernels.swiglu import swiglu
 
 
 def all_cases():

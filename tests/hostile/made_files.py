@@ -26,7 +26,8 @@ from shardwise.storage.adapters import add_lora_, load_adapter_, save_adapter
 from shardwise.storage.checkpoint.manifest import _checksum
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
-from shardwise.training.settings import ModelSettings, Settings
+from shardwise.training.setting_groups import ModelSettings
+from shardwise.training.settings import Settings
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.kernels import add_rms_norm_triton, dispatch
+from shardwise.kernels.elementwise import rotate, split_and_rotate, swiglu
 from shardwise.kernels.rms_norm import add_rms_norm
-from shardwise.kernels.rotary import rotate, split_and_rotate
-from shardwise.kernels.swiglu import swiglu
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
 from shardwise.models.transformer.rotary import RotaryEmbedding

@@ -12,7 +12,7 @@ from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.storage.checkpoint import load, save
-from shardwise.storage.checkpoint.planning import tensors_of
+from shardwise.storage.checkpoint.storage import tensors_of
 
 
 def gpt(seed, tp=1):

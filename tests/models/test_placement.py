@@ -13,7 +13,7 @@ from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.models.adapters.layers import LoraLinear
+from shardwise.models.adapters.lora_layers import LoraLinear
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.rotary import RotaryEmbedding
 

@@ -18,8 +18,8 @@ from shardwise.run.settings.finetune_settings import FinetuneSettings
 from shardwise.run.settings.lora_settings import LoraSettings
 from shardwise.storage.adapters import add_lora_, save_adapter
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
-from shardwise.storage.huggingface.folder import PretrainedFolder
-from shardwise.training.settings import TrainingSettings
+from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.training.setting_groups import TrainingSettings
 from shardwise.training.trainer import Trainer
 
 SEQUENCE = 8

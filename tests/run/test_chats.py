@@ -26,8 +26,8 @@ from shardwise.run.settings.finetune_settings import (
     PretrainedSettings,
     SampleSettings,
 )
-from shardwise.run.tasks.finetune import Finetuning
-from shardwise.training.settings import ParallelSettings, TrainingSettings
+from shardwise.run.tasks.finetuning import Finetuning
+from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 from shardwise.training.trainer import Trainer
 
 TEMPLATE = (

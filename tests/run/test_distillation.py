@@ -24,15 +24,16 @@ from shardwise.run.metrics import read_metrics
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
 from shardwise.run.session import open_session
-from shardwise.run.settings.distillation_settings import DistillSettings, TeacherSettings
 from shardwise.run.settings.finetune_settings import (
+    DistillSettings,
     FinetuneOptimizerSettings,
     LoraSettings,
     PretrainedSettings,
     SampleSettings,
+    TeacherSettings,
 )
 from shardwise.run.tasks.distillation import Distillation
-from shardwise.training.settings import ParallelSettings, TrainingSettings
+from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 LENGTH = 40
 # What is taught how, and with which tolerance: the rotary angles of transformers are of fp32 whatever the weights are.

@@ -30,15 +30,16 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
 from shardwise.run.session import open_session
 from shardwise.run.settings.finetune_settings import (
+    DpoSettings,
     FinetuneOptimizerSettings,
     LoraSettings,
+    PreferenceSettings,
     PretrainedSettings,
     SampleSettings,
 )
-from shardwise.run.settings.preference_settings import DpoSettings, PreferenceSettings
 from shardwise.run.tasks.preference import PreferenceTuning
 from shardwise.run.tasks.reference import FILE_NAME, log_probs
-from shardwise.training.settings import ParallelSettings, TrainingSettings
+from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 BATCH = 4
 

@@ -27,7 +27,7 @@ from shardwise.run.exact_trials import (
     exact_rows_check,
     exact_vocabulary_check,
 )
-from shardwise.run.exact_trials.determinism import deterministic_algorithms
+from shardwise.run.exact_trials.arithmetic import deterministic_algorithms
 from shardwise.run.exact_trials.exact_check import check_device
 from shardwise.run.plan.shortage import Shortage
 from shardwise.storage.huggingface import build_model as build_described

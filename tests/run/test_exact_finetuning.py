@@ -15,8 +15,8 @@ from shardwise.run.settings.finetune_settings import (
     PretrainedSettings,
     SampleSettings,
 )
-from shardwise.run.tasks.finetune import Finetuning
-from shardwise.training.settings import ParallelSettings, TrainingSettings
+from shardwise.run.tasks.finetuning import Finetuning
+from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 SIZES = {"hidden_size": 64, "intermediate_size": 136, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
 

@@ -8,14 +8,14 @@ from run.run_processes import hashes, run_in_processes
 
 from shardwise.run.tasks.texts import prepare_texts
 from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.settings import (
+from shardwise.training.setting_groups import (
     CorpusSettings,
     ModelSettings,
     ParallelSettings,
     RecomputeSettings,
-    Settings,
     TrainingSettings,
 )
+from shardwise.training.settings import Settings
 
 pytestmark = pytest.mark.slow
 

@@ -28,7 +28,8 @@ from shardwise.storage import adapters as lora
 from shardwise.storage.adapters import add_lora_
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
+from shardwise.training.setting_groups import ModelSettings, ParallelSettings, TrainingSettings
+from shardwise.training.settings import Settings
 
 # A sequence of any length shows the same.
 S, B, H, A, F, V = 64, 2, 4096, 32, 14336, 128256

@@ -15,7 +15,7 @@ from shardwise.cli.reporting import describe
 from shardwise.core.errors import ConfigError, OutOfMemoryError
 from shardwise.run.build import describe as model_of
 from shardwise.run.plan.shortage import Shortage, changes, is_out_of_memory
-from shardwise.run.plan.workload import Layout, Recomputation
+from shardwise.run.plan.workload import Mesh, Recomputation
 from shardwise.run.processes.ranks import Ranks
 
 CPU = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried to allocate 4294967296 bytes."
@@ -81,11 +81,11 @@ def test_other_errors_pass(tmp_path):
 
 
 def test_changes_are_flags():
-    before = Layout(dp=4, micro_batch_size=4)
-    after = Layout(tp=2, dp=2, sequence_parallel=True, fsdp=True, recomputation=Recomputation("full"))
+    before = Mesh(dp=4, micro_batch_size=4)
+    after = Mesh(tp=2, dp=2, sequence_parallel=True, fsdp=True, recomputation=Recomputation("full"))
     flags = ["--tp 2", "--sequence-parallel", "--fsdp", "--recompute.granularity full", "--training.micro-batch-size 1"]
     assert changes(before, after) == flags
-    selective = Layout(dp=4, micro_batch_size=4, recomputation=Recomputation("selective", modules=("mlp", "core_attn")))
+    selective = Mesh(dp=4, micro_batch_size=4, recomputation=Recomputation("selective", modules=("mlp", "core_attn")))
     assert changes(before, selective) == ["--recompute.granularity selective --recompute.modules mlp core_attn"]
     assert changes(before, before) == []
 

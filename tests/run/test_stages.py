@@ -13,7 +13,7 @@ from run.test_run import open_tiny
 from run.tiny import tiny_settings
 
 from shardwise.core.communication import overlap
-from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ParityError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
@@ -24,7 +24,7 @@ from shardwise.run.run import train
 from shardwise.run.session import count_parameters
 from shardwise.run.wording import banner
 from shardwise.training.pipeline import Pipeline
-from shardwise.training.settings import ParallelSettings
+from shardwise.training.setting_groups import ParallelSettings
 from shardwise.training.trainer import Trainer
 
 VOCAB = 101

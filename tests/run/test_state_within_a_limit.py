@@ -15,11 +15,12 @@ import torch
 
 from shardwise.core.topology import Groups, Topology
 from shardwise.run.build import config_fields, describe
-from shardwise.run.plan.plan import make_plan
-from shardwise.run.plan.planning import layout_of, workload_of
+from shardwise.run.plan.from_settings import mesh_of, workload_of
+from shardwise.run.plan.memory_plan import make_plan
 from shardwise.run.plan.shortage import is_out_of_memory
 from shardwise.storage.huggingface import build_model, model_config
-from shardwise.training.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
+from shardwise.training.setting_groups import ModelSettings, ParallelSettings, TrainingSettings
+from shardwise.training.settings import Settings
 from shardwise.training.trainer import Trainer
 
 SETTINGS = Settings(
@@ -52,7 +53,7 @@ def within(more):
 def planned_state(zero, world_size):
     settings = zero_settings(zero)
     workload = workload_of(settings, describe(settings.model, settings.model.vocab_size))
-    return make_plan(workload, layout_of(settings, world_size)).worst.optimizer
+    return make_plan(workload, mesh_of(settings, world_size)).worst.optimizer
 
 
 def made(settings, groups):

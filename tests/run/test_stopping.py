@@ -20,15 +20,15 @@ from run.tiny import tiny_settings
 
 from shardwise.core.errors import CheckpointError, DivergenceError
 from shardwise.run import finishing, run, saves
+from shardwise.run.checkpoints import first_not_finite, run_state
 from shardwise.run.finishing import finish
 from shardwise.run.processes import stopping
 from shardwise.run.processes.stopping import Interrupted, signals_postponed, way_on
 from shardwise.run.progress import Progress
 from shardwise.run.run import train
-from shardwise.run.saving import first_not_finite, run_state
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint import latest, read_meta
-from shardwise.training.settings import ParallelSettings
+from shardwise.training.setting_groups import ParallelSettings
 
 
 def at_step(trainer, number, act):

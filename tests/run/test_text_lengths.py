@@ -17,15 +17,21 @@ from shardwise.cli.main import main
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
-from shardwise.run.settings.distillation_settings import DistillSettings, TeacherSettings
-from shardwise.run.settings.finetune_settings import FinetuneSettings, LabelSettings, PretrainedSettings, SampleSettings
-from shardwise.run.settings.preference_settings import DpoSettings
-from shardwise.run.tasks.classifying import Classifying
+from shardwise.run.settings.finetune_settings import (
+    DistillSettings,
+    DpoSettings,
+    FinetuneSettings,
+    LabelSettings,
+    PretrainedSettings,
+    SampleSettings,
+    TeacherSettings,
+)
+from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.distillation import Distillation
-from shardwise.run.tasks.finetune import Finetuning
+from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.preference import PreferenceTuning
 from shardwise.run.tasks.reference import log_probs
-from shardwise.training.settings import ParallelSettings, TrainingSettings
+from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 CONTEXT = 19
 LONGROPE = {

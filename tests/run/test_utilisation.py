@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.run.metrics import read_metrics
-from shardwise.run.plan.flops import model_flops_per_token
 from shardwise.run.run import train
-from shardwise.run.utilisation import Utilisation, peak_memory, peak_of
+from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_memory, peak_of
 from shardwise.storage.huggingface import build_model, model_config
 
 

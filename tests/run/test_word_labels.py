@@ -22,9 +22,8 @@ from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import Classification
 from shardwise.run.settings.finetune_settings import LabelSettings, PretrainedSettings
-from shardwise.run.tasks.entities import entities, mark_entities
-from shardwise.run.tasks.labelling import HeldOutLabels
-from shardwise.training.settings import ParallelSettings
+from shardwise.run.tasks.labelling import HeldOutLabels, entities, mark_entities
+from shardwise.training.setting_groups import ParallelSettings
 
 WORDS = {"O": ("in", "the", "went"), "B-LOC": ("Paris", "Rome"), "B-PER": ("Ada",), "I-PER": ("Lovelace",)}
 NAMES = tuple(sorted(WORDS))

@@ -8,13 +8,8 @@ from typing import Any
 
 from shardwise.core.files import write_atomically
 from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.settings import (
-    CorpusSettings,
-    ModelSettings,
-    ParallelSettings,
-    Settings,
-    TrainingSettings,
-)
+from shardwise.training.setting_groups import CorpusSettings, ModelSettings, ParallelSettings, TrainingSettings
+from shardwise.training.settings import Settings
 
 
 def tiny_settings(

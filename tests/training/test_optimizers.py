@@ -11,11 +11,11 @@ from run.test_run import interrupted_at, losses, open_tiny
 from run.tiny import tiny_settings
 
 from shardwise.core.errors import CheckpointError
+from shardwise.run.checkpoints import run_state, start_or_resume
 from shardwise.run.run import train
-from shardwise.run.saving import run_state, start_or_resume
 from shardwise.run.wording import banner
 from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.settings import ParallelSettings
+from shardwise.training.setting_groups import ParallelSettings
 
 
 class Momentum(torch.optim.SGD):

@@ -9,14 +9,14 @@ import pytest
 
 from shardwise.core.errors import ConfigError
 from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.settings import (
+from shardwise.training.setting_groups import (
     CorpusSettings,
     ModelSettings,
     ParallelSettings,
     RecomputeSettings,
-    Settings,
     TrainingSettings,
 )
+from shardwise.training.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,15 @@ from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.building import Model
 from shardwise.storage.huggingface.description import ModelDescription
-from shardwise.storage.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder, holds_adapters_alone, no_folder
 from shardwise.storage.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
-from shardwise.storage.huggingface.reading import read_json
+from shardwise.storage.huggingface.pretrained_folder import (
+    ADAPTER_CONFIG_NAME,
+    PretrainedFolder,
+    holds_adapters_alone,
+    no_folder,
+)
+from shardwise.storage.huggingface.tensor_folder import read_json
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import Settings
 

@@ -9,7 +9,7 @@ import tyro
 
 from shardwise.cli.arguments import SplitArguments
 from shardwise.training.bounds import Folder, Range
-from shardwise.training.settings import SEQUENCE
+from shardwise.training.setting_groups import SEQUENCE
 
 
 @dataclass(frozen=True)

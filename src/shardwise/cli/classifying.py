@@ -32,7 +32,7 @@ from shardwise.data.labelled import ProblemType, counted
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import IGNORED_LABEL, Classification
 from shardwise.run.processes.ranks import Ranks, open_ranks
-from shardwise.run.tasks.classifying import pad_id_of, problem_of
+from shardwise.run.tasks.classifier_tuning import pad_id_of, problem_of
 from shardwise.run.tasks.labelling import HeldOutLabels
 from shardwise.storage.huggingface.architectures.classifier import label_names
 from shardwise.storage.huggingface.fields import Fields

@@ -27,10 +27,10 @@ from shardwise.storage.adapters import merge_lora_, remove_lora_
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.storage.huggingface.architectures.classifier import label_fields, label_names
 from shardwise.storage.huggingface.companion_files import README_NAME, copy_companion_files
+from shardwise.storage.huggingface.exporting import check_target
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.folder import ADAPTER_CONFIG_NAME, PretrainedFolder
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
-from shardwise.storage.huggingface.saving import check_target
+from shardwise.storage.huggingface.pretrained_folder import ADAPTER_CONFIG_NAME, PretrainedFolder
 from shardwise.training.settings import Settings
 
 

@@ -54,7 +54,7 @@ class DemoArguments(LaunchArguments):
     def work(self) -> Callable[[], object]:
         """Prove, train and report."""
         from shardwise.run.run import run
-        from shardwise.run.tasks.demo import Demo
+        from shardwise.run.tasks.demo_run import Demo
 
         return partial(run, demo_settings(self), Demo)
 

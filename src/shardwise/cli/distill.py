@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from shardwise.cli.finetune import FinetuneArguments
-from shardwise.run.settings.distillation_settings import DistillSettings
+from shardwise.run.settings.finetune_settings import DistillSettings
 
 if TYPE_CHECKING:
     from shardwise.run.tasks.distillation import Distillation

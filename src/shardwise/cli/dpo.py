@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from shardwise.cli.finetune import FinetuneArguments
-from shardwise.run.settings.preference_settings import DpoSettings
+from shardwise.run.settings.finetune_settings import DpoSettings
 
 if TYPE_CHECKING:
     from shardwise.run.tasks.preference import PreferenceTuning

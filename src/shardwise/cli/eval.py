@@ -10,7 +10,7 @@ import tyro
 from shardwise.cli.arguments import SplitArguments
 from shardwise.core.errors import ConfigError
 from shardwise.training.bounds import Folder, Range
-from shardwise.training.settings import SEQUENCE
+from shardwise.training.setting_groups import SEQUENCE
 
 
 @dataclass(frozen=True)

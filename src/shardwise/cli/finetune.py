@@ -12,7 +12,7 @@ from shardwise.run.settings.finetune_settings import FinetuneSettings
 from shardwise.training.bounds import Range
 
 if TYPE_CHECKING:
-    from shardwise.run.tasks.finetune import Finetuning
+    from shardwise.run.tasks.finetuning import Finetuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,10 @@ class FinetuneArguments(RunArguments):
 
     def recipe(self) -> type["Finetuning"]:
         """What kind of run it is. Imported only here, because PyTorch takes seconds."""
-        from shardwise.run.tasks.finetune import Finetuning
+        from shardwise.run.tasks.finetuning import Finetuning
 
         if self.settings.labels.is_on:
-            from shardwise.run.tasks.classifying import Classifying
+            from shardwise.run.tasks.classifier_tuning import Classifying
 
             return Classifying
         return Finetuning

@@ -9,10 +9,16 @@ import torch
 
 from shardwise.core.errors import ConfigError
 from shardwise.run.plan.fit import fitting
-from shardwise.run.plan.plan import make_plan
-from shardwise.run.plan.planning import adaptation_of, layout_of, planned_model, recomputation_of, workload_of
+from shardwise.run.plan.from_settings import (
+    adaptation_of,
+    mesh_of,
+    planned_model,
+    recomputation_of,
+    workload_of,
+)
+from shardwise.run.plan.memory_plan import make_plan
 from shardwise.run.plan.report import fitting_as_table, plan_as_json, plan_as_table, read_bytes, shown_bytes
-from shardwise.run.plan.workload import Layout, Workload
+from shardwise.run.plan.workload import Mesh, Workload
 from shardwise.run.settings.plan_settings import PlanSettings
 
 _SHOWN = 20
@@ -25,7 +31,7 @@ def print_plan(settings: PlanSettings, folder: str | None, world_size: int, *, a
         ConfigError, CheckpointError: the model is not to be had, or cannot be split so; a setting without effect.
     """
     settings, workload = _workload(settings, folder)
-    plan = make_plan(workload, layout_of(settings, world_size))
+    plan = make_plan(workload, mesh_of(settings, world_size))
     print(json.dumps(plan_as_json(plan), indent=2) if as_json else plan_as_table(plan))
 
 
@@ -52,7 +58,7 @@ def print_fitting(
         world_sizes=world_sizes,
         micro_batch_size=settings.training.micro_batch_size,
         ranks_per_host=ranks_per_host,
-        like=Layout(
+        like=Mesh(
             schedule=parallel.pipeline_schedule,
             virtual_stages=parallel.virtual_stages,
             recomputation=recomputation_of(settings),

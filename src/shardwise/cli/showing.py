@@ -17,8 +17,8 @@ from shardwise.data import TokenDataset, UnusableExampleError
 from shardwise.data.labelled import counted
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.settings.finetune_settings import FinetuneSettings
-from shardwise.run.tasks.classifying import Classifying
-from shardwise.run.tasks.finetune import Finetuning
+from shardwise.run.tasks.classifier_tuning import Classifying
+from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.texts import Texts
 
 # Of one sample: more are a wall of text.

@@ -1,4 +1,4 @@
-"""SwiGLU and rotary embedding as one Triton kernel each; ``swiglu`` and ``rotary`` say what they compute.
+"""SwiGLU and rotary embedding as one Triton kernel each; ``elementwise`` says what they compute.
 
 All is computed in fp32 (fp64 for fp64) and rounded once. Offsets have 64 bits, so tensors may have more than 2^31
 elements. This module needs Triton: ``dispatch`` imports it where it can be had.

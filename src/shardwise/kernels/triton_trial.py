@@ -96,7 +96,7 @@ def _try_loss(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor
 
 
 def _try_elementwise(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    from shardwise.kernels import elementwise_triton, rotary
+    from shardwise.kernels import elementwise, elementwise_triton
 
     inner, incoming = _numbers(3, 48, dtype=dtype), _numbers(3, 24, dtype=dtype)
     with torch.enable_grad():
@@ -109,8 +109,8 @@ def _try_elementwise(dtype: torch.dtype, device: torch.device) -> Iterator[tuple
 
     mixed, angles = _numbers(2, 1, 32, dtype=dtype), _numbers(2, 1, 1, 4, dtype=dtype)
     cos, sin = angles.cos(), angles.sin()
-    query, key, value = rotary.split(mixed, queries_per_group=2, head_dim=8)
-    expected = rotary.rotate(query, cos, sin), rotary.rotate(key, cos, sin), value
+    query, key, value = elementwise.split(mixed, queries_per_group=2, head_dim=8)
+    expected = elementwise.rotate(query, cos, sin), elementwise.rotate(key, cos, sin), value
     there = mixed.to(device), cos.to(device), sin.to(device)
     parts = elementwise_triton.split_and_rotate(*there, 2, 8, False)
     yield from zip(parts, expected, strict=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.core.communication.buffers import OrdinaryMemory
 from shardwise.core.communication.collectives import all_gather, reduce_scatter
-from shardwise.core.communication.symmetric_memory import OrdinaryMemory
 from shardwise.core.errors import AssertedShardingError
 from shardwise.kernels.reduce_norm import reduce_norm_
 

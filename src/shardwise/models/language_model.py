@@ -16,7 +16,7 @@ from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.backend import check_attention_backend
+from shardwise.models.transformer.attention_backend import check_attention_backend
 from shardwise.nn import GroupModule, parameter_device, viewless
 from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy

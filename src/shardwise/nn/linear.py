@@ -24,7 +24,7 @@ from shardwise.core.communication.collectives import (
     reduce_scatter_async,
 )
 from shardwise.core.communication.context import context_of
-from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ShardingError
 from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sharding import uneven_sizes

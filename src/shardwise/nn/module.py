@@ -1,4 +1,4 @@
-"""What layers with sharded parameters share: their group, parameters made from layouts, and state for checkpoints."""
+"""The base classes of modules: a group, parameters made from layouts, state for checkpoints, and fixed tensors."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -214,3 +214,33 @@ def named_param_layouts(module: nn.Module, world_size: int) -> Iterator[tuple[st
             seen.add(id(param))
             layout = layouts.get(name) or ParamLayout.replicated(param.shape, world_size)
             yield f"{prefix}.{name}" if prefix else name, param, layout
+
+
+# MPS has no fp64, and a tensor on the meta device has no values.
+_WITHOUT_FP64 = ("mps", "meta")
+
+
+class FixedTensors(nn.Module):
+    """A module whose tensors of the names in ``_fixed`` move with it from device to device, and change in nothing else.
+
+    As buffers they would be rounded by ``module.bfloat16()``, and ``to_empty`` would lose their values.
+    """
+
+    _fixed: tuple[str, ...] = ()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for name in self._fixed:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, _on(fn(tensor).device, tensor))
+        return self
+
+
+def on_default_device(tensor: Tensor) -> Tensor:
+    """A tensor in fp64 on PyTorch's default device, or where it is, if that device has no such tensors."""
+    return _on(torch.get_default_device(), tensor)
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor if device.type in _WITHOUT_FP64 else tensor.to(device)

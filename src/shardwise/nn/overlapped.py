@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import overlap
 from shardwise.core.communication.buffers import GlobalMemoryBuffer
 from shardwise.core.communication.overlap import Pass, choose_way
-from shardwise.core.communication.pending import Pending
 from shardwise.core.communication.symmetric_memory import first_tried
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import uneven_sizes
 from shardwise.kernels import products
 

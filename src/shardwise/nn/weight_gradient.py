@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_gather_async
-from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import AssertedShardingError
 from shardwise.core.sharding import uneven_sizes
 from shardwise.kernels.exact_products import ExactProducts

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.backend import backends_of
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
-from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
+from shardwise.core.communication.buffers import GlobalMemoryBuffer, MemoryBlock
 from shardwise.core.errors import ConfigError, NotInitializedError, TopologyError
 from shardwise.core.topology import Topology
 
@@ -31,7 +30,7 @@ class Ambient:
     virtual_size: int | None = None
     virtual_rank: int | None = None
     memory_buffer: GlobalMemoryBuffer | None = None
-    symmetric_memory_buffer: GlobalSymmetricMemoryBuffer | None = None
+    symmetric_memory_buffer: MemoryBlock | None = None
 
     def forget(self) -> Topology | None:
         """Go back to the state before any call; what was the topology is the caller's to destroy."""

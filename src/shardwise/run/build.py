@@ -13,7 +13,8 @@ from shardwise.storage.huggingface import model_config
 from shardwise.storage.huggingface.building import chunks_of
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.precision import PRECISIONS
-from shardwise.training.settings import ModelSettings, RunSettings, Settings
+from shardwise.training.setting_groups import ModelSettings
+from shardwise.training.settings import RunSettings, Settings
 
 
 def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:

@@ -1,4 +1,4 @@
-"""What a run came to, and what it leaves beside its checkpoints: a comparison, a picture, a sample.
+"""The files that a run leaves next to its checkpoints: a comparison, a picture, a sample.
 
 Nothing here can fail the run.
 """
@@ -9,52 +9,18 @@ import dataclasses
 import lzma
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
 from shardwise.models.gpt import GPT
 from shardwise.run.metrics import read_metrics
 from shardwise.run.pictures import draw_loss
-from shardwise.run.session import Session
+from shardwise.run.tasks.recipe import Outcome, Session
 
 _SAMPLE_TOKENS = 200
 _SAMPLING = Sampling(temperature=0.7, top_k=40)
 # A compressor's time grows with the text; beyond this, the comparison is not worth the wait.
 _MOST_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run came to; the same on every rank.
-
-    Attributes:
-        first_loss: of the first step that this process did, in nats per token; None if there was none to do.
-        last_loss: of the last step; None likewise.
-        held_out: what was measured on held-out data at the end, by name.
-        seconds: spent in training steps.
-        collectives_per_step: collectives that a rank launches in a step.
-        bytes_per_step: bytes that a rank contributes to them.
-        checkpoint: the last one.
-        references: bits per byte of general-purpose compressors on the same held-out text, by name.
-        notes: what could not be done, one line each; each rank has its own.
-    """
-
-    first_loss: float | None
-    last_loss: float | None
-    held_out: dict[str, float]
-    seconds: float
-    collectives_per_step: int
-    bytes_per_step: int
-    checkpoint: Path
-    references: dict[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    @property
-    def held_out_bits_per_byte(self) -> float:
-        """Of the held-out text, where that is what is measured."""
-        return self.held_out["held_out_bits_per_byte"]
 
 
 def finish(session: Session, outcome: Outcome) -> Outcome:

@@ -19,9 +19,9 @@ from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ParityError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
-from shardwise.run.exact_trials.determinism import deterministic_algorithms
+from shardwise.run.exact_trials.arithmetic import deterministic_algorithms
 from shardwise.run.exact_trials.exact_check import check_device
-from shardwise.run.session import Session
+from shardwise.run.tasks.recipe import Session
 from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
 

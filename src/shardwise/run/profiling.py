@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from shardwise.core.errors import UnwritableError
 from shardwise.core.files import write_atomically
 from shardwise.run.processes.ranks import Ranks
-from shardwise.training.profile_settings import ProfileSettings
+from shardwise.training.setting_groups import ProfileSettings
 
 _LOGGER = logging.getLogger(__name__)
 

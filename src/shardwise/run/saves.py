@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.run.saving import begin_save
-from shardwise.run.session import Session
+from shardwise.run.checkpoints import begin_save
+from shardwise.run.tasks.recipe import Session
 from shardwise.storage.checkpoint import PendingSave, Snapshot
 from shardwise.storage.checkpoint.saving import Progress
 

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,72 +11,24 @@ from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.communication.overlap import Pass, Way, ways_of_layers
 from shardwise.core.communication.transports import transport_name
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import DataLoader, SampleLoader, Windows
-from shardwise.data.samples import SampleDataset
+from shardwise.data import DataLoader, SampleLoader
+from shardwise.data.sample_rows import SampleDataset
 from shardwise.kernels.agreed import agree_on_kernels
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import named_param_layouts
-from shardwise.run.exact_trials.arithmetic import check_arithmetic
-from shardwise.run.exact_trials.determinism import use_deterministic_algorithms
+from shardwise.run.exact_trials.arithmetic import check_arithmetic, use_deterministic_algorithms
 from shardwise.run.exact_trials.exact_check import check_device
 from shardwise.run.exact_trials.exact_update_check import check_updates
-from shardwise.run.plan.flops import model_flops_per_token
 from shardwise.run.plan.shortage import Shortage
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.tasks.recipe import Recipe
-from shardwise.run.tasks.texts import TrainingData
-from shardwise.run.utilisation import Utilisation, peak_of
+from shardwise.run.tasks.recipe import Recipe, Session
+from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_of
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Session:
-    """One rank's view of a run.
-
-    Attributes:
-        recipe: what the run trains, and does besides.
-        settings: of the run.
-        ranks: who this process is.
-        topology: the groups.
-        texts: what is trained and measured on.
-        loader: training batches.
-        windows: held-out windows.
-        trainer: model and optimizer.
-        ways: how each pass of the layers goes together with its collective, with ``parallel.tp_comm_overlap``.
-        transport: how the tensor-parallel ranks' tensors travel.
-        num_parameters: of the whole model, tied weights counted once.
-        utilisation: what the steps are measured against.
-        shortage: what is said when a rank runs out of memory.
-    """
-
-    recipe: Recipe
-    settings: RunSettings
-    ranks: Ranks
-    topology: Topology
-    texts: TrainingData
-    loader: DataLoader | SampleLoader
-    windows: Windows
-    trainer: Trainer
-    ways: list[tuple[Pass, Way]]
-    transport: str
-    num_parameters: int
-    utilisation: Utilisation
-    shortage: Shortage
-
-    @property
-    def out(self) -> Path:
-        """The run's folder."""
-        return Path(self.settings.out)
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
-        return self.out / "checkpoints"
 
 
 def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any], Recipe] = Recipe) -> Session:

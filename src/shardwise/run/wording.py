@@ -1,23 +1,19 @@
-"""What a run says of itself before its first step and after its last."""
+"""The banner: the lines that a run prints before its first step."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.core.communication.overlap import Way
 from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
 from shardwise.nn import named_param_layouts
+from shardwise.run.tasks.recipe import Session
 from shardwise.training.precision import PRECISIONS
-
-if TYPE_CHECKING:
-    from shardwise.core.communication.overlap import Way
-    from shardwise.run.finishing import Outcome
-    from shardwise.run.session import Session
-    from shardwise.training.settings import RunSettings
+from shardwise.training.settings import RunSettings
 
 
 def banner(session: Session) -> str:
@@ -152,18 +148,3 @@ def tf32(device_type: str, dtype: str) -> list[dispatch.Choice]:
         return []
     uses_tf32 = PRECISIONS[dtype].uses_tf32
     return [dispatch.Choice("TF32 products", uses_tf32, "always" if uses_tf32 else "--training.dtype tf32 has them")]
-
-
-def summary(session: Session, outcome: Outcome) -> str:
-    """What came of it, and where it is."""
-    references = f" ({compared(outcome)})" if outcome.references else ""
-    lines = [session.trainer.objective.of_evaluation.outcome(outcome.held_out) + references]
-    if outcome.first_loss is not None and outcome.last_loss is not None:
-        lines.append(f"loss {outcome.first_loss:.3f} -> {outcome.last_loss:.3f} in {outcome.seconds:.0f} s")
-    lines.append(f"files: {session.out} (checkpoint {outcome.checkpoint.name})")
-    return "\n".join([*lines, *outcome.notes])
-
-
-def compared(outcome: Outcome) -> str:
-    """What other compressors need for the held-out text."""
-    return ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())

@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
 from shardwise.nn.loss.cross_entropy import SplitCrossEntropy, cross_entropy_of_ranges
-from shardwise.nn.loss.options import LossOptions
-from shardwise.nn.loss.reduction import Reduction
+from shardwise.nn.loss.options import LossOptions, Reduction
 from shardwise.nn.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 

@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import agree
+from shardwise.core.communication.backend import host_numbers
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.exact_totals import exact_total
-from shardwise.core.communication.host_numbers import host_numbers
+from shardwise.core.communication.trees import exact_total
 from shardwise.core.errors import DivergenceError
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
 from shardwise.core.validation import DeferredChecks
 from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_batches
+from shardwise.data.loader import BatchMover
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.training.batch_mover import BatchMover
 from shardwise.training.gradients import GradientTrees
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective

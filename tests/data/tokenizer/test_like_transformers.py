@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 
 from shardwise.core.errors import DataError
-from shardwise.data.tokenizer import Tokenizer, parts
+from shardwise.data.tokenizer import Tokenizer, library
 
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 TEXT = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n  I am <think> a model</think>.<|endoftext|>"
@@ -128,7 +128,7 @@ def test_files_of_older_libraries(tmp_path: Path, plain: tokenizers.Tokenizer) -
 @pytest.mark.parametrize("separator", ["\n", " ", "", "<|im_end|>", "\n \n"])
 def test_long_texts_are_those_of_the_whole(tmp_path, plain, monkeypatch, separator):
     """No part begins or ends within a token's name, or among the blanks that it takes."""
-    monkeypatch.setattr(parts, "MAX_PART_CHARS", 100)
+    monkeypatch.setattr(library, "MAX_PART_CHARS", 100)
     added = [AddedToken("<|im_start|>", special=True, lstrip=True), AddedToken("<|im_end|>", special=True, rstrip=True)]
     folder = write_folder(tmp_path, plain, [*added, AddedToken("<think>", single_word=True)])
     chance = random.Random(0)
@@ -136,7 +136,9 @@ def test_long_texts_are_those_of_the_whole(tmp_path, plain, monkeypatch, separat
     texts = [separator.join(chance.choices(words, k=200)) for _ in range(10)]
     ours = check_like_transformers(folder, texts)
     assert ours._encodes_locally
-    pieces = list(parts.encodable_parts(texts[0], lambda text: ours.encode(text, parse_special=True), longest_name=12))
+    pieces = list(
+        library.encodable_parts(texts[0], lambda text: ours.encode(text, parse_special=True), longest_name=12)
+    )
     assert "".join(pieces) == texts[0]
     assert max(map(len, pieces)) <= 100
 

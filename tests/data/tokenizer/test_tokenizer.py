@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from shardwise.core.errors import ConfigError, DataError, VocabularyError
-from shardwise.data.tokenizer import END_OF_TEXT, PaddedTokenizer, Tokenizer, parts
+from shardwise.data.tokenizer import END_OF_TEXT, PaddedTokenizer, Tokenizer, library
 
 TEXTS = (
     "def encode(self, text):\n    if self.is_local:\n        return self.encode_batch([text])[0]\n    return None\n",
@@ -98,7 +98,7 @@ def test_no_token_spans_an_endless_word():
 
 @pytest.mark.parametrize("separator", ["\n", ""])
 def test_long_texts_are_encoded_in_parts(tokenizer, monkeypatch, separator):
-    monkeypatch.setattr(parts, "MAX_PART_CHARS", 60)
+    monkeypatch.setattr(library, "MAX_PART_CHARS", 60)
     text = separator.join(["x = self.text" for _ in range(40)])
     largest = 0
 
@@ -119,7 +119,7 @@ def test_long_texts_are_encoded_in_parts(tokenizer, monkeypatch, separator):
 
 
 def test_texts_stay_whole_where_each_part_would_get_a_blank_in_front(monkeypatch):
-    monkeypatch.setattr(parts, "MAX_PART_CHARS", 5)
+    monkeypatch.setattr(library, "MAX_PART_CHARS", 5)
     backend = tokenizers.Tokenizer(models.BPE({"▁": 0, "x": 1, "</s>": 2}, []))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer = Tokenizer(backend, "</s>")

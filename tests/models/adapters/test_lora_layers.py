@@ -17,7 +17,7 @@ from shardwise.core.sharding import balanced_range, balanced_sizes
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.models.adapters.adapter import LoraAdapter
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.models.adapters.layers import LoraColumn, LoraLinear
+from shardwise.models.adapters.lora_layers import LoraColumn, LoraLinear
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
 

@@ -111,7 +111,7 @@ def test_padding_needs_the_true_size(group):
 
 
 def test_sizes_are_told_exactly():
-    from shardwise.nn.loss.equal_shards import with_size, without_sizes
+    from shardwise.nn.loss.vocabulary import with_size, without_sizes
 
     for size in (1, (1 << 16) - 1, 1 << 16, (1 << 24) + 1, (1 << 31) - 1):
         for dtype in (torch.float32, torch.float64):
@@ -122,7 +122,7 @@ def test_sizes_are_told_exactly():
 
 
 def test_on_a_gpu_the_check_stays_on_the_device():
-    from shardwise.nn.loss.equal_shards import with_size, without_sizes
+    from shardwise.nn.loss.vocabulary import with_size, without_sizes
 
     # A tensor without values: whatever the host wanted to know of it would be an error.
     with FakeTensorMode(), Operators() as operators:

@@ -15,9 +15,9 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.models.adapters import LoraConfig
 from shardwise.nn.quantization import QuantizedTensor
+from shardwise.run.plan.memory_plan import make_plan, plan_rank
 from shardwise.run.plan.parameters import parts_of
-from shardwise.run.plan.plan import make_plan, plan_rank
-from shardwise.run.plan.workload import Adaptation, Layout
+from shardwise.run.plan.workload import Adaptation, Mesh
 from shardwise.storage.adapters import add_lora_
 from shardwise.storage.adapters.trained import trained_of
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained, read_config
@@ -57,7 +57,7 @@ def test_bytes_are_those_of_the_plan(group, folders):
             adaptation = Adaptation(config, read.architecture.model_type, quantization)
             workload = workload_of(read.description, dtype, adaptation=adaptation)
             (parts,) = parts_of(read.description, 1)
-            plan = plan_rank(workload, Layout(tp=t), 0, parts, rank)
+            plan = plan_rank(workload, Mesh(tp=t), 0, parts, rank)
             where = f"{kind} {config} {dtype} {quantization} at {t}"
             weights = sum(map(bytes_of, model.parameters()))
             originals = sum(bytes_of(each.original) for each in trained_of(model).parameters)
@@ -84,4 +84,4 @@ def test_a_base_in_fewer_bits_is_planned_from_the_command_line(folders, capsys):
     read = read_config(folders / "llama")
     adaptation = Adaptation(LoraConfig(), "llama", "nf4")
     with pytest.raises(ConfigError, match="fsdp cannot split a base in nf4"):
-        make_plan(workload_of(read.description, adaptation=adaptation, global_batch_size=2), Layout(dp=2, fsdp=True))
+        make_plan(workload_of(read.description, adaptation=adaptation, global_batch_size=2), Mesh(dp=2, fsdp=True))

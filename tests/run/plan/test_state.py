@@ -19,22 +19,16 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.nn import named_param_layouts
 from shardwise.run.build import build_model as build_new_model
 from shardwise.run.build import describe
+from shardwise.run.plan.from_settings import mesh_of, workload_of
+from shardwise.run.plan.memory_plan import make_plan, plan_rank
 from shardwise.run.plan.parameters import parameters_of, parts_of
-from shardwise.run.plan.plan import make_plan, plan_rank
-from shardwise.run.plan.planning import layout_of, workload_of
 from shardwise.storage.huggingface import build_model, model_config
 from shardwise.storage.huggingface.building import chunks_of
 from shardwise.training.gradients.fully_sharded import FullyShardedModel
 from shardwise.training.optimizer.local_shards import LocalShards
 from shardwise.training.optimizer.zero import ZeroOptimizer
-from shardwise.training.settings import (
-    ModelSettings,
-    OptimizerSettings,
-    ParallelSettings,
-    RecomputeSettings,
-    Settings,
-    TrainingSettings,
-)
+from shardwise.training.setting_groups import ModelSettings, ParallelSettings, RecomputeSettings, TrainingSettings
+from shardwise.training.settings import OptimizerSettings, Settings
 from shardwise.training.trainer import Trainer
 
 # Scalars: norms, losses, signals.
@@ -190,7 +184,7 @@ def test_state_at_1024_ranks(monkeypatch, zero, rank):
     finally:
         dist.destroy_process_group()
     workload = workload_of(settings, describe(settings.model, 128256))
-    layout = layout_of(settings, 1024)
+    layout = mesh_of(settings, 1024)
     planned = plan_rank(workload, layout, stage, parts_of(workload.model, 4)[stage], tp_rank)
     stated = {name: getattr(planned, name) for name in found}
     if zero and dp_rank:
@@ -235,7 +229,7 @@ def test_state_at_1024_ranks(monkeypatch, zero, rank):
 )
 def test_state_and_collectives_of_a_step(group, settings):
     workload = workload_of(settings, describe(settings.model, settings.model.vocab_size))
-    layout = layout_of(settings, group.size())
+    layout = mesh_of(settings, group.size())
     trainer, groups, counter = a_step(settings)
     parts = parts_of(workload.model, layout.pp, layout.virtual_stages)[groups.stage]
     planned = plan_rank(workload, layout, groups.stage, parts, groups.tp.rank())

@@ -8,7 +8,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Topology
 from shardwise.kernels.exact_products import ExactProducts
 from shardwise.models.adapters import LoraConfig
-from shardwise.models.adapters.layers import LoraLinear
+from shardwise.models.adapters.lora_layers import LoraLinear
 from shardwise.run.build import build_model
 from shardwise.run.exact_trials import exact_rows_check
 from shardwise.run.exact_trials.exact_check import check_device

@@ -33,12 +33,12 @@ from shardwise.run.settings.finetune_settings import (
     LoraSettings,
     PretrainedSettings,
 )
-from shardwise.run.tasks import finetune as finetune_module
-from shardwise.run.tasks.finetune import Finetuning
+from shardwise.run.tasks import finetuning as finetune_module
+from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.texts import encode_texts, read_data
 from shardwise.storage.adapters.sites import sites_of
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.training.settings import CorpusSettings, ParallelSettings, TrainingSettings
+from shardwise.training.setting_groups import CorpusSettings, ParallelSettings, TrainingSettings
 
 BATCH, LENGTH = 4, 20
 CORPUS = CorpusSettings(held_out_fraction=0.02)

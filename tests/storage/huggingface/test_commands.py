@@ -21,7 +21,8 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.build import build_model
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.storage import checkpoint
-from shardwise.training.settings import ModelSettings, Settings, TrainingSettings
+from shardwise.training.setting_groups import ModelSettings, TrainingSettings
+from shardwise.training.settings import Settings
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

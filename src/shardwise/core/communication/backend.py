@@ -1,16 +1,19 @@
 """What carries a group's tensors, device by device: the one place that knows PyTorch's backends by their names.
 
 A group may have a backend for each type of device (``"cpu:gloo,cuda:nccl"``), or the one that PyTorch chose by itself.
-``torch.distributed.get_backend`` has one name for all of a group and says neither.
+``torch.distributed.get_backend`` has one name for all of a group and says neither. ``host_numbers`` puts
+numbers that the host knows on a device without a wait for it.
 """
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 # They find a message's receiver by its tag; NCCL and what is made like it by the order of the calls.
@@ -82,3 +85,19 @@ def default_device(group: ProcessGroup | None) -> torch.device:
     """Where to make what the ranks of ``group`` work with: PyTorch's default device, or if nobody chose one, theirs."""
     default = torch.get_default_device()
     return default if group is None or default != torch.device("cpu") else device_of(group)
+
+
+def host_numbers(values: Sequence[float], like: Tensor) -> Tensor:
+    """A vector of ``values``, of the dtype and on the device of ``like``.
+
+    On a GPU a kernel writes each run of equal values. Nothing is copied, so that the host does not wait, and a CUDA
+    graph can be captured.
+    """
+    if like.is_cpu or torch.compiler.is_compiling():
+        return like.new_tensor(values)
+    vector, start = like.new_empty(len(values)), 0
+    for value, run in groupby(values):
+        stop = start + len(list(run))
+        vector[start:stop].fill_(value)
+        start = stop
+    return vector

@@ -1,13 +1,16 @@
 """Communication buffers that are kept and used again."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 _GATHERED = "all_gather"
 
@@ -59,3 +62,82 @@ def gather_buffer(
         return buffer
     shape = (*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
     return buffer.get_tensor(shape, tensor.dtype, _GATHERED, device=tensor.device)
+
+
+@dataclass(frozen=True)
+class OrdinaryMemory:
+    """What stands in place of PyTorch's symmetric-memory handle where a block is ordinary memory.
+
+    Attributes:
+        rank, world_size: of the group.
+        why: why the ranks do not reach each other's memory.
+        group: whose ranks exchange by collectives what would lie in symmetric memory.
+    """
+
+    rank: int
+    world_size: int
+    why: str
+    group: ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """What a row-parallel layer in fused mode has left for the column-parallel layer after it.
+
+    Attributes:
+        normed: ``[s, b, h]``, the whole normed input, in the buffer; None where the buffer is too small for it.
+        weight: of the norm.
+    """
+
+    normed: Tensor | None
+    weight: Tensor
+
+
+class MemoryBlock:
+    """A block of memory that is handed out again and again, whose addresses the ranks of a group may know.
+
+    What ``maybe_get_tensor`` returns is overwritten by the next request.
+
+    Args:
+        buffer: the block, one dimension of bytes.
+        handle: PyTorch's symmetric-memory handle of the block, or ``OrdinaryMemory``.
+
+    Attributes:
+        fused: by dtype and width of what lies in it, whether all ranks have agreed to exchange by one kernel.
+    """
+
+    def __init__(self, buffer: Tensor, handle: Any) -> None:
+        self.buffer = buffer
+        self.handle = handle
+        self.fused: dict[tuple[torch.dtype, int], bool] = {}
+        self._left: Left | None = None
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the ranks reach each other's block."""
+        return not isinstance(self.handle, OrdinaryMemory)
+
+    @functools.cached_property
+    def addresses(self) -> Tensor:
+        """Where each rank's block lies in this process: int64 ``[t]``, on the block's device; in symmetric memory."""
+        return torch.tensor(list(self.handle.buffer_ptrs), dtype=torch.int64, device=self.buffer.device)
+
+    def maybe_get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+        """The start of the block as a tensor of that shape and dtype.
+
+        Returns:
+            ``{"tensor": ..., "handle": ...}``; both are None if the tensor is larger than the block.
+        """
+        num_bytes = math.prod(tensor_shape) * dtype.itemsize
+        if num_bytes > self.buffer.numel():
+            return {"tensor": None, "handle": None}
+        return {"tensor": self.buffer[:num_bytes].view(dtype).view(tuple(tensor_shape)), "handle": self.handle}
+
+    def leave(self, left: Left | None) -> None:
+        """Remember what lies in the block for the next layer; None while it is being overwritten."""
+        self._left = left
+
+    def take(self) -> Left | None:
+        """What was left since the last call; None if nothing."""
+        left, self._left = self._left, None
+        return left

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import trees
 from shardwise.core.communication.buffers import GlobalMemoryBuffer
 from shardwise.core.communication.context import context_of
-from shardwise.core.communication.pending import Pending
 from shardwise.core.communication.transports import choose_transport, torch_distributed
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import checked_dim, checked_sizes
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.buffers import GlobalMemoryBuffer, MemoryBlock
 
 if TYPE_CHECKING:
-    from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
     from shardwise.core.communication.transports.shared_memory import SharedMemory
 
 
@@ -43,7 +42,7 @@ class GroupContext:
     channel: SharedMemory | None = None
     has_tried_to_share: bool = False
     time_limits: dict[str, datetime.timedelta | None] = field(default_factory=dict)
-    symmetric_buffers: dict[torch.device, GlobalSymmetricMemoryBuffer] = field(default_factory=dict)
+    symmetric_buffers: dict[torch.device, MemoryBlock] = field(default_factory=dict)
     symmetric_refusals: dict[torch.device, str | None] = field(default_factory=dict)
     agreed_kernels: set[tuple[torch.device, torch.dtype]] = field(default_factory=set)
     tried_operators: set[tuple[str, torch.dtype]] = field(default_factory=set)

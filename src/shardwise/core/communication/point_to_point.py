@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.backend import sends_by_tag
 from shardwise.core.communication.context import context_of
-from shardwise.core.communication.pending import Pending
 from shardwise.core.communication.transports.torch_distributed import Work
+from shardwise.core.communication.transports.transport import Pending
 
 
 class Transfer(NamedTuple):

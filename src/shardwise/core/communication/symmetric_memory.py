@@ -1,10 +1,7 @@
 """Memory of a group that its ranks reach in each other, where the devices can; ordinary memory everywhere else."""
 
-import functools
-import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.backend import device_of
+from shardwise.core.communication.buffers import MemoryBlock, OrdinaryMemory
 from shardwise.core.communication.context import context_of
 from shardwise.core.processes import machine
 
@@ -24,39 +22,8 @@ _MEBIBYTES = 256
 _TRIED_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class OrdinaryMemory:
-    """What stands in place of PyTorch's symmetric-memory handle where a block is ordinary memory.
-
-    Attributes:
-        rank, world_size: of the group.
-        why: why the ranks do not reach each other's memory.
-        group: whose ranks exchange by collectives what would lie in symmetric memory.
-    """
-
-    rank: int
-    world_size: int
-    why: str
-    group: ProcessGroup
-
-
-@dataclass(frozen=True, eq=False)
-class Left:
-    """What a row-parallel layer in fused mode has left for the column-parallel layer after it.
-
-    Attributes:
-        normed: ``[s, b, h]``, the whole normed input, in the buffer; None where the buffer is too small for it.
-        weight: of the norm.
-    """
-
-    normed: Tensor | None
-    weight: Tensor
-
-
-class GlobalSymmetricMemoryBuffer:
-    """A block of memory that is handed out again and again.
-
-    What ``maybe_get_tensor`` returns is overwritten by whoever asks next. Making one is collective over the group.
+class GlobalSymmetricMemoryBuffer(MemoryBlock):
+    """A block of memory that the ranks of a group reach in each other. Making one is collective over the group.
 
     On CUDA devices of one host that reach each other's memory it is PyTorch's symmetric memory; elsewhere, CPUs
     included, it is this rank's own, and the ranks exchange by collectives what would lie in it.
@@ -65,10 +32,6 @@ class GlobalSymmetricMemoryBuffer:
         size_in_mb: size of the block in MiB.
         process_group: the ranks that share it.
         device: where it lies; where the group's tensors lie if None.
-
-    Attributes:
-        handle: PyTorch's symmetric-memory handle of the block, or ``OrdinaryMemory``.
-        fused: by dtype and width of what lies in it, whether all ranks have agreed to exchange by one kernel.
     """
 
     def __init__(self, size_in_mb: int, process_group: ProcessGroup, device: torch.device | None = None) -> None:
@@ -78,45 +41,13 @@ class GlobalSymmetricMemoryBuffer:
         if isinstance(made, str):
             # Untouched memory takes none. Made in inference mode it could not be written to outside of it.
             with torch.inference_mode(False):
-                self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            self.handle: Any = OrdinaryMemory(process_group.rank(), process_group.size(), made, process_group)
+                block = torch.empty(size, dtype=torch.uint8, device=device)
+            super().__init__(block, OrdinaryMemory(process_group.rank(), process_group.size(), made, process_group))
         else:
-            self.buffer, self.handle = made
-        self.fused: dict[tuple[torch.dtype, int], bool] = {}
-        self._left: Left | None = None
-
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether the ranks reach each other's block."""
-        return not isinstance(self.handle, OrdinaryMemory)
-
-    @functools.cached_property
-    def addresses(self) -> Tensor:
-        """Where each rank's block lies in this process: int64 ``[t]``, on the block's device; in symmetric memory."""
-        return torch.tensor(list(self.handle.buffer_ptrs), dtype=torch.int64, device=self.buffer.device)
-
-    def maybe_get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-        """The start of the block as a tensor of that shape and dtype.
-
-        Returns:
-            ``{"tensor": ..., "handle": ...}``; both are None if the tensor is larger than the block.
-        """
-        num_bytes = math.prod(tensor_shape) * dtype.itemsize
-        if num_bytes > self.buffer.numel():
-            return {"tensor": None, "handle": None}
-        return {"tensor": self.buffer[:num_bytes].view(dtype).view(tuple(tensor_shape)), "handle": self.handle}
-
-    def leave(self, left: Left | None) -> None:
-        """Remember what lies in the block for the next layer; None while it is being overwritten."""
-        self._left = left
-
-    def take(self) -> Left | None:
-        """What was left since the last call; None if nothing."""
-        left, self._left = self._left, None
-        return left
+            super().__init__(*made)
 
 
-def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None) -> GlobalSymmetricMemoryBuffer:
+def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None) -> MemoryBlock:
     """The group's buffer of 256 MiB on a device; the first call makes it, which is collective.
 
     Args:

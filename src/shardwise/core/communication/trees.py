@@ -11,16 +11,20 @@ Of two ranks' sums there is one order only, and the transport's own all-reduce h
 
 Each rank sums one slice of the elements for all: an all-to-all brings it every rank's slice, and an all-gather hands
 the sums on, together the volume of a ring. A reduce-scatter is the first half.
+
+``exact_total`` sums a few Python numbers of every rank as integers, rounded once: any order gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import balanced_sizes
@@ -163,3 +167,39 @@ def _summed_slices(
     own = sizes[group.rank()]
     received = all_to_all(packed, group=group, output_sizes=(own,) * group.size(), input_sizes=sizes)
     return tree_sum(received.split(own)) if own else received
+
+
+# The least fp64 number is 2^-1074, and every other a multiple of it.
+_LEAST_EXPONENT = 1074
+
+
+def exact_total(values: Iterable[float], *, groups: Sequence[ProcessGroup], what: str) -> float:
+    """The sum of all ranks' numbers, rounded to fp64 once; infinite or NaN if one of them is. Collective.
+
+    Args:
+        values: this rank's, any number of them.
+        groups: over which the sum goes, one after the other.
+        what: what is summed, for the message if a rank does not come.
+    """
+    values = list(values)
+    others = [value for value in values if not math.isfinite(value)]
+    own = sum(_in_least_units(value) for value in values if math.isfinite(value)), sum(others)
+    for group in groups:
+        if group.size() > 1:
+            every = gather_objects(own, what, group=group)
+            own = sum(units for units, _ in every), sum(other for _, other in every)
+    units, other = own
+    return float(other) if other != 0 else _rounded(units)
+
+
+def _in_least_units(value: float) -> int:
+    numerator, denominator = value.as_integer_ratio()
+    return numerator << (_LEAST_EXPONENT - (denominator.bit_length() - 1))
+
+
+def _rounded(units: int) -> float:
+    try:
+        # The quotient of two integers is rounded once.
+        return units / (1 << _LEAST_EXPONENT)
+    except OverflowError:
+        return math.copysign(math.inf, units)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding.balanced import Interval, balanced_sizes, intervals_of_sizes
-from shardwise.core.sharding.layout import ParamLayout
+from shardwise.core.sharding.param_layout import ParamLayout
 
 LocalParts = tuple[tuple[Interval, ...], ...]
 """For each part that a rank holds its intervals of local indices, one for each section."""

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding.balanced import Interval
-from shardwise.core.sharding.boxes import boxes_of_interval
-from shardwise.core.sharding.layout import ParamLayout, holders, segments
-from shardwise.core.sharding.pieces import Piece, TensorPieces, shape_only
+from shardwise.core.sharding.param_layout import ParamLayout, holders, segments
+from shardwise.core.sharding.pieces import Piece, TensorPieces, boxes_of_interval, shape_only
 
 _aten = torch.ops.aten
 

@@ -1,14 +1,15 @@
-"""The groups that a model takes: a frozen view of a topology, a mesh, or groups made elsewhere."""
+"""The groups that a model takes: a frozen view of a topology, a mesh, or groups made elsewhere; exchanges over them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.topology.groups import Topology
 
@@ -77,3 +78,17 @@ class Groups:
         named = ((spec.name, getattr(self, spec.name)) for spec in fields(self))
         listed = [f"{name}={dist.get_process_group_ranks(group)}" for name, group in named if group is not None]
         return f"Groups({', '.join(listed)})"
+
+
+_T = TypeVar("_T")
+
+
+def model_groups(groups: Groups) -> list[ProcessGroup]:
+    """The groups whose ranks share a model, without those of one rank; there is at least one."""
+    found = [group for group in (groups.tp, groups.pp) if group is not None]
+    return [group for group in found if group.size() > 1] or found[:1]
+
+
+def gather_from_stages(value: _T, what: str, groups: Groups) -> list[_T]:
+    """Every stage's ``value``, in their order; this rank's alone if there is one stage."""
+    return [value] if groups.num_stages == 1 or groups.pp is None else gather_objects(value, what, group=groups.pp)

@@ -20,9 +20,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from shardwise.core.errors import ConfigError, DataError, VocabularyError
 from shardwise.core.files import read_regular, write_atomically
 from shardwise.core.json_files import read_json
-from shardwise.data.tokenizer import parts
+from shardwise.data.tokenizer import library
 from shardwise.data.tokenizer.declared_tokens import CONFIG_NAME, DeclaredTokens
-from shardwise.data.tokenizer.panics import panics_as_errors, shown
+from shardwise.data.tokenizer.library import panics_as_errors, shown
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -155,7 +155,7 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        backend.train_from_iterator((part for text in texts for part in parts.parts_of(text)), trainer)
+        backend.train_from_iterator((part for text in texts for part in library.parts_of(text)), trainer)
         return cls(backend, special_tokens[0])
 
     @classmethod
@@ -327,8 +327,8 @@ class Tokenizer:
         try:
             for text in texts:
                 pieces.extend(
-                    parts.encodable_parts(text, lambda part: encode([part])[0], longest_name=self._longest_name)
-                    if len(text) > parts.MAX_PART_CHARS and self._encodes_locally
+                    library.encodable_parts(text, lambda part: encode([part])[0], longest_name=self._longest_name)
+                    if len(text) > library.MAX_PART_CHARS and self._encodes_locally
                     else (text,)
                 )
                 counts.append(len(pieces))

@@ -9,7 +9,7 @@ from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import ModuleSpec
 from shardwise.megatron.transformer_layer import layer_spec_of
 from shardwise.models.bert import Bert, BertLMHead, Pooler
-from shardwise.models.embedding import PositionEmbedding
+from shardwise.models.token_embedding import PositionEmbedding
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.rotary import RotaryScaling
 

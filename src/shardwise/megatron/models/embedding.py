@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 
 from shardwise.megatron.config import TransformerConfig
-from shardwise.models import embedding
-from shardwise.models.embedding import PositionEmbedding
+from shardwise.models import token_embedding
+from shardwise.models.token_embedding import PositionEmbedding
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 __all__ = ["LanguageModelEmbedding"]
 
 
-class LanguageModelEmbedding(embedding.TokenEmbedding):
+class LanguageModelEmbedding(token_embedding.TokenEmbedding):
     """``TokenEmbedding`` on the ambient tensor-parallel group if none is given; the arguments are the same."""
 
     def __init__(

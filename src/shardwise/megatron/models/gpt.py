@@ -14,11 +14,11 @@ from shardwise.megatron.packed_seq_params import PackedSeqParams
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import ModuleSpec
 from shardwise.megatron.transformer_layer import layer_spec_of
-from shardwise.models.embedding import PositionEmbedding
-from shardwise.models.generation.view import with_block
+from shardwise.models.generation.inference_view import with_block
 from shardwise.models.gpt import GPT
+from shardwise.models.token_embedding import PositionEmbedding
 from shardwise.models.transformer.attention import KeyValueCache, SelfAttention
-from shardwise.models.transformer.inference import InferenceBlock
+from shardwise.models.transformer.inference_block import InferenceBlock
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.rotary import RotaryScaling
 

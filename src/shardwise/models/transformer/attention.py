@@ -19,12 +19,11 @@ from shardwise.core.random import streams
 from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
-from shardwise.kernels.rotary import split, split_and_rotate
+from shardwise.kernels.elementwise import split, split_and_rotate
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.activations import softcap
-from shardwise.models.transformer.backend import attention_kernels, kernels_on_a_cache
+from shardwise.models.transformer.attention_backend import attention_kernels, kernels_on_a_cache
 from shardwise.models.transformer.heads import HeadSplit, split_heads
-from shardwise.models.transformer.layer_arguments import layer_arguments, make_norm
+from shardwise.models.transformer.layer_arguments import layer_arguments, make_norm, softcap
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.rotary import apply_rotary
 from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, norm_heads, parameter_device

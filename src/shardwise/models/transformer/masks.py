@@ -1,12 +1,15 @@
-"""Which tokens see which, and how far away they seem."""
+"""Attention masks and ALiBi's slopes: which tokens see which, and how far away they seem."""
 
 import functools
 from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ShardingError
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.heads import split_heads
 
 
 class AttnMaskType(Enum):
@@ -184,3 +187,27 @@ def document_ids_of(cu_seqlens: Tensor, length: int) -> Tensor:
     """
     positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True).unsqueeze(0)
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """How much each head's scores fall per position, ``[num_heads]`` in fp64, on the CPU.
+
+    For a power of two, ``2 ** (-8 i / num_heads)`` for ``i`` from 1. For another number, those of the next smaller
+    power of two, then every other one of the next greater, as in the authors' code and BLOOM.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+
+    Source: Press et al. 2021 (arXiv:2108.12409).
+    """
+    smaller = 1 << (num_heads.bit_length() - 1)
+    exponents = [-8 * i / smaller for i in range(1, smaller + 1)]
+    exponents += [-8 * i / (2 * smaller) for i in range(1, 2 * (num_heads - smaller), 2)]
+    return torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float64, device="cpu")
+
+
+def local_alibi_slopes(config: ModelConfig, tp_group: ProcessGroup) -> Tensor:
+    """The slopes of this rank's query heads, for ``AttentionMask``: ``[heads/t]`` in fp64, on the CPU."""
+    num_heads, num_groups, _ = config.heads
+    start, stop = split_heads(num_heads, num_groups, tp_group.size()).queries[tp_group.rank()]
+    return alibi_slopes(num_heads)[start:stop]

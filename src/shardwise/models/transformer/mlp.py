@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.layout import Layout
 from shardwise.kernels.blocks import in_blocks
-from shardwise.kernels.swiglu import swiglu
+from shardwise.kernels.elementwise import swiglu
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer_arguments import layer_arguments
 from shardwise.nn import ColumnLinear, GroupModule, RowLinear

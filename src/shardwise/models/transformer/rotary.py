@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
-from shardwise.kernels.rotary import rotate
-from shardwise.models.transformer.fixed import FixedTensors, on_default_device
+from shardwise.kernels.elementwise import rotate
 from shardwise.models.transformer.rotary_scaling import RotaryScaling
+from shardwise.nn.module import FixedTensors, on_default_device
 
 __all__ = ["RotaryEmbedding", "RotaryScaling", "apply_rotary"]
 

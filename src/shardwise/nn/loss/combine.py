@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.core.communication.backend import host_numbers
 from shardwise.core.communication.collectives import all_gather
-from shardwise.core.communication.host_numbers import host_numbers
 from shardwise.core.sharding import Interval
 from shardwise.nn.loss.options import LossOptions
 

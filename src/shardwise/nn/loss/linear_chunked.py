@@ -25,7 +25,7 @@ from shardwise.kernels.host_memory import empty_in_huge_pages
 from shardwise.kernels.loss_reference import compute_dtype, finite
 from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
 from shardwise.nn.loss.linear_head import Head, finished_hidden_gradient, times_rows
-from shardwise.nn.loss.parts import columns_between
+from shardwise.nn.loss.vocabulary import columns_between
 
 # Bytes of one slice of logits: enough columns for an efficient product on the device.
 _SLICE_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}

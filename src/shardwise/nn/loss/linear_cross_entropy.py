@@ -35,8 +35,7 @@ from shardwise.nn.loss.checks import LossChecks
 from shardwise.nn.loss.linear_chunked import ChunkedLoss
 from shardwise.nn.loss.linear_head import Head
 from shardwise.nn.loss.linear_local_logits import LocalLogitsLoss
-from shardwise.nn.loss.options import LossOptions
-from shardwise.nn.loss.reduction import Reduction
+from shardwise.nn.loss.options import LossOptions, Reduction
 from shardwise.nn.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
 
 Plan = Literal["auto", "local_logits", "chunked"]

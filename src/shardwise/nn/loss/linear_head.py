@@ -16,7 +16,7 @@ from shardwise.core.communication.collectives import (
     all_reduce_async,
     reduce_scatter_async,
 )
-from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import Interval
 from shardwise.kernels.loss_reference import compute_dtype, row_blocks
 from shardwise.nn.loss.checks import LossChecks

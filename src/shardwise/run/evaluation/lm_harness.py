@@ -24,7 +24,7 @@ from shardwise.data.tokenizer import ChatTemplate, TextStream, Tokenizer
 from shardwise.models.generation import GREEDY, PrefixCache, Sampling, generate, vocab_parallel_argmax
 from shardwise.models.generation.generation import evaluation_mode
 from shardwise.models.gpt import GPT
-from shardwise.nn.loss.log_probs import vocab_parallel_log_probs
+from shardwise.nn.loss.cross_entropy import vocab_parallel_log_probs
 
 _USUAL_MAX_NEW_TOKENS = 256
 # As transformers samples where nothing is said.

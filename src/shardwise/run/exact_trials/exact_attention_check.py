@@ -19,10 +19,9 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.random import seed_streams, streams
 from shardwise.core.sharding import Interval, local_parts
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.alibi import alibi_slopes
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.heads import HeadSplit, split_heads
-from shardwise.models.transformer.masks import AttentionMask
+from shardwise.models.transformer.masks import AttentionMask, alibi_slopes
 from shardwise.models.transformer.rotary import RotaryEmbedding
 from shardwise.run.exact_trials.exact_trials import (
     OtherBits,

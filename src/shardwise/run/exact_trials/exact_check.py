@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.kernels.blocks import in_blocks
-from shardwise.kernels.swiglu import swiglu
+from shardwise.kernels.elementwise import swiglu
 from shardwise.models.config import ModelConfig
 from shardwise.models.language_model import LanguageModel
 from shardwise.run.exact_trials.exact_attention_check import try_attention

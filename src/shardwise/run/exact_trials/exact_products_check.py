@@ -23,7 +23,7 @@ from shardwise.core.communication.trees import tree_sum
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import LocalParts, ParamLayout, balanced_sizes, local_parts
 from shardwise.kernels.exact_products import ExactProducts
-from shardwise.models.adapters.layers import LoraLinear
+from shardwise.models.adapters.lora_layers import LoraLinear
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.run.exact_trials.exact_trials import (
     MOST_ELEMENTS,

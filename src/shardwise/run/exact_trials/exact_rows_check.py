@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.communication.trees import tree_sum
-from shardwise.models.adapters.layers import LoraLinear
+from shardwise.models.adapters.lora_layers import LoraLinear
 from shardwise.nn import RowLinear
 from shardwise.nn.exact import add_bias_by_parts, linear_by_parts, norm_by_parts
 from shardwise.nn.parallel_linear import ParallelLinear

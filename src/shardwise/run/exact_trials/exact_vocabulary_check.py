@@ -14,7 +14,7 @@ from shardwise.nn import VocabEmbedding
 from shardwise.nn.embedding import look_up, look_up_own
 from shardwise.nn.loss.combine import combine
 from shardwise.nn.loss.options import LossOptions
-from shardwise.nn.loss.parts import columns_between
+from shardwise.nn.loss.vocabulary import columns_between
 from shardwise.run.exact_trials.exact_trials import (
     MOST_ELEMENTS,
     OtherBits,

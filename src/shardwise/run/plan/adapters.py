@@ -15,7 +15,7 @@ from shardwise.nn.quantization import QUANTIZATIONS, Quantization
 from shardwise.run.plan.parameters import Parameter, Part, parameters_of, parts_of
 from shardwise.run.plan.state import StateBytes, has_buffers, rows_of_first_rank, state_bytes
 from shardwise.run.plan.state import buffer_elements as buffered
-from shardwise.run.plan.workload import Adaptation, Layout, Workload
+from shardwise.run.plan.workload import Adaptation, Mesh, Workload
 from shardwise.storage.adapters.targets import check_targets, trained_tensors
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.description import ModelDescription
@@ -170,17 +170,17 @@ def quantized_bytes(kind: Quantization, layout: ParamLayout, rank: int) -> int:
     return codes + 4 * rows * len(blocks) + 4 * columns
 
 
-def adapted_state(workload: Workload, layout: Layout, parts: Sequence[Adapted], rank: int) -> StateBytes:
+def adapted_state(workload: Workload, mesh: Mesh, parts: Sequence[Adapted], rank: int) -> StateBytes:
     """What a rank holds from step to step; ``state_bytes`` of a model that is trained whole."""
     adaptation, e = workload.adaptation, workload.element_bytes
     assert adaptation is not None
     adapters = [param for part in parts for param in part.adapters]
     trained = [param for part in parts for param in part.trained]
     wide = replace(workload, element_bytes=max(4, e), has_masters=False)
-    of_adapters, of_base = state_bytes(wide, layout, adapters), state_bytes(workload, layout, trained)
+    of_adapters, of_base = state_bytes(wide, mesh, adapters), state_bytes(workload, mesh, trained)
     gradients = of_adapters.gradients + of_base.gradients
-    if has_buffers(workload, layout) and not layout.splits_state:
-        gradients = wide.element_bytes * buffered([*trained, *adapters], layout.dp)
+    if has_buffers(workload, mesh) and not mesh.splits_state:
+        gradients = wide.element_bytes * buffered([*trained, *adapters], mesh.dp)
     held = 0
     for part in parts:
         codes = {param.name for param in part.quantized}
@@ -190,7 +190,7 @@ def adapted_state(workload: Workload, layout: Layout, parts: Sequence[Adapted], 
                 assert param.layout is not None
                 held += quantized_bytes(adaptation.quantization, param.layout, rank)
             else:
-                held += e * (rows_of_first_rank(param, layout.dp) if layout.shards_fully else param.numel)
+                held += e * (rows_of_first_rank(param, mesh.dp) if mesh.shards_fully else param.numel)
         # Of what is trained the model keeps what it was.
         held += e * sum(param.numel for param in part.trained)
     return StateBytes(

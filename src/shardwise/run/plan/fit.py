@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.core.errors import ConfigError
-from shardwise.run.plan.plan import Plan, make_plan
-from shardwise.run.plan.workload import Layout, Recomputation, Workload
+from shardwise.run.plan.memory_plan import Plan, make_plan
+from shardwise.run.plan.workload import Mesh, Recomputation, Workload
 
 # From what costs nothing to what costs a forward.
 _RECOMPUTATIONS = (
@@ -37,7 +37,7 @@ class Choice:
         """Least first: extra work to a thousandth, bytes that a rank sends in a step, whether anything at all is
         recomputed, and bytes of the worst rank.
         """
-        recomputes = self.plan.layout.recomputation.granularity is not None
+        recomputes = self.plan.mesh.recomputation.granularity is not None
         return round(self.extra_work, 3), self.plan.sent, recomputes, self.plan.worst.total
 
 
@@ -48,7 +48,7 @@ def fitting(
     world_sizes: Sequence[int],
     micro_batch_size: int | None = None,
     ranks_per_host: int = 8,
-    like: Layout | None = None,
+    like: Mesh | None = None,
 ) -> list[Choice]:
     """The layouts whose worst rank needs at most ``limit`` bytes, best first.
 
@@ -64,12 +64,12 @@ def fitting(
     Returns:
         In the order of ``Choice.order``.
     """
-    like = like or Layout()
+    like = like or Mesh()
     choices = []
-    for layout in _layouts(workload, world_sizes, ranks_per_host, like):
-        for samples in _micro_batch_sizes(workload, layout, micro_batch_size):
+    for mesh in _layouts(workload, world_sizes, ranks_per_host, like):
+        for samples in _micro_batch_sizes(workload, mesh, micro_batch_size):
             try:
-                plan = make_plan(workload, replace(layout, micro_batch_size=samples))
+                plan = make_plan(workload, replace(mesh, micro_batch_size=samples))
             except ConfigError:
                 continue
             if plan.worst.total <= limit:
@@ -78,7 +78,7 @@ def fitting(
     return sorted(choices, key=lambda choice: choice.order)
 
 
-def _layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int, like: Layout) -> Iterator[Layout]:
+def _layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int, like: Mesh) -> Iterator[Mesh]:
     model = workload.model
     again = (like.recomputation,) if like.recomputation.granularity is not None else _RECOMPUTATIONS
     for world_size in world_sizes:
@@ -102,7 +102,7 @@ def _layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int
                             )
 
 
-def _sharded(workload: Workload, like: Layout, dp: int, pp: int) -> Iterator[tuple[int, bool]]:
+def _sharded(workload: Workload, like: Mesh, dp: int, pp: int) -> Iterator[tuple[int, bool]]:
     yield 0, False
     if dp > 1:
         yield 1, False
@@ -115,11 +115,11 @@ def _divisors(number: int, largest: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, largest) + 1) if number % divisor == 0]
 
 
-def _micro_batch_sizes(workload: Workload, layout: Layout, given: int | None) -> Iterator[int]:
-    if given is not None or layout.pp > 1:
+def _micro_batch_sizes(workload: Workload, mesh: Mesh, given: int | None) -> Iterator[int]:
+    if given is not None or mesh.pp > 1:
         yield given or 1
         return
-    samples = workload.global_batch_size // layout.dp
+    samples = workload.global_batch_size // mesh.dp
     while samples:
         yield samples
         samples = samples // 2 if samples % 2 == 0 else int(samples > 1)

@@ -9,9 +9,9 @@ from typing import Any
 from shardwise.core.errors import ConfigError
 from shardwise.data.labelled import counted
 from shardwise.run.plan.fit import Choice
+from shardwise.run.plan.memory_plan import Plan
 from shardwise.run.plan.parameters import parameters_of, parts_of
-from shardwise.run.plan.plan import Plan
-from shardwise.run.plan.workload import Layout
+from shardwise.run.plan.workload import Mesh
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}}
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}
@@ -49,9 +49,9 @@ def read_bytes(text: str) -> int:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """All numbers of a plan, in bytes."""
-    layout = plan.layout
+    mesh = plan.mesh
     return {
-        "layout": layout_as_json(layout),
+        "layout": layout_as_json(mesh),
         "parameters": sum_of_parameters(plan),
         "stages": [
             {
@@ -67,7 +67,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
                 "in_flight": rank.in_flight,
                 "working": rank.working,
                 "total": rank.total,
-                "sent": {axis: rank.traffic.sent(layout, axis) for axis in _AXES},
+                "sent": {axis: rank.traffic.sent(mesh, axis) for axis in _AXES},
                 "collectives": [
                     {"axis": axis, "name": name, "bytes": num_bytes, "calls": times}
                     for (axis, name, num_bytes), times in sorted(rank.traffic.calls.items())
@@ -82,22 +82,22 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def layout_as_json(layout: Layout) -> dict[str, Any]:
+def layout_as_json(mesh: Mesh) -> dict[str, Any]:
     """The layout's settings by name."""
-    recompute = layout.recomputation
+    recompute = mesh.recomputation
     return {
-        "ranks": layout.world_size,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "dp": layout.dp,
-        "sequence_parallel": layout.splits_sequence,
-        "pipeline_schedule": layout.schedule,
-        "virtual_stages": layout.virtual_stages,
-        "zero": layout.zero,
-        "fsdp": layout.fsdp,
+        "ranks": mesh.world_size,
+        "tp": mesh.tp,
+        "pp": mesh.pp,
+        "dp": mesh.dp,
+        "sequence_parallel": mesh.splits_sequence,
+        "pipeline_schedule": mesh.schedule,
+        "virtual_stages": mesh.virtual_stages,
+        "zero": mesh.zero,
+        "fsdp": mesh.fsdp,
         "recompute_granularity": recompute.granularity,
         "recompute_modules": list(recompute.modules),
-        "micro_batch_size": layout.micro_batch_size,
+        "micro_batch_size": mesh.micro_batch_size,
     }
 
 
@@ -109,30 +109,30 @@ def sum_of_parameters(plan: Plan) -> int:
 
 
 def _parts(plan: Plan) -> Any:
-    return parts_of(plan.workload.model, plan.layout.pp, plan.layout.virtual_stages)
+    return parts_of(plan.workload.model, plan.mesh.pp, plan.mesh.virtual_stages)
 
 
 def plan_as_table(plan: Plan) -> str:
     """A line for each pipeline stage, and which rank needs the most."""
-    workload, layout = plan.workload, plan.layout
+    workload, mesh = plan.workload, plan.mesh
     header = ["stage", "layers", "weights", "gradients", "fp32 copies", "optimizer", "activations", "working", "total"]
-    axes = [axis for axis in _AXES if getattr(layout, axis) > 1]
+    axes = [axis for axis in _AXES if getattr(mesh, axis) > 1]
     rows = [header + [f"sent {axis}" for axis in axes]]
     for rank, parts in zip(plan.stages, _parts(plan), strict=True):
         layers = "+".join(f"{part.layers.start}-{part.layers.stop - 1}" for part in parts)
         numbers = (rank.weights, rank.gradients, rank.masters, rank.optimizer, rank.activations, rank.working)
-        sent = (rank.traffic.sent(layout, axis) for axis in axes)
+        sent = (rank.traffic.sent(mesh, axis) for axis in axes)
         rows.append([str(rank.stage), layers, *map(shown_bytes, (*numbers, rank.total, *sent))])
     worst = plan.worst
-    number = layout.num_micro_batches(workload)
+    number = mesh.num_micro_batches(workload)
     lines = [
         f"model  {sum_of_parameters(plan):,} parameters, {workload.element_bytes} bytes each"
         + (", with fp32 copies" if workload.has_masters else "")
         + f", {workload.optimizer}",
-        f"ranks  {layout.world_size}: {layout}",
+        f"ranks  {mesh.world_size}: {mesh}",
         f"step   {counted(workload.global_batch_size, 'sample')} of {workload.sequence_length:,} tokens: on each "
-        f"rank {number} micro-batch{'es' if number > 1 else ''} of {layout.micro_batch_size}"
-        + (f", {_in_flight(plan)} in flight at a time" if layout.pp > 1 else ""),
+        f"rank {number} micro-batch{'es' if number > 1 else ''} of {mesh.micro_batch_size}"
+        + (f", {_in_flight(plan)} in flight at a time" if mesh.pp > 1 else ""),
         "",
         aligned(rows),
         "",
@@ -151,18 +151,18 @@ def fitting_as_table(choices: Sequence[Choice]) -> str:
     header = ["ranks", "tp", "pp", "dp", "sp", "sharded", "recompute", "micro-batch", "a rank", "extra work", "sent"]
     rows = [header]
     for choice in choices:
-        plan, layout = choice.plan, choice.plan.layout
-        numbers = (layout.world_size, layout.tp, layout.pp, layout.dp)
-        sharded = "zero 1" if layout.zero else "fsdp" if layout.fsdp else "-"
-        recompute = layout.recomputation
+        plan, mesh = choice.plan, choice.plan.mesh
+        numbers = (mesh.world_size, mesh.tp, mesh.pp, mesh.dp)
+        sharded = "zero 1" if mesh.zero else "fsdp" if mesh.fsdp else "-"
+        recompute = mesh.recomputation
         again = str(recompute) if recompute.granularity == "selective" else recompute.granularity or "-"
         rows.append(
             [
                 *map(str, numbers),
-                "yes" if layout.splits_sequence else "-",
+                "yes" if mesh.splits_sequence else "-",
                 sharded,
                 again,
-                str(layout.micro_batch_size),
+                str(mesh.micro_batch_size),
                 shown_bytes(plan.worst.total),
                 f"{100 * choice.extra_work:.1f} %",
                 shown_bytes(plan.sent),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.run.plan.parameters import Parameter
-from shardwise.run.plan.workload import Layout, Workload
+from shardwise.run.plan.workload import Mesh, Workload
 from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE
 from shardwise.training.gradients.bucket_bounds import place
 
@@ -28,27 +28,27 @@ class Shares:
     matrices: tuple[int, ...]
 
 
-def shares_of(workload: Workload, layout: Layout, params: Sequence[Parameter]) -> Shares:
+def shares_of(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> Shares:
     """Of a rank with the parameters ``params``."""
-    owned, matrices = [0] * layout.dp, [0] * layout.dp
+    owned, matrices = [0] * mesh.dp, [0] * mesh.dp
     ends = []
     for is_whole in (False, True):
         # As the buffers have them: the last first.
         indices = [
             index
             for index in reversed(range(len(params)))
-            if is_summed_elsewhere(workload, layout, params[index]) is is_whole
+            if is_summed_elsewhere(workload, mesh, params[index]) is is_whole
         ]
         if not indices:
             ends.append(0)
             continue
         placement = place(
-            [params[index].numel for index in indices], bucket_size=DEFAULT_BUCKET_SIZE, world_size=layout.dp
+            [params[index].numel for index in indices], bucket_size=DEFAULT_BUCKET_SIZE, world_size=mesh.dp
         )
         ends.append(placement.bounds[-1])
         for number, places in enumerate(placement.buckets):
             first = placement.bounds[number]
-            size = (placement.bounds[number + 1] - first) // layout.dp
+            size = (placement.bounds[number + 1] - first) // mesh.dp
             for each in places:
                 param, start = params[indices[each]], placement.starts[each] - first
                 stop = start + param.numel
@@ -59,11 +59,11 @@ def shares_of(workload: Workload, layout: Layout, params: Sequence[Parameter]) -
     return Shares(ends[0], ends[1], tuple(owned), tuple(matrices))
 
 
-def is_summed_elsewhere(workload: Workload, layout: Layout, param: Parameter) -> bool:
+def is_summed_elsewhere(workload: Workload, mesh: Mesh, param: Parameter) -> bool:
     """Whether a gradient is summed over tensor-parallel ranks or stages, beside the data-parallel ranks."""
-    if layout.tp > 1 and (param.is_of_heads or param.num_shared or (param.is_partial and layout.splits_sequence)):
+    if mesh.tp > 1 and (param.is_of_heads or param.num_shared or (param.is_partial and mesh.splits_sequence)):
         return True
-    return layout.pp > 1 and is_tied(workload, param)
+    return mesh.pp > 1 and is_tied(workload, param)
 
 
 def is_tied(workload: Workload, param: Parameter) -> bool:

@@ -16,10 +16,10 @@ import torch
 
 from shardwise.core.errors import OutOfMemoryError, ShardwiseError
 from shardwise.run.plan.fit import Choice, fitting
-from shardwise.run.plan.plan import Plan, make_plan
-from shardwise.run.plan.planning import layout_of, workload_of
+from shardwise.run.plan.from_settings import mesh_of, workload_of
+from shardwise.run.plan.memory_plan import Plan, make_plan
 from shardwise.run.plan.report import plan_as_table, shown_bytes
-from shardwise.run.plan.workload import Layout
+from shardwise.run.plan.workload import Mesh
 from shardwise.run.processes.ranks import Ranks
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.bounds import launcher_number
@@ -88,7 +88,7 @@ class Shortage:
             return "Use a smaller --training.micro-batch-size, shorter samples, or --recompute.granularity full."
         try:
             workload = workload_of(self.settings, self.model)
-            plan = make_plan(workload, layout_of(self.settings, self.ranks.world_size))
+            plan = make_plan(workload, mesh_of(self.settings, self.ranks.world_size))
             return f"{plan_as_table(plan)}\n{self._advice(plan)}"
         except ShardwiseError as error:
             return f"There is no plan of it: {error}"
@@ -105,27 +105,27 @@ class Shortage:
         choices = self._fitting(plan, usable)
         if not choices:
             return (
-                f"No layout of {plan.layout.world_size} ranks needs as little as {shown_bytes(usable)} of each; use "
+                f"No layout of {plan.mesh.world_size} ranks needs as little as {shown_bytes(usable)} of each; use "
                 "more ranks, shorter samples or a smaller model."
             )
-        nearest = min(choices, key=lambda choice: (len(changes(plan.layout, choice.plan.layout)), choice.order))
-        flags = " ".join(changes(plan.layout, nearest.plan.layout))
+        nearest = min(choices, key=lambda choice: (len(changes(plan.mesh, choice.plan.mesh)), choice.order))
+        flags = " ".join(changes(plan.mesh, nearest.plan.mesh))
         return f"The smallest change that fits, with {shown_bytes(nearest.plan.worst.total)}: {flags}"
 
     def _fitting(self, plan: Plan, limit: int) -> list[Choice]:
-        layout = plan.layout
-        likes = [layout, replace(layout, recomputation=type(layout.recomputation)())]
+        mesh = plan.mesh
+        likes = [mesh, replace(mesh, recomputation=type(mesh.recomputation)())]
         return [
             choice
             for like in likes
-            for micro in (layout.micro_batch_size, None)
+            for micro in (mesh.micro_batch_size, None)
             for choice in fitting(
-                plan.workload, limit, world_sizes=[layout.world_size], micro_batch_size=micro, like=like
+                plan.workload, limit, world_sizes=[mesh.world_size], micro_batch_size=micro, like=like
             )
         ]
 
 
-def changes(before: Layout, after: Layout) -> list[str]:
+def changes(before: Mesh, after: Mesh) -> list[str]:
     """The flags that make the one of the other."""
     flags = [
         f"--{name} {getattr(after, name)}"

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from shardwise.run.plan.parameters import Parameter, Part
 from shardwise.run.plan.shares import shares_of
-from shardwise.run.plan.workload import Layout, Workload
+from shardwise.run.plan.workload import Mesh, Workload
 from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE
 from shardwise.training.gradients.bucket_bounds import place
 
@@ -34,21 +34,21 @@ class StateBytes:
     optimizer: int
 
 
-def state_bytes(workload: Workload, layout: Layout, params: Sequence[Parameter]) -> StateBytes:
+def state_bytes(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> StateBytes:
     """Of a rank with the parameters ``params``, all of which are trained."""
     e, wide = workload.element_bytes, workload.gradient_bytes
     # Of AdamW two moments and a number of steps for each parameter, of Muon's matrices one moment.
     matrices = [param for param in params if param.is_matrix and workload.optimizer == "muon"]
     steps = len(params) - len(matrices)
-    if layout.shards_fully:
+    if mesh.shards_fully:
         # Those of the first data-parallel rank, which has the most; weights of 16 bits are kept in fp32.
-        elements = sum(rows_of_first_rank(param, layout.dp) for param in params)
-        kinds = 2 * elements - sum(rows_of_first_rank(param, layout.dp) for param in matrices)
+        elements = sum(rows_of_first_rank(param, mesh.dp) for param in params)
+        kinds = 2 * elements - sum(rows_of_first_rank(param, mesh.dp) for param in matrices)
         return StateBytes(wide * elements, wide * elements, 0, wide * kinds + _STEP_BYTES * steps)
-    if layout.splits_state:
-        return _shared_out(workload, layout, params)
+    if mesh.splits_state:
+        return _shared_out(workload, mesh, params)
     elements = sum(param.numel for param in params)
-    gradients = buffer_elements(params, layout.dp) if has_buffers(workload, layout) else elements
+    gradients = buffer_elements(params, mesh.dp) if has_buffers(workload, mesh) else elements
     kinds = 2 * elements - sum(param.numel for param in matrices)
     return StateBytes(
         weights=e * elements,
@@ -58,16 +58,16 @@ def state_bytes(workload: Workload, layout: Layout, params: Sequence[Parameter])
     )
 
 
-def _shared_out(workload: Workload, layout: Layout, params: Sequence[Parameter]) -> StateBytes:
+def _shared_out(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> StateBytes:
     """With zero, of the data-parallel rank that has the most."""
-    wide, shares = workload.gradient_bytes, shares_of(workload, layout, params)
+    wide, shares = workload.gradient_bytes, shares_of(workload, mesh, params)
     is_muon = workload.optimizer == "muon"
     masters = [4 * owned if workload.has_masters else 0 for owned in shares.owned]
     kinds = [
         wide * (2 * owned - (matrices if is_muon else 0))
         for owned, matrices in zip(shares.owned, shares.matrices, strict=True)
     ]
-    most = max(range(layout.dp), key=lambda rank: masters[rank] + kinds[rank])
+    most = max(range(mesh.dp), key=lambda rank: masters[rank] + kinds[rank])
     steps = sum(not (is_muon and param.is_matrix) for param in params)
     return StateBytes(
         weights=workload.element_bytes * (shares.scattered + shares.whole),
@@ -77,9 +77,9 @@ def _shared_out(workload: Workload, layout: Layout, params: Sequence[Parameter])
     )
 
 
-def has_buffers(workload: Workload, layout: Layout) -> bool:
+def has_buffers(workload: Workload, mesh: Mesh) -> bool:
     """Whether gradients lie in buffers: where they are reduced, or summed in another dtype than the parameters'."""
-    return (layout.dp > 1 or workload.has_masters) and not layout.shards_fully
+    return (mesh.dp > 1 or workload.has_masters) and not mesh.shards_fully
 
 
 def buffer_elements(params: Sequence[Parameter], dp: int) -> int:
@@ -116,9 +116,7 @@ def units_of(
     return rest, list(units.values())
 
 
-def gathered_bytes(
-    workload: Workload, layout: Layout, parts: Sequence[Part], params: Sequence[Sequence[Parameter]]
-) -> int:
+def gathered_bytes(workload: Workload, mesh: Mesh, parts: Sequence[Part], params: Sequence[Sequence[Parameter]]) -> int:
     """With fsdp, what is whole at one time: the rest of each part, the largest unit, and gradients that accumulate."""
     whole = largest = 0
     for part, own in zip(parts, params, strict=True):
@@ -126,6 +124,6 @@ def gathered_bytes(
         whole += sum(param.numel for param in rest)
         largest = max([largest, *(sum(param.numel for param in unit) for unit in units)])
     accumulated = 0
-    if layout.num_micro_batches(workload) > 1:
+    if mesh.num_micro_batches(workload) > 1:
         accumulated = workload.gradient_bytes * sum(param.numel for own in params for param in own)
     return workload.element_bytes * (whole + largest) + accumulated

@@ -13,7 +13,7 @@ from shardwise.run.plan.kept import Share
 from shardwise.run.plan.parameters import Parameter, Part
 from shardwise.run.plan.shares import is_tied, shares_of
 from shardwise.run.plan.state import buffer_elements, rows_of_first_rank, units_of
-from shardwise.run.plan.workload import Layout, Workload
+from shardwise.run.plan.workload import Mesh, Workload
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Traffic:
         """Bytes that the rank contributes, on one axis or on all."""
         return sum(bytes_ * times for (of, _, bytes_), times in self.calls.items() if axis in (None, of))
 
-    def sent(self, layout: Layout, axis: str | None = None) -> int:
+    def sent(self, mesh: Mesh, axis: str | None = None) -> int:
         """Bytes that the rank sends if collectives go round in a ring."""
-        sizes = {"tp": layout.tp, "dp": layout.dp, "pp": layout.pp}
+        sizes = {"tp": mesh.tp, "dp": mesh.dp, "pp": mesh.pp}
         total = 0
         for (of, name, num_bytes), times in self.calls.items():
             if axis in (None, of):
@@ -56,57 +56,57 @@ def _sent_in_ring(name: str, num_bytes: int, ranks: int) -> int:
 
 
 def traffic_of(
-    workload: Workload, layout: Layout, parts: Sequence[Part], x: Share, params: Sequence[Sequence[Parameter]]
+    workload: Workload, mesh: Mesh, parts: Sequence[Part], x: Share, params: Sequence[Sequence[Parameter]]
 ) -> Traffic:
     """What a rank sends in a step that holds ``parts`` with the parameters ``params``."""
     traffic = Traffic()
     all_params = [param for own in params for param in own]
-    times = layout.num_micro_batches(workload)
-    if layout.tp > 1:
+    times = mesh.num_micro_batches(workload)
+    if mesh.tp > 1:
         for part in parts:
-            _tensor_parallel(traffic, workload, layout, part, x, times)
+            _tensor_parallel(traffic, workload, mesh, part, x, times)
         summed = 0
         for param in all_params:
-            if param.is_of_heads or (param.is_partial and layout.splits_sequence):
-                summed += rows_of_first_rank(param, layout.dp) if layout.shards_fully else param.numel
+            if param.is_of_heads or (param.is_partial and mesh.splits_sequence):
+                summed += rows_of_first_rank(param, mesh.dp) if mesh.shards_fully else param.numel
             summed += param.num_shared
         traffic.add("tp", "all_reduce", workload.gradient_bytes * summed)
         if workload.optimizer == "muon":
             # Shards to the ranks that have whole matrices, and about as much back.
-            traffic.add("tp", "all_to_all", _bytes_of_matrices(workload, layout, all_params), 2)
-    if layout.pp > 1:
+            traffic.add("tp", "all_to_all", _bytes_of_matrices(workload, mesh, all_params), 2)
+    if mesh.pp > 1:
         hidden = x.e * x.own * x.h
         for part in parts:
             traffic.add("pp", "send", hidden, times * ((not part.is_last) + (not part.is_first)))
         for param in all_params:
             if is_tied(workload, param):
                 traffic.add("pp", "all_reduce", workload.gradient_bytes * param.numel)
-    if layout.dp > 1:
-        _data_parallel(traffic, workload, layout, parts, params, times)
+    if mesh.dp > 1:
+        _data_parallel(traffic, workload, mesh, parts, params, times)
     return traffic
 
 
-def _bytes_of_matrices(workload: Workload, layout: Layout, params: Sequence[Parameter]) -> int:
+def _bytes_of_matrices(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> int:
     """Of Muon's matrices, about, that a rank has once data-parallel ranks have dealt them out, if they do."""
-    deals = layout.dp if layout.splits_state or layout.shards_fully else 1
+    deals = mesh.dp if mesh.splits_state or mesh.shards_fully else 1
     return workload.element_bytes * sum(param.numel for param in params if param.is_matrix) // deals
 
 
-def _tensor_parallel(traffic: Traffic, workload: Workload, layout: Layout, part: Part, x: Share, times: int) -> None:
+def _tensor_parallel(traffic: Traffic, workload: Workload, mesh: Mesh, part: Part, x: Share, times: int) -> None:
     """Of one stage, or one of its chunks."""
     model, hidden, own = workload.model, x.e * x.s * x.b * x.h, x.e * x.own * x.h
     gathers = reductions = 0
     # Of each layer two in the forward, two in the backward, and what recomputing it repeats.
     number = len(part.layers)
-    reductions += 4 * number + repeated_reductions(workload, layout, number)
+    reductions += 4 * number + repeated_reductions(workload, mesh, number)
     gathers += 6 * number
     if model.qk_layernorm_over_heads:
         # The squares of queries and keys, of all heads of a token.
-        again = number if layout.recomputation.granularity == "full" else 0
+        again = number if mesh.recomputation.granularity == "full" else 0
         traffic.add("tp", "all_reduce", 2 * x.wide * x.s * x.b, times * (2 * number + again))
     learned = model.position_embedding_type == "learned_absolute"
     if part.is_first:
-        if layout.splits_sequence and learned:
+        if mesh.splits_sequence and learned:
             # Positions are added to the whole sequence first.
             traffic.add("tp", "all_reduce", hidden, times)
         else:
@@ -116,16 +116,16 @@ def _tensor_parallel(traffic: Traffic, workload: Workload, layout: Layout, part:
         reductions += 1
         gathers += 1 if workload.fuses_loss else 2
         traffic.add("tp", "all_gather", 3 * x.wide * x.s * x.b, times)
-    if layout.splits_sequence:
+    if mesh.splits_sequence:
         traffic.add("tp", "all_gather", own, times * gathers)
         traffic.add("tp", "reduce_scatter", hidden, times * reductions)
     else:
         traffic.add("tp", "all_reduce", hidden, times * reductions)
 
 
-def repeated_reductions(workload: Workload, layout: Layout, number: int) -> int:
+def repeated_reductions(workload: Workload, mesh: Mesh, number: int) -> int:
     """Reductions that the recomputation of ``number`` layers repeats in a backward: all of a span but its last one."""
-    recomputation = layout.recomputation
+    recomputation = mesh.recomputation
     if recomputation.granularity != "full":
         return 0
     if recomputation.method == "block":
@@ -139,31 +139,31 @@ def repeated_reductions(workload: Workload, layout: Layout, number: int) -> int:
 def _data_parallel(
     traffic: Traffic,
     workload: Workload,
-    layout: Layout,
+    mesh: Mesh,
     parts: Sequence[Part],
     params: Sequence[Sequence[Parameter]],
     times: int,
 ) -> None:
     e, wide = workload.element_bytes, workload.gradient_bytes
     all_params = [param for own in params for param in own]
-    if workload.optimizer == "muon" and (layout.splits_state or layout.shards_fully):
+    if workload.optimizer == "muon" and (mesh.splits_state or mesh.shards_fully):
         # Elements to the ranks that have whole matrices, and as much back, not rounded to 16 bits.
-        matrices = _bytes_of_matrices(workload, layout, all_params)
+        matrices = _bytes_of_matrices(workload, mesh, all_params)
         traffic.add("dp", "all_to_all", matrices)
         traffic.add("dp", "all_to_all", matrices // e * wide)
-    if layout.shards_fully:
+    if mesh.shards_fully:
         for part, own in zip(parts, params, strict=True):
             rest, units = units_of(workload, part, own)
             for unit, gathers in ((rest, 1), *((unit, 2) for unit in units)):
-                elements = sum(rows_of_first_rank(param, layout.dp) for param in unit)
+                elements = sum(rows_of_first_rank(param, mesh.dp) for param in unit)
                 traffic.add("dp", "all_gather", e * elements, gathers * times)
-                traffic.add("dp", "reduce_scatter", wide * elements * layout.dp)
+                traffic.add("dp", "reduce_scatter", wide * elements * mesh.dp)
         return
-    if not layout.splits_state:
-        traffic.add("dp", "all_reduce", wide * buffer_elements(all_params, layout.dp))
+    if not mesh.splits_state:
+        traffic.add("dp", "all_reduce", wide * buffer_elements(all_params, mesh.dp))
         return
-    shares = shares_of(workload, layout, all_params)
+    shares = shares_of(workload, mesh, all_params)
     traffic.add("dp", "reduce_scatter", wide * shares.scattered)
     traffic.add("dp", "all_reduce", wide * shares.whole)
     for elements in (shares.scattered, shares.whole):
-        traffic.add("dp", "all_gather", e * elements // layout.dp)
+        traffic.add("dp", "all_gather", e * elements // mesh.dp)

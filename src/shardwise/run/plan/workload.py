@@ -95,7 +95,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Mesh:
     """How ranks share the work.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What a fine-tuning run is told, beside what every run is: the model to start from, and whether to train adapters."""
+"""The settings of fine-tuning runs: the model to start from, labels, adapters, preferences, a teacher."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -10,7 +10,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.run.settings.lora_settings import LoraSettings
 from shardwise.training.bounds import PROBABILITY, STEPS, Checked, Folder, Range
 from shardwise.training.optimizer_settings import DECAY, RATE, OptimizerSettings
-from shardwise.training.settings import SEQUENCE, RunSettings, TrainingSettings
+from shardwise.training.setting_groups import SEQUENCE, TrainingSettings
+from shardwise.training.settings import RunSettings
 
 _BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
 _STEPS = 200
@@ -195,3 +196,101 @@ class FinetuneSettings(RunSettings):
         """The folder's name, and what is trained."""
         task = f", {self.labels.task}" if self.labels.is_on else ""
         return f"{self.base}, {self.lora.describe()}{task}"
+
+
+@dataclass(frozen=True)
+class PreferenceSettings(Checked, prefix="--"):
+    """The loss of preferences.
+
+    Attributes:
+        beta: how closely the model is held to the one that training begins with.
+        loss_type: "sigmoid" is DPO; "robust" allows for preferences that are the wrong way round (label_smoothing);
+            "hinge" and "ipo" stop pulling two answers apart that are far enough apart.
+        label_smoothing: the probability that a preference is the wrong way round.
+    """
+
+    beta: Annotated[float, Range(0, 1e6, low_included=False)] = 0.1
+    loss_type: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid"
+    label_smoothing: Annotated[float, Range(0, 0.5, high_included=False)] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            raise ConfigError(
+                f"--label-smoothing {self.label_smoothing:g} and --loss-type {self.loss_type} exclude each other; use "
+                "sigmoid or robust"
+            )
+
+
+@dataclass(frozen=True)
+class DpoSettings(FinetuneSettings):
+    """One run on preferences.
+
+    Attributes:
+        out: folder for the trained model or its adapters, for checkpoints, metrics and pictures.
+        preference: the loss.
+    """
+
+    learning_rates: ClassVar[tuple[float, float]] = (1e-6, 1e-5)
+
+    out: Annotated[str, Folder()] = "runs/dpo"
+    preference: Annotated[PreferenceSettings, tyro.conf.arg(name="")] = field(default_factory=PreferenceSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for excluded, what in (
+            (self.samples.packing, "--packing: the answers of a pair are rows of one batch"),
+            (not self.samples.mask_prompts, "--no-mask-prompts: what is compared are the answers to one prompt"),
+            (self.samples.too_long == "split", "--too-long split: a part of an answer is not what people chose; cut"),
+            (self.labels.is_on, f"--task {self.labels.task}: what is learned are answers; finetune learns labels"),
+            (self.parallel.exact, "--exact: the loss of preferences has no exact form"),
+        ):
+            if excluded:
+                raise ConfigError(f"dpo has no {what}; leave it out")
+        if self.model.dropout is None:
+            # What dropout takes away would count as a change since the reference.
+            object.__setattr__(self, "model", dataclasses.replace(self.model, dropout=0.0))
+
+
+@dataclass(frozen=True)
+class TeacherSettings(Checked, prefix="--"):
+    """The teacher, and how closely it is followed.
+
+    Attributes:
+        teacher: Hugging Face folder of the model to learn from, of the same tokenizer: config.json, safetensors and
+            tokenizer.json.
+        divergence: "forward" is KL(teacher || student), which spreads over all that the teacher finds possible;
+            "reverse" is KL(student || teacher), which keeps to what it finds likely.
+        temperature: divides the logits of both; the divergence is multiplied by its square.
+        alpha: weight of the divergence; the cross entropy with the data has the rest.
+    """
+
+    teacher: Annotated[str | None, Folder()] = None
+    divergence: Literal["forward", "reverse"] = "forward"
+    temperature: Annotated[float, Range(1e-3, 1000)] = 1.0
+    alpha: Annotated[float, Range(0, 1, low_included=False)] = 0.5
+
+
+@dataclass(frozen=True)
+class DistillSettings(FinetuneSettings):
+    """One run that learns from a teacher.
+
+    Attributes:
+        out: folder for the trained model or its adapters, for checkpoints, metrics and pictures.
+        distillation: the teacher.
+    """
+
+    out: Annotated[str, Folder()] = "runs/distill"
+    distillation: Annotated[TeacherSettings, tyro.conf.arg(name="")] = field(default_factory=TeacherSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distillation.teacher is None:
+            raise ConfigError("no model to learn from; name its Hugging Face folder: --teacher FOLDER")
+        for excluded, what in (
+            (self.parallel.pp > 1, "--pp over 1: the teacher has no stages; split both models with --tp"),
+            (self.labels.is_on, f"--task {self.labels.task}: what is learned is text; use shardwise finetune"),
+            (self.parallel.exact, "--exact: the divergence has no exact form; leave it out"),
+        ):
+            if excluded:
+                raise ConfigError(f"distill has no {what}")

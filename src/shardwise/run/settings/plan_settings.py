@@ -9,7 +9,8 @@ import tyro
 from shardwise.run.settings.finetune_settings import USUAL_BATCH_SIZE, USUAL_SEQUENCE_LENGTH
 from shardwise.run.settings.lora_settings import LoraSettings
 from shardwise.training.bounds import Range
-from shardwise.training.settings import SEQUENCE, ModelSettings, RunSettings, TrainingSettings
+from shardwise.training.setting_groups import SEQUENCE, ModelSettings, TrainingSettings
+from shardwise.training.settings import RunSettings
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 from shardwise.core.topology import Groups
 from shardwise.data import IGNORE_INDEX, Batch, Example, PreferenceEncoder, Windows, preference_of, read_records
 from shardwise.data.tokenizer import ChatTemplate
-from shardwise.nn.loss.preference import preference_loss
-from shardwise.run.session import Session
-from shardwise.run.settings.preference_settings import DpoSettings, PreferenceSettings
-from shardwise.run.tasks.finetune import Finetuning
+from shardwise.nn.loss.preference_loss import preference_loss
+from shardwise.run.settings.finetune_settings import DpoSettings, PreferenceSettings
+from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.pairs import Pairs, prepare_pairs
+from shardwise.run.tasks.recipe import Session
 from shardwise.run.tasks.reference import set_reference_
 from shardwise.training.objective import Objective, model_inputs
 

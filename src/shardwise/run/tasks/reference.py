@@ -18,7 +18,7 @@ from shardwise.core.errors import CheckpointError, DivergenceError
 from shardwise.core.files import open_regular, write_atomically
 from shardwise.data import Batch, EvaluationPairs, PairDataset
 from shardwise.data.labelled import counted
-from shardwise.run.session import Session
+from shardwise.run.tasks.recipe import Session
 from shardwise.training.trainer import Trainer
 
 FILE_NAME = "reference_log_probs.safetensors"

@@ -25,7 +25,8 @@ from shardwise.data import (
 )
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import Ranks
-from shardwise.training.settings import CorpusSettings, RunSettings, Settings
+from shardwise.training.setting_groups import CorpusSettings
+from shardwise.training.settings import RunSettings, Settings
 
 STDLIB = "stdlib"
 

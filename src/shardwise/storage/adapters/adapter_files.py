@@ -24,8 +24,9 @@ from shardwise.core.files import write_atomically
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.tensor_files import StoredTensor, read_box, read_header
+from shardwise.core.topology.view import gather_from_stages, model_groups
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.models.adapters.layers import LoraLayer
+from shardwise.models.adapters.lora_layers import LoraLayer
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import VocabEmbedding
@@ -35,8 +36,7 @@ from shardwise.storage.adapters.sites import Site, all_paths, all_tensors, outer
 from shardwise.storage.adapters.targets import chosen_paths, trained_tensors
 from shardwise.storage.adapters.trained import base_parameters, trained_of
 from shardwise.storage.huggingface.architectures import Architecture
-from shardwise.storage.huggingface.ranks import gather_from_stages, model_groups
-from shardwise.storage.huggingface.reading import weight_dtype
+from shardwise.storage.huggingface.tensor_folder import weight_dtype
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 

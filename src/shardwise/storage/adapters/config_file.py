@@ -8,8 +8,8 @@ from typing import Any
 from shardwise.core.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.models.adapters.config import ALL_LINEAR, LoraConfig
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.folder import ADAPTER_CONFIG_NAME, no_folder
-from shardwise.storage.huggingface.reading import read_json
+from shardwise.storage.huggingface.pretrained_folder import ADAPTER_CONFIG_NAME, no_folder
+from shardwise.storage.huggingface.tensor_folder import read_json
 
 CONFIG_NAME = ADAPTER_CONFIG_NAME
 

@@ -9,16 +9,16 @@ from torch import nn
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import draw_seed, part_seeded
+from shardwise.core.topology.view import model_groups
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.models.adapters.embedding import LoraEmbedding
-from shardwise.models.adapters.layers import LoraLayer, LoraLinear
+from shardwise.models.adapters.lora_embedding import LoraEmbedding
+from shardwise.models.adapters.lora_layers import LoraLayer, LoraLinear
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import VocabEmbedding
 from shardwise.storage.adapters.sites import Site, all_paths, all_tensors, outer_paths, sites_of
 from shardwise.storage.adapters.targets import check_targets, chosen_paths, trained_tensors
 from shardwise.storage.adapters.trained import base_parameters, check_trainable, originals, train_, trained_of
 from shardwise.storage.huggingface.architectures import Architecture
-from shardwise.storage.huggingface.ranks import model_groups
 
 
 def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Architecture) -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.topology.view import gather_from_stages
 from shardwise.models.adapters.adapter import Adapter
-from shardwise.models.adapters.layers import LoraLayer
+from shardwise.models.adapters.lora_layers import LoraLayer
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
 from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.mapping import Heads, compose
-from shardwise.storage.huggingface.ranks import gather_from_stages
 
 
 @dataclass(frozen=True)

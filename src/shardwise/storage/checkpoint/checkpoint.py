@@ -1,28 +1,57 @@
 """Load a sharded state into any layout, and look at what was saved.
 
 Bytes go through torch.distributed.checkpoint, which plans who reads what; this module adds that contents are checked,
-and that every rank hears of an error alike.
+and that every rank hears of an error alike (``checkpoint_errors``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from shardwise.core.communication.agreement import decide
-from shardwise.core.errors import CheckpointError
+from shardwise.core.errors import CheckpointError, ShardwiseError
 from shardwise.core.sharding import ParamLayout, ParamShard, TensorPieces
 from shardwise.core.tensor_files import some_tensors
-from shardwise.storage.checkpoint.failures import checkpoint_errors
 from shardwise.storage.checkpoint.manifest import Manifest
-from shardwise.storage.checkpoint.planning import tensors_of
-from shardwise.storage.checkpoint.reading import SafetensorsReader
+from shardwise.storage.checkpoint.slices import SafetensorsReader
+from shardwise.storage.checkpoint.storage import tensors_of
+
+
+def describe(error: BaseException) -> str:
+    """``error`` as one line; the type is named unless the message stands for itself."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ShardwiseError | OSError) else f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def checkpoint_errors() -> Iterator[None]:
+    """Turn an error into a CheckpointError.
+
+    torch.distributed.checkpoint's carries those of all ranks, and every rank has heard of it alike: the lowest rank's
+    is taken. What is no ``Exception`` (KeyboardInterrupt) is not the checkpoint's failure, and stays.
+    """
+    try:
+        yield
+    except CheckpointException as failure:
+        errors = [error for _, (error, _) in sorted(failure.failures.items())]
+        for error in errors:
+            if not isinstance(error, Exception):
+                raise error from failure
+        raise CheckpointError(describe(errors[0])) from failure
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(describe(error)) from error
+
 
 Description = tuple[torch.dtype, tuple[int, ...], ParamLayout]
 """What is the same of a tensor on every rank: dtype, global shape (leading axes included), and layout."""

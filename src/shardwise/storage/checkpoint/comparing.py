@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.core.tensor_files import StoredTensor, read_header
 from shardwise.storage.checkpoint.manifest import Manifest
-from shardwise.storage.checkpoint.reading import read_slice
+from shardwise.storage.checkpoint.slices import read_slice
 
 # What is compared at a time: at most 8 MiB of each tensor.
 _MOST_ELEMENTS = 1 << 20

@@ -1,4 +1,4 @@
-"""Where torch.distributed.checkpoint's chunks are written: one safetensors file per rank.
+"""The tensors that torch.distributed.checkpoint is given, and the files for its chunks: one safetensors file per rank.
 
 PyTorch's own ``HuggingFaceStorageWriter`` stores one chunk of a tensor per file (a second interval of one rank
 would take the first one's name), has no checksums, and reads every file to know what there is; its other writers keep
@@ -7,7 +7,7 @@ their metadata as a pickle.
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from shardwise.core.errors import CheckpointError
+from shardwise.core.sharding import ParamShard, TensorPieces
 from shardwise.core.tensor_files import TensorFile
 from shardwise.storage.checkpoint.checksum import slice_checksum
 from shardwise.storage.checkpoint.manifest import ChunkRecord, FileRecord
@@ -151,3 +152,45 @@ def chunk_key(item: WriteItem) -> str:
         return item.index.fqn
     box = zip(data.chunk.offsets, data.chunk.sizes, strict=True)
     return f"{item.index.fqn}[{', '.join(f'{start}:{start + size}' for start, size in box)}]"
+
+
+def tensors_of(
+    state: Mapping[str, ParamShard], stored_shapes: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, TensorPieces]:
+    """This rank's pieces of each tensor, by key; those of entries that share a key are together.
+
+    Entries that share key and memory, such as tied weights, are one.
+
+    Args:
+        state: entries that agree about each tensor (see ``describe_state``).
+        stored_shapes: the tensors' shapes in the checkpoint that is to be loaded, for entries that allow another.
+
+    Raises:
+        CheckpointError: two entries would be the same part of one tensor.
+        ShardingError: the rank holds an index of a tensor twice.
+    """
+    pieces: dict[str, dict[tuple[int, ...], Tensor]] = {}
+    written: dict[str, dict[tuple[int, ...], Tensor]] = {}
+    first: dict[str, ParamShard] = {}
+    for name, shard in state.items():
+        first.setdefault(shard.key, shard)
+        written.setdefault(shard.key, {}).update(shard.written_pieces())
+        of_key = pieces.setdefault(shard.key, {})
+        for offset, view in shard.pieces():
+            held = of_key.setdefault(offset, view)
+            if (held.data_ptr(), held.shape, held.stride()) != (view.data_ptr(), view.shape, view.stride()):
+                raise CheckpointError(
+                    f"entry {name!r} and one before it are both the part of tensor {shard.key!r} at {list(offset)}; "
+                    "give them different keys or sharded_offsets"
+                )
+    shapes = stored_shapes or {key: shard.global_shape for key, shard in first.items()}
+    return {
+        key: TensorPieces(
+            shapes[key],
+            list(of_key.items()),
+            dtype=first[key].dtype,
+            device=first[key].device,
+            written=list(written[key].items()),
+        )
+        for key, of_key in pieces.items()
+    }

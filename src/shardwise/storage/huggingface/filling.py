@@ -8,9 +8,9 @@ from torch import Tensor
 
 from shardwise.core.errors import CheckpointError
 from shardwise.core.sharding import Interval, ParamShard
-from shardwise.storage.huggingface.folder import PretrainedFolder
 from shardwise.storage.huggingface.mapping import Composition, Piece
-from shardwise.storage.huggingface.reading import TensorFolder, weight_dtype
+from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.storage.huggingface.tensor_folder import TensorFolder, weight_dtype
 
 # This many rows at both ends of each interval of a copy are compared.
 _ROWS = 16

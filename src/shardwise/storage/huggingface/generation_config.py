@@ -10,7 +10,7 @@ from shardwise.core.json_files import shown
 from shardwise.models.generation import Sampling
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
-from shardwise.storage.huggingface.reading import read_json
+from shardwise.storage.huggingface.tensor_folder import read_json
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 

@@ -14,16 +14,16 @@ from shardwise.core.errors import CheckpointError
 from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sharding import ParamShard
 from shardwise.core.topology import Groups
+from shardwise.core.topology.view import gather_from_stages, model_groups
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.classification import Classification
 from shardwise.nn import ReplicatedLinear
 from shardwise.nn.quantization import QuantizedTensor
 from shardwise.storage.huggingface.building import Model, build_model, chunks_of, model_config
 from shardwise.storage.huggingface.filling import check_copies, check_shapes, fill_shard_
-from shardwise.storage.huggingface.folder import PretrainedFolder
 from shardwise.storage.huggingface.mapping import Composition, compose
+from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
 from shardwise.storage.huggingface.quantizing import BaseQuantization, fill_quantized_, make_room_
-from shardwise.storage.huggingface.ranks import gather_from_stages, model_groups
 
 
 def load_pretrained(

@@ -12,7 +12,7 @@ from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architect
 from shardwise.storage.huggingface.architectures.classifier import with_label_fields
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.reading import read_json
+from shardwise.storage.huggingface.tensor_folder import read_json
 
 CONFIG_NAME = "config.json"
 

@@ -17,8 +17,8 @@ from shardwise.core.topology import Groups
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.nn.quantization import Quantization, QuantizedTensor, check_available, quantize_shard
 from shardwise.storage.huggingface.filling import fill_shard_
-from shardwise.storage.huggingface.folder import PretrainedFolder
 from shardwise.storage.huggingface.mapping import Composition
+from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import Interval
 from shardwise.training.gradients.bucket_bounds import place
 

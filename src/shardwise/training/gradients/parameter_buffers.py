@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.communication.collectives import all_gather_async
-from shardwise.core.communication.pending import Pending
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import Interval
 from shardwise.training.gradients.gradient_buffers import GradientBuffers
 from shardwise.training.gradients.gradient_trees import GradientTrees

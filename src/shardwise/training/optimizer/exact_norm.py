@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.exact_totals import exact_total
-from shardwise.core.communication.trees import exact_parts
+from shardwise.core.communication.trees import exact_parts, exact_total
 from shardwise.core.sharding import Interval, ParamLayout, local_parts
 from shardwise.kernels import elementwise_cpu
 from shardwise.training.gradients import Division

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.communication.backend import device_of_host_facts
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.pending import Pending
 from shardwise.core.communication.point_to_point import Transfer, exchange
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.training.pipeline.actions import Action, Kind, Schedule
 from shardwise.training.pipeline.messages import Exchange, Message, Program, made_by, needed_by, programs

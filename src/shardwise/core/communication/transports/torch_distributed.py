@@ -21,8 +21,7 @@ from shardwise.core.communication.agreement import check_same, gather_objects
 from shardwise.core.communication.backend import is_gloo, time_limit
 from shardwise.core.communication.buffers import GlobalMemoryBuffer, gather_buffer
 from shardwise.core.communication.context import context_of
-from shardwise.core.communication.pending import Pending
-from shardwise.core.communication.transports.transport import check_exchange
+from shardwise.core.communication.transports.transport import Pending, check_exchange
 from shardwise.core.communication.waiting import Wait
 from shardwise.core.errors import DesyncError
 

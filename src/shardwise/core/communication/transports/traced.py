@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.buffers import GlobalMemoryBuffer
-from shardwise.core.communication.pending import Pending
 from shardwise.core.communication.transports.torch_distributed import (
     is_even,
     join_gathered,
     packed_by_rank,
     shifted_sizes,
 )
+from shardwise.core.communication.transports.transport import Pending
 
 _operators = torch.ops._c10d_functional
 

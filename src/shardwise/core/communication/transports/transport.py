@@ -1,14 +1,33 @@
-"""What a transport is, and what all of them check alike."""
+"""The interface of a transport, the handle of a collective in flight, and the check that all transports share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.buffers import GlobalMemoryBuffer
-from shardwise.core.communication.pending import Pending
 from shardwise.core.errors import DesyncError
+
+
+class Pending:
+    """A collective in flight; ``wait()`` returns its result.
+
+    Whatever the collective reads is kept alive until then.
+    """
+
+    __slots__ = ("_finish", "_kept", "_work")
+
+    def __init__(self, work: Any, finish: Callable[[], Tensor], *kept: Tensor) -> None:
+        self._work = work
+        self._finish = finish
+        self._kept = kept
+
+    def wait(self) -> Tensor:
+        """Wait until the result is there and return it; call once."""
+        if self._work is not None:
+            self._work.wait()
+        return self._finish()
 
 
 class Transport(Protocol):

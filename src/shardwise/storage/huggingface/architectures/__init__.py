@@ -6,9 +6,7 @@ from shardwise.storage.huggingface.architectures.bloom import BLOOM
 from shardwise.storage.huggingface.architectures.gemma import GEMMA2, GEMMA3
 from shardwise.storage.huggingface.architectures.gpt2 import GPT2
 from shardwise.storage.huggingface.architectures.gpt_neox import GPT_NEOX
-from shardwise.storage.huggingface.architectures.granite import GRANITE
-from shardwise.storage.huggingface.architectures.llama import LLAMA, MISTRAL
-from shardwise.storage.huggingface.architectures.olmo2 import OLMO2
+from shardwise.storage.huggingface.architectures.llama import GRANITE, LLAMA, MISTRAL, OLMO2
 from shardwise.storage.huggingface.architectures.opt import OPT
 from shardwise.storage.huggingface.architectures.phi3 import PHI3
 from shardwise.storage.huggingface.architectures.qwen import QWEN2, QWEN3

@@ -1,4 +1,8 @@
-"""Llama 3 and Mistral, and what Qwen shares with them: rotary positions, RMSNorm, SwiGLU, grouped queries."""
+"""Llama 3, Mistral, Granite 3 and OLMo 2: rotary positions, RMSNorm, SwiGLU, grouped queries, which Qwen shares.
+
+Granite 3 is Llama with factors on the embedding, the residual branches, the scores and the logits. OLMo 2 is Llama with
+norms after attention and MLP instead of before, and norms of all queries and of all keys.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,4 +163,45 @@ MISTRAL = _Mistral(
     classifiers=classifiers("Mistral"),
     settings=decoder_settings(intermediate_size=14336, vocab_size=32000, max_position_embeddings=4096 * 32),
     num_key_value_heads=8,
+)
+
+
+class _Granite(Decoder):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        scale = fields.get(float, "attention_multiplier", default=1.0)
+        return {"softmax_scale": scale, **super().read_others(fields, values)}
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        scale = model.kv_channels**-0.5 if model.softmax_scale is None else model.softmax_scale
+        return {"attention_multiplier": scale, **super().write_others(model)}
+
+
+GRANITE = _Granite(
+    model_type="granite",
+    classes=("GraniteForCausalLM", "GraniteModel"),
+    settings={
+        **LLAMA.settings,
+        "embedding_multiplier": Setting("embedding_multiplier", 1.0),
+        "residual_multiplier": Setting("residual_multiplier", 1.0),
+        "logits_scaling": Setting("logits_scaling", 1.0),
+    },
+)
+
+OLMO2 = Decoder(
+    model_type="olmo2",
+    classes=("Olmo2ForCausalLM", "Olmo2Model"),
+    classifiers=classifiers("Olmo2", of_tokens=False),
+    settings={
+        **decoder_settings(intermediate_size=11008, vocab_size=50304, max_position_embeddings=2048),
+        "layernorm_epsilon": Setting("rms_norm_eps", 1e-5),
+        "attention_bias": Setting("attention_bias", False),
+    },
+    fixed={**LLAMA.fixed, "norm_position": "branch", "qk_layernorm": True, "qk_layernorm_over_heads": True},
+    table=TABLE
+    | {
+        _LAYER + "post_self_attn_layernorm.*": whole(_STORED + "post_attention_layernorm.*"),
+        _LAYER + "post_mlp_layernorm.*": whole(_STORED + "post_feedforward_layernorm.*"),
+        _LAYER + "self_attention.q_layernorm.*": whole(_STORED + "self_attn.q_norm.*"),
+        _LAYER + "self_attention.k_layernorm.*": whole(_STORED + "self_attn.k_norm.*"),
+    },
 )

@@ -20,7 +20,7 @@ from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.backend import is_gloo, time_limit
 from shardwise.core.communication.context import context_of
 from shardwise.core.communication.transports.shared_memory.channel import channel_bytes
-from shardwise.core.communication.transports.shared_memory.transport import SharedMemory
+from shardwise.core.communication.transports.shared_memory.exchanges import SharedMemory
 from shardwise.core.processes import Process, machine, temporary_prefix
 
 SWITCH = switches.SHARED_MEMORY

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.gpt import GPT
-from shardwise.models.transformer.inference import InferenceBlock
+from shardwise.models.transformer.inference_block import InferenceBlock
 from shardwise.nn.inference import InferenceRowLinear, sharing
 from shardwise.nn.linear import LinearParallelism
 

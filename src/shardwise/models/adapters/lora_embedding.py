@@ -20,7 +20,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout
 from shardwise.models.adapters.adapter import Adapter
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.models.adapters.layers import LoraLayer
+from shardwise.models.adapters.lora_layers import LoraLayer
 from shardwise.nn import VocabEmbedding
 
 

@@ -18,17 +18,16 @@ from shardwise.core.communication.agreement import agree, barrier
 from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.core.json_files import shown
 from shardwise.core.sharded_state import sharded_state_dict
-from shardwise.run.session import Session
 from shardwise.run.settings.lora_settings import LoraSettings
+from shardwise.run.tasks.recipe import Session
 from shardwise.storage import checkpoint
 from shardwise.storage.adapters import lora_layers
 from shardwise.storage.checkpoint import ParamShard
 from shardwise.storage.checkpoint.folder import step_of
 from shardwise.storage.checkpoint.manifest import Manifest
-from shardwise.training.exact_settings import exact_micro_batch_size
 from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
 from shardwise.training.precision import PRECISIONS
-from shardwise.training.settings import RunSettings
+from shardwise.training.settings import RunSettings, exact_micro_batch_size
 from shardwise.training.trainer import Trainer
 
 # What must not change between the parts of one run: the model, and which samples come when.

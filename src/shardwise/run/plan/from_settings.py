@@ -1,4 +1,4 @@
-"""From a run's settings to what is planned."""
+"""The way from a run's settings to the workload, the mesh and the model of its plan."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 from shardwise.core.errors import ConfigError
 from shardwise.kernels.dispatch import ELEMENTWISE
 from shardwise.run.build import describe
-from shardwise.run.plan.workload import Adaptation, Layout, Recomputation, Workload
+from shardwise.run.plan.workload import Adaptation, Mesh, Recomputation, Workload
 from shardwise.run.settings.lora_settings import LoraSettings
 from shardwise.run.settings.plan_settings import PlanSettings
 from shardwise.storage.adapters.config_file import read_adapter_config
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.pretrained import config_to_json, read_config
 from shardwise.training.precision import PRECISIONS
-from shardwise.training.settings import ModelSettings, RunSettings
+from shardwise.training.setting_groups import ModelSettings
+from shardwise.training.settings import RunSettings
 
 
 def workload_of(settings: RunSettings, model: ModelDescription, adaptation: Adaptation | None = None) -> Workload:
@@ -62,7 +63,7 @@ def adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | Non
     return Adaptation(config, name, None if kind == "none" else kind)
 
 
-def layout_of(settings: RunSettings, world_size: int) -> Layout:
+def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
     """How ``world_size`` ranks share a run of ``settings``.
 
     Raises:
@@ -71,7 +72,7 @@ def layout_of(settings: RunSettings, world_size: int) -> Layout:
     settings.check_world(world_size)
     parallel = settings.parallel
     dp = world_size // (parallel.tp * parallel.pp)
-    return Layout(
+    return Mesh(
         tp=parallel.tp,
         pp=parallel.pp,
         dp=dp,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.dataset import IGNORE_INDEX
-from shardwise.data.samples import TokenSamples
+from shardwise.data.sample_rows import TokenSamples
 
 _Ids = NDArray[np.int64]
 

@@ -1,7 +1,8 @@
-"""Rotation of pairs of elements, and of the queries and keys in a query-key-value projection as they leave it.
+"""SwiGLU, and the rotation of pairs of elements: single operations of PyTorch, or one loop or kernel.
 
 Rotated are the pairs ``(i, i + r/2)`` of the first ``r`` elements of a head, or with ``interleaved`` the pairs
-``(2i, 2i + 1)``; what follows is left as it is. The gradient is rotated back.
+``(2i, 2i + 1)``; the other elements do not change. The gradient is rotated back. Queries and keys can be rotated in a
+query-key-value projection as they leave it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import dispatch, elementwise_cpu
+from shardwise.kernels.blocks import in_blocks
 
 
 def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, at_any_size: bool = False) -> Tensor:
@@ -139,3 +142,39 @@ def _pairs(tensor: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Ten
     if interleaved:
         return tensor[..., 0:rotated:2], tensor[..., 1:rotated:2]
     return tensor[..., : rotated // 2], tensor[..., rotated // 2 : rotated]
+
+
+def swiglu(inner: Tensor, *, at_any_size: bool = False) -> Tensor:
+    """``silu(gate) * up`` (Shazeer 2020, arXiv:2002.05202).
+
+    The definition is what runs where ``dispatch.swiglu_kernels`` finds nothing faster: as single operations it keeps
+    gate, up and the activated gate for the backward, and rounds the activated gate to the tensors' dtype.
+
+    Args:
+        inner: ``[..., 2f]``, the gates first.
+        at_any_size: let neither the number of elements nor where a row ends change a bit of one.
+
+    Returns:
+        ``[..., f]``.
+    """
+    kernels = dispatch.swiglu_kernels(inner, at_any_size=at_any_size)
+    if kernels is None:
+        gate, up = inner.chunk(2, dim=-1)
+        return (in_blocks(F.silu, gate) if at_any_size else F.silu(gate)) * up
+    output: Tensor = _SwiGLU.apply(inner, kernels)
+    return output
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor, kernels: Any) -> Tensor:
+        ctx.save_for_backward(inner)
+        ctx.kernels = kernels
+        output: Tensor = kernels.swiglu(inner)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (inner,) = ctx.saved_tensors
+        return ctx.kernels.swiglu_gradient(inner, grad_output), None

@@ -6,14 +6,12 @@ import sys
 from pathlib import Path
 
 from shardwise.core.errors import ConfigError
-from shardwise.run.exact_trials.determinism import fix_order_of_mkl
-from shardwise.run.finishing import Outcome
+from shardwise.run.exact_trials.arithmetic import fix_order_of_mkl
 from shardwise.run.parity import Parity, check_parity
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.session import Session
-from shardwise.run.tasks.recipe import Recipe
+from shardwise.run.tasks.recipe import Outcome, Recipe, Session, compared
 from shardwise.run.tasks.texts import TrainingData
-from shardwise.run.wording import banner, compared
+from shardwise.run.wording import banner
 
 _EXACT_STEPS = 10
 

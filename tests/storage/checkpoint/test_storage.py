@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.errors import CheckpointError
 from shardwise.core.sharding import ParamLayout
 from shardwise.storage.checkpoint import ParamShard, load, save
-from shardwise.storage.checkpoint.planning import tensors_of
+from shardwise.storage.checkpoint.storage import tensors_of
 
 
 def test_entries_that_share_key_and_memory_are_one() -> None:

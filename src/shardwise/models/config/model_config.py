@@ -13,8 +13,8 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import CounterNormal, InitMethod, scaled_init_method_normal
 from shardwise.core.sharding import stage_layers
-from shardwise.models.config.layers import LayerConfig
-from shardwise.models.config.recompute import RecomputeConfig
+from shardwise.models.config.layer_config import LayerConfig
+from shardwise.models.config.recompute_config import RecomputeConfig
 from shardwise.nn.norm import Normalization
 
 NormPosition = Literal["pre", "post", "sandwich", "branch"]
@@ -138,7 +138,7 @@ class ModelConfig(LayerConfig, RecomputeConfig):
         if not callable(self.activation_func):
             raise ConfigError(
                 f"activation_func is {self.activation_func!r}; it must be a function (by name they are in "
-                "shardwise.models.transformer.activations.ACTIVATIONS)"
+                "shardwise.models.transformer.layer_arguments.ACTIVATIONS)"
             )
         self._check_norm_position()
         self._check_recompute_()

@@ -36,15 +36,15 @@ from shardwise.models.chunks import ModelChunks
 from shardwise.models.classification import Classification, Task
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.settings.finetune_settings import FinetuneSettings, LabelSettings
-from shardwise.run.tasks.finetune import Finetuning
+from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.labelling import Labelling
 from shardwise.run.tasks.samples import held_out_indices
 from shardwise.storage.huggingface import config_to_json, describe_model, load_pretrained
 from shardwise.storage.huggingface.architectures.classifier import label_fields, label_names, usual_names
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.folder import PretrainedFolder
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
+from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
 from shardwise.training.settings import RunSettings
 
 _JOINED = (

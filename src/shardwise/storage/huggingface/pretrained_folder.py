@@ -14,7 +14,7 @@ from shardwise.models.classification import Classification
 from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.pretrained import PretrainedConfig, read_config
-from shardwise.storage.huggingface.reading import TensorFolder, is_weight_dtype, weight_dtype
+from shardwise.storage.huggingface.tensor_folder import TensorFolder, is_weight_dtype, weight_dtype
 
 
 class PretrainedFolder:

@@ -30,11 +30,10 @@ from shardwise.models.chunks import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.session import Session
 from shardwise.run.settings.finetune_settings import USUAL_SEQUENCE_LENGTH, FinetuneSettings, SampleSettings
 from shardwise.run.settings.lora_settings import LoraSettings
 from shardwise.run.tasks.model_card import model_card
-from shardwise.run.tasks.recipe import Recipe
+from shardwise.run.tasks.recipe import Recipe, Session
 from shardwise.run.tasks.samples import Documents, Examples, as_examples, prepare_samples
 from shardwise.run.tasks.texts import STDLIB, Texts, TrainingData, encode_texts, read_data, share_texts
 from shardwise.storage.adapters import (
@@ -49,9 +48,9 @@ from shardwise.storage.adapters.config_file import CONFIG_NAME as ADAPTER_CONFIG
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained, save_pretrained
 from shardwise.storage.huggingface.companion_files import README_NAME, copy_companion_files
 from shardwise.storage.huggingface.description import ModelDescription
-from shardwise.storage.huggingface.folder import PretrainedFolder
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
-from shardwise.training.exact_settings import check_exact_length
+from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.training.settings import check_exact_length
 
 _LOOKED_AT_BYTES = 1 << 20
 

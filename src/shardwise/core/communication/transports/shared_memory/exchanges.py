@@ -1,16 +1,21 @@
-"""The collectives on top of the slots.
+"""Shared memory as a transport: the collectives on top of the slots, and the calls that start them.
 
 Sums are taken in rank order from the same slots by every rank that wants them, so that all have the same bits; those of
 more than two bf16 or fp16 values in fp32, rounded once.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from shardwise.core.communication import accounting
+from shardwise.core.communication.buffers import GlobalMemoryBuffer, gather_buffer
 from shardwise.core.communication.transports.shared_memory.channel import SLOT_BYTES, Channel, Message
-from shardwise.core.communication.transports.transport import check_exchange
+from shardwise.core.communication.transports.transport import Pending, check_exchange
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -293,3 +298,61 @@ class Shift(_Cut):
     def _read(self, chunk: int, slot: int) -> None:
         piece = self._piece(self.result.view(-1), chunk)
         piece.copy_(self._channel.rows(slot, piece.dtype, piece.shape)[self._source])
+
+
+CARRIED = {
+    "all_reduce": SUMMABLE,
+    "all_gather": MOVABLE,
+    "reduce_scatter": SUMMABLE,
+    "all_to_all": MOVABLE,
+    "shift": MOVABLE,
+}
+"""The dtypes that each operation takes."""
+
+REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+"""What an all-reduce can do."""
+
+
+class SharedMemory(Channel):
+    """A group's channel with the collectives of ``Transport``; it compares all calls by itself."""
+
+    def all_reduce(self, tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
+        """As in ``Transport``."""
+        accounting.record("all_reduce", tensor)
+        own = tensor.detach()
+        overwrites = may_overwrite and own.is_contiguous()
+        result = own if overwrites else torch.empty_like(own, memory_format=torch.contiguous_format)
+        return AllReduce(self, own, result, maximum=op == dist.ReduceOp.MAX)
+
+    def all_gather(
+        self,
+        tensor: Tensor,
+        group: ProcessGroup,
+        dim: int,
+        sizes: Sequence[int],
+        buffer: GlobalMemoryBuffer | Tensor | None,
+    ) -> Pending:
+        """As in ``Transport``."""
+        accounting.record("all_gather", tensor)
+        return AllGather(self, tensor.detach(), dim, sizes, gather_buffer(buffer, tensor, dim, sizes))
+
+    def reduce_scatter(
+        self, tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool
+    ) -> Pending:
+        """As in ``Transport``."""
+        accounting.record("reduce_scatter", tensor)
+        return ReduceScatter(self, tensor.detach(), dim, sizes, overwrites=may_overwrite)
+
+    def all_to_all(
+        self, tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]
+    ) -> Pending:
+        """As in ``Transport``."""
+        accounting.record("all_to_all", tensor)
+        return AllToAll(self, tensor.detach(), output_sizes, input_sizes)
+
+    def shift(
+        self, tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None
+    ) -> Pending:
+        """As in ``Transport``."""
+        accounting.record("all_to_all", tensor)
+        return Shift(self, tensor.detach(), step, counts, out)

@@ -1,6 +1,12 @@
-"""Long texts in parts, since the tokenizer library holds some 200 bytes per token while it encodes."""
+"""Limits of the tokenizer library: it gets long texts in parts, and its panics become errors.
+
+It holds some 200 bytes per token while it encodes. A panic of its Rust code is no ``Exception``.
+"""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardwise.core.errors import DataError
 
 MAX_PART_CHARS = 1 << 20
 """Longest part."""
@@ -65,3 +71,35 @@ def _is_seam(text: str, place: int, reach: int, encode: Callable[[str], list[int
     if left.isspace() or right.isspace():
         return False
     return encode(left + right) == encode(left) + encode(right)
+
+
+_SHOWN_CHARS = 40
+
+
+@contextmanager
+def panics_as_errors(what: str) -> Iterator[None]:
+    """Within, a panic of the tokenizer library is a DataError.
+
+    Args:
+        what: what the tokenizer does there, such as "encode a text".
+
+    Raises:
+        DataError: the library panics: most often a regular expression of a ``tokenizer.json`` gives up on a text.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # The library offers no other way to its class.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"the tokenizer cannot {what}: its library fails ({error!s:.200}). A regular expression in tokenizer.json "
+            "takes too many steps for it, or the file is damaged; use the tokenizer.json that the model was published "
+            "with, or leave the text out"
+        ) from error
+
+
+def shown(text: str) -> str:
+    """A text by its beginning and its length, for a message."""
+    dots = "..." if len(text) > _SHOWN_CHARS else ""
+    return f"the text {text[:_SHOWN_CHARS]!r}{dots} of {len(text):,} characters"
