@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.cli.checkpoint_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
 from shardwise.cli.classify import ClassifyArguments
 from shardwise.cli.eval import EvalArguments
 from shardwise.cli.reporting import print_line
@@ -31,6 +30,7 @@ from shardwise.data import (
 from shardwise.data.labelled import ProblemType, counted
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import IGNORED_LABEL, Classification
+from shardwise.run.commands.opened_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.run.tasks.classifying import pad_id_of, problem_of
 from shardwise.run.tasks.labelling import HeldOutLabels

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shardwise.cli import checkpoint_model
 from shardwise.cli.export_hf import ExportArguments
 from shardwise.cli.import_hf import ImportArguments
 from shardwise.cli.reporting import print_line
@@ -19,6 +18,7 @@ from shardwise.core.json_files import MAX_CONFIG_BYTES
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.commands import opened_model as checkpoint_model
 from shardwise.run.out_folder import hold_folder
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.run.tasks.model_card import model_card, of_merged

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from shardwise.cli.checkpoint_model import OpenCheckpoint, open_model
 from shardwise.cli.classifying import Opened, evaluate_labels, open_classifier
 from shardwise.cli.eval import EvalArguments
-from shardwise.cli.generating import open_causal
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.errors import ConfigError, DivergenceError
 from shardwise.data import (
@@ -31,6 +29,8 @@ from shardwise.data.labelled import counted
 from shardwise.data.reading import corpus_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.gpt import GPT
+from shardwise.run.commands.opened_model import OpenCheckpoint, open_model
+from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.tasks.samples import encode_examples, left_out_notes
 from shardwise.run.tasks.texts import STDLIB, read_data

@@ -9,15 +9,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.checkpoint_model import OpenCheckpoint
 from shardwise.cli.eval import EvalArguments
-from shardwise.cli.generating import open_causal
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
 from shardwise.core.files import write_atomically
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.declared_tokens import DeclaredTokens
 from shardwise.models.gpt import GPT
+from shardwise.run.commands.opened_model import OpenCheckpoint
+from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.evaluation.lm_harness import ShardwiseLM, harness
 from shardwise.run.processes.ranks import Ranks, open_ranks
 

@@ -86,3 +86,9 @@ def allow_any_character() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):
             sys.stdout.reconfigure(errors="replace")
+
+
+def show(piece: str) -> None:
+    """Print a piece of a text, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()

@@ -1,8 +1,9 @@
-"""The model that a command is given: in a checkpoint of a training run or an import, or in a Hugging Face folder."""
+"""The model that a function is given: in a checkpoint of a training run or an import, or in a Hugging Face folder."""
 
 import dataclasses
 import os
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -176,7 +177,7 @@ def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
     return newest
 
 
-def open_model(path: Path, adapter: Path | None = None) -> OpenCheckpoint:
+def open_model(path: str | PathLike[str], adapter: str | PathLike[str] | None = None) -> OpenCheckpoint:
     """Find the model that a path stands for, and read all of it but its tensors.
 
     Args:
@@ -189,6 +190,7 @@ def open_model(path: Path, adapter: Path | None = None) -> OpenCheckpoint:
         ConfigError: it is not clear which model or adapter is meant, or its architecture is unknown.
         DataError: its tokenizer cannot be read.
     """
+    path, adapter = Path(path), None if adapter is None else Path(adapter)
     if adapter is not None:
         # What is wrong with it is told before the model is read.
         read_adapter_config(adapter)
