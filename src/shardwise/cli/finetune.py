@@ -3,16 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from shardwise.cli.arguments import RunArguments
 from shardwise.run.settings.finetune_settings import FinetuneSettings
 from shardwise.training.bounds import Range
-
-if TYPE_CHECKING:
-    from shardwise.run.tasks.finetune import Finetuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,22 +54,12 @@ class FinetuneArguments(RunArguments):
 
     def work(self) -> Callable[[], object]:
         """Fine-tune, or show."""
+        from shardwise.run.commands.trainings import recipe_of, run_settings
+
         if self.show:
             from shardwise.cli.showing import show_labelled, show_samples
 
             if self.settings.labels.is_on:
                 return partial(show_labelled, self.settings, self.show)
-            return partial(show_samples, self.recipe(), self.settings, self.show)
-        from shardwise.run.run import run
-
-        return partial(run, self.settings, self.recipe())
-
-    def recipe(self) -> type["Finetuning"]:
-        """What kind of run it is. Imported only here, because PyTorch takes seconds."""
-        from shardwise.run.tasks.finetune import Finetuning
-
-        if self.settings.labels.is_on:
-            from shardwise.run.tasks.classifying import Classifying
-
-            return Classifying
-        return Finetuning
+            return partial(show_samples, recipe_of(self.settings), self.settings, self.show)
+        return partial(run_settings, self.settings)

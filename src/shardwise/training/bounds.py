@@ -86,6 +86,9 @@ TEMPERATURE = Range(0, 1e6)
 TOP_P = Range(0, 1, low_included=False)
 """Of the sum of probabilities among which a token is chosen."""
 
+FILE_GB = Range(1e-9, 1e9)
+"""Of the largest file of weights, in 1e9 bytes."""
+
 BATCH = Range(1, 10**6)
 """Of texts or windows that a model reads at once."""
 

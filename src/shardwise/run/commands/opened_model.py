@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -31,6 +32,8 @@ from shardwise.storage.huggingface.reading import read_json
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import Settings
 
+_USUAL_SEQUENCE_LENGTH = 512
+
 TO_BRING_A_TOKENIZER = (
     "put the model's tokenizer.json and tokenizer_config.json there (transformers makes them from other files: "
     "AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(MODEL_DIR))"
@@ -58,6 +61,18 @@ class OpenCheckpoint:
     tokenizer: Tokenizer | None
     is_checkpoint: bool = True
     adapter: Path | None = None
+
+    def sequence_length(self, given: int | None) -> int:
+        """Tokens of a text that the model reads at once: 512, or its longest if that is less, unless one is given.
+
+        Raises:
+            ConfigError: more than the model's longest is given.
+        """
+        longest = self.description.max_sequence_length
+        length = given or min(_USUAL_SEQUENCE_LENGTH, longest)
+        if length > longest:
+            raise ConfigError(f"--sequence-length {length} is more than {longest}, the longest sequence of the model")
+        return length
 
     def generation_defaults(self) -> GenerationDefaults:
         """What the model's files say about generation; nothing for a training run.
@@ -144,6 +159,28 @@ class OpenCheckpoint:
     def _build_model(self, ranks: Ranks, device: torch.device) -> Model:
         config = huggingface.model_config(self.description, params_dtype=self.dtype, perform_initialization=False)
         return huggingface.build_model(self.description, config, groups=Groups(tp=ranks.world), device=device)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model makes of data.
+
+    Attributes:
+        data: what was measured on, and how much of it there is, for people.
+        metrics: named as ``shardwise eval`` prints them: of a model that continues texts ``loss`` (nats per token),
+            ``perplexity`` and ``bits per byte``; of one that labels them ``accuracy``, ``macro F1`` or ``entity F1``,
+            and ``loss``.
+        notes: what was left out, and why, one line each.
+    """
+
+    data: str
+    metrics: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+
+def as_tuple(paths: str | Sequence[str]) -> tuple[str, ...]:
+    """One string, or several, as a tuple."""
+    return (paths,) if isinstance(paths, str) else tuple(paths)
 
 
 def check_fits(description: ModelDescription, world_size: int) -> None:
