@@ -6,12 +6,15 @@ import dataclasses
 import importlib
 import inspect
 import types
+from pathlib import Path
 
 import pytest
 from harness.program import run as run_program
 
 from shardwise.cli.main import COMMANDS
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.run.settings.finetune_settings import FinetuneSettings
+from shardwise.training.plain_values import from_keywords
 
 EXPORTS = {
     "shardwise": "Groups Topology",
@@ -92,6 +95,15 @@ def test_a_wrong_argument_is_refused_by_its_name(call, message):
     run = importlib.import_module("shardwise.run")
     with pytest.raises(ShardwiseError, match=message):
         eval(call, {name: getattr(run, name) for name in EXPORTS["shardwise.run"].split()})
+
+
+def test_keywords_are_the_settings_of_flags_and_tables():
+    given = {"base": Path("model"), "data": Path("a.jsonl"), "out": Path("out"), "lora_rank": 4, "epochs": 2.0}
+    made = from_keywords(FinetuneSettings, given | {"training": {"global_batch_size": 2}, "samples": {"packing": True}})
+    assert (made.base, made.data, made.out) == ("model", ("a.jsonl",), "out")
+    assert (made.lora.lora_rank, made.samples.epochs, made.samples.packing) == (4, 2.0, True)
+    assert made.training.global_batch_size == 2
+    assert from_keywords(FinetuneSettings, given | {"data": ["a", Path("b")]}).data == ("a", "b")
 
 
 @pytest.mark.ranks(2)

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from shardwise.cli.arguments import RunArguments
+from shardwise.cli.streams import allow_any_character, has_colours
 from shardwise.run.settings.finetune_settings import FinetuneSettings
 from shardwise.training.bounds import Range
 
@@ -54,12 +55,16 @@ class FinetuneArguments(RunArguments):
 
     def work(self) -> Callable[[], object]:
         """Fine-tune, or show."""
-        from shardwise.run.commands.trainings import recipe_of, run_settings
-
         if self.show:
-            from shardwise.cli.showing import show_labelled, show_samples
+            return partial(_print_samples, self.settings, self.show)
+        from shardwise.run.commands.trainings import run_settings
 
-            if self.settings.labels.is_on:
-                return partial(show_labelled, self.settings, self.show)
-            return partial(show_samples, recipe_of(self.settings), self.settings, self.show)
         return partial(run_settings, self.settings)
+
+
+def _print_samples(settings: FinetuneSettings, count: int) -> None:
+    from shardwise.run.commands.shown_samples import shown_samples
+
+    allow_any_character()
+    for paragraph in shown_samples(settings, count, colours=has_colours()):
+        print(paragraph)
