@@ -12,6 +12,8 @@ Programs written for Megatron find its names in ``shardwise.tensor_parallel``, `
 
 __version__ = "0.1.0"
 
+__all__ = ["Groups", "Topology"]
+
 
 def __getattr__(name: str) -> object:
     # PyTorch is imported with the first class that is asked for.

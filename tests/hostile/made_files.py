@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.cli.checkpoint_model import open_checkpoint
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.adapters import LoraConfig
 from shardwise.run.build import build_model
+from shardwise.run.commands.opened_model import open_checkpoint
 from shardwise.run.processes.ranks import Ranks
 from shardwise.storage import checkpoint
 from shardwise.storage.adapters import add_lora_, load_adapter_, save_adapter

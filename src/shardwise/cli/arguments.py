@@ -1,5 +1,6 @@
 """The arguments of the commands: read into a dataclass, whose fields are the flags; tyro writes the help."""
 
+import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
@@ -87,6 +88,11 @@ class SplitArguments(LaunchArguments):
         super().__post_init__()
         if self.pp > 1:
             raise ConfigError(f"--pp is {self.pp}, but this command has no pipeline stages; split the layers with --tp")
+
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of the function of ``shardwise.run`` that does the work: all but those of a launch."""
+        names = {field.name for field in dataclasses.fields(self)} - {"debug", "nproc", "tp", "pp"}
+        return {name: getattr(self, name) for name in names}
 
     @property
     def num_ranks(self) -> int:

@@ -1,5 +1,7 @@
 """``shardwise classify``: say what the labels of texts are, split over any number of ranks."""
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
-from shardwise.training.bounds import Folder, Range
+from shardwise.cli.reporting import print_note
+from shardwise.training.bounds import BATCH, Folder
 from shardwise.training.setting_groups import SEQUENCE
 
 
@@ -40,19 +43,25 @@ class ClassifyArguments(SplitArguments):
     data: tuple[str, ...] = ()
     adapter: Annotated[str | None, Folder()] = None
     sequence_length: Annotated[int | None, SEQUENCE] = None
-    batch_size: Annotated[int, Range(1, 10**6)] = 8
+    batch_size: Annotated[int, BATCH] = 8
     special_tokens: bool = True
     text_key: str = "text"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def prepare(self, world_size: int) -> None:
         """Open the model."""
-        from shardwise.cli.classifying import open_classifier
+        from shardwise.run.commands.label_texts import open_classifier
 
         open_classifier(self.checkpoint, self.adapter, world_size)
 
     def work(self) -> Callable[[], object]:
         """Label."""
-        from shardwise.cli.classifying import classify
+        from shardwise.run import classify
 
-        return partial(classify, self)
+        lines = None if self.text or self.data else sys.stdin
+        note = partial(print_note, "note")
+        return partial(classify, **self.keywords(), lines=lines, on_answer=_print_answer, on_note=note)
+
+
+def _print_answer(answer: object) -> None:
+    print(json.dumps(answer, ensure_ascii=False), flush=True)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -29,13 +28,13 @@ class CompareArguments(Arguments):
 
     def work(self) -> Callable[[], object]:
         """Compare and print."""
-        return partial(_compare, Path(self.run_a), Path(self.run_b))
+        return partial(_compare, self.run_a, self.run_b)
 
 
-def _compare(one: Path, other: Path) -> None:
-    from shardwise.run.comparison import compare_runs
+def _compare(run_a: str, run_b: str) -> None:
+    from shardwise.run import compare
 
-    same, lines = compare_runs(one, other)
+    same, lines = compare(run_a, run_b)
     print("\n".join(lines))
     if not same:
         raise SystemExit(1)

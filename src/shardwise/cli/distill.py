@@ -1,15 +1,12 @@
 """``shardwise distill``: a Hugging Face model learns from another one, on any number of ranks."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from shardwise.cli.finetune import FinetuneArguments
 from shardwise.run.settings.finetune_settings import DistillSettings
-
-if TYPE_CHECKING:
-    from shardwise.run.tasks.distillation import Distillation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +20,3 @@ class DistillArguments(FinetuneArguments):
     """
 
     settings: Annotated[DistillSettings, tyro.conf.arg(name="")]
-
-    def recipe(self) -> type["Distillation"]:
-        """A run that learns from a teacher."""
-        from shardwise.run.tasks.distillation import Distillation
-
-        return Distillation

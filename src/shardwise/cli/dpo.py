@@ -1,15 +1,12 @@
 """``shardwise dpo``: a Hugging Face model learns from preferences, on any number of ranks."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from shardwise.cli.finetune import FinetuneArguments
 from shardwise.run.settings.finetune_settings import DpoSettings
-
-if TYPE_CHECKING:
-    from shardwise.run.tasks.preference import PreferenceTuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +26,3 @@ class DpoArguments(FinetuneArguments):
     """
 
     settings: Annotated[DpoSettings, tyro.conf.arg(name="")]
-
-    def recipe(self) -> type["PreferenceTuning"]:
-        """A run on preferences."""
-        from shardwise.run.tasks.preference import PreferenceTuning
-
-        return PreferenceTuning

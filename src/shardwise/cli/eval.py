@@ -3,14 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
+from shardwise.cli.rank import is_first_rank
+from shardwise.cli.reporting import print_note
 from shardwise.core.errors import ConfigError
-from shardwise.training.bounds import Folder, Range
+from shardwise.training.bounds import BATCH, Folder, Range
 from shardwise.training.setting_groups import SEQUENCE
+
+_OF_TASKS = {"tasks", "task_path", "num_fewshot", "limit", "chat", "output"}
+_OF_DATA = {"data", "sequence_length", "mask_prompts", "special_tokens", "text_key"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class EvalArguments(SplitArguments):
     data: tuple[str, ...] = ()
     adapter: Annotated[str | None, Folder()] = None
     sequence_length: Annotated[int | None, SEQUENCE] = None
-    batch_size: Annotated[int, Range(1, 10**6)] = 8
+    batch_size: Annotated[int, BATCH] = 8
     mask_prompts: bool = True
     special_tokens: bool = True
     text_key: str = "text"
@@ -72,16 +77,30 @@ class EvalArguments(SplitArguments):
 
     def prepare(self, world_size: int) -> None:
         """Open the model."""
-        from shardwise.cli.evaluating import open_to_measure
+        from shardwise.run.commands.evaluate import open_to_measure
 
-        open_to_measure(self, world_size)
+        open_to_measure(self.checkpoint, self.adapter, world_size)
 
     def work(self) -> Callable[[], object]:
         """Measure."""
+        given = self.keywords()
         if self.tasks:
-            from shardwise.cli.evaluating_tasks import evaluate_tasks
+            from shardwise.run import evaluate_tasks
 
-            return partial(evaluate_tasks, self)
-        from shardwise.cli.evaluating import evaluate
+            return partial(evaluate_tasks, **{name: given[name] for name in given.keys() - _OF_DATA}, on_table=print)
+        return partial(_print_evaluation, {name: given[name] for name in given.keys() - _OF_TASKS})
 
-        return partial(evaluate, self)
+
+def _print_evaluation(keywords: dict[str, Any]) -> None:
+    from shardwise.run import evaluate
+
+    measured = evaluate(**keywords, on_note=partial(print_note, "note"))
+    if not is_first_rank():
+        return
+    for note in measured.notes:
+        print(f"note            {note}")
+    print(f"data            {measured.data}")
+    of_texts = "perplexity" in measured.metrics
+    for name, value in measured.metrics.items():
+        unit = " nats per token" if of_texts and name == "loss" else ""
+        print(f"{name:<15} {value:.{4 if name == 'perplexity' else 6}f}{unit}")

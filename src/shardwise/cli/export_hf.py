@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
+from shardwise.cli.rank import is_first_rank
 from shardwise.core.folder_lock import check_free_target
-from shardwise.training.bounds import Folder, Range
+from shardwise.training.bounds import FILE_GB, Folder
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ExportArguments(SplitArguments):
     out: Annotated[str, Folder()]
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     architecture: str | None = None
-    max_file_gb: Annotated[float, Range(1e-9, 1e9)] = 5.0
+    max_file_gb: Annotated[float, FILE_GB] = 5.0
     merge: bool = False
 
     def check(self) -> None:
@@ -44,12 +45,18 @@ class ExportArguments(SplitArguments):
 
     def prepare(self, world_size: int) -> None:
         """Open the checkpoint."""
-        from shardwise.cli.converting import open_for_export
+        from shardwise.run.commands.conversion import open_for_export
 
-        open_for_export(self, world_size)
+        open_for_export(self.checkpoint, self.out, merge=self.merge, world_size=world_size)
 
     def work(self) -> Callable[[], object]:
         """Export."""
-        from shardwise.cli.converting import export
+        from shardwise.run import export_hf
 
-        return partial(export, self)
+        return partial(_export, partial(export_hf, **self.keywords()), self.out)
+
+
+def _export(export: Callable[[], object], out: str) -> None:
+    export()
+    if is_first_rank():
+        print(f"wrote {out}; transformers loads it: AutoModel*.from_pretrained({out!r})")

@@ -3,16 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from shardwise.cli.arguments import RunArguments
+from shardwise.cli.streams import allow_any_character, has_colours
 from shardwise.run.settings.finetune_settings import FinetuneSettings
 from shardwise.training.bounds import Range
-
-if TYPE_CHECKING:
-    from shardwise.run.tasks.finetuning import Finetuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +56,15 @@ class FinetuneArguments(RunArguments):
     def work(self) -> Callable[[], object]:
         """Fine-tune, or show."""
         if self.show:
-            from shardwise.cli.showing import show_labelled, show_samples
+            return partial(_print_samples, self.settings, self.show)
+        from shardwise.run.commands.trainings import run_settings
 
-            if self.settings.labels.is_on:
-                return partial(show_labelled, self.settings, self.show)
-            return partial(show_samples, self.recipe(), self.settings, self.show)
-        from shardwise.run.run import run
+        return partial(run_settings, self.settings)
 
-        return partial(run, self.settings, self.recipe())
 
-    def recipe(self) -> type["Finetuning"]:
-        """What kind of run it is. Imported only here, because PyTorch takes seconds."""
-        from shardwise.run.tasks.finetuning import Finetuning
+def _print_samples(settings: FinetuneSettings, count: int) -> None:
+    from shardwise.run.commands.shown_samples import shown_samples
 
-        if self.settings.labels.is_on:
-            from shardwise.run.tasks.classifier_tuning import Classifying
-
-            return Classifying
-        return Finetuning
+    allow_any_character()
+    for paragraph in shown_samples(settings, count, colours=has_colours()):
+        print(paragraph)

@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
-from shardwise.training.bounds import SEED, Folder, Range
+from shardwise.cli.reporting import print_note
+from shardwise.training.bounds import SEED, STEPS, TEMPERATURE, TOP_P, Folder
+
+if TYPE_CHECKING:
+    from shardwise.run.commands.text_generation import ChoiceWishes
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,19 @@ class GeneratingArguments(SplitArguments):
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
     adapter: Annotated[str | None, Folder()] = None
-    max_new_tokens: Annotated[int | None, Range(0, 10**9)] = None
-    temperature: Annotated[float | None, Range(0, 1e6)] = None
-    top_k: Annotated[int | None, Range(0, 10**9)] = None
-    top_p: Annotated[float | None, Range(0, 1, low_included=False)] = None
+    max_new_tokens: Annotated[int | None, STEPS] = None
+    temperature: Annotated[float | None, TEMPERATURE] = None
+    top_k: Annotated[int | None, STEPS] = None
+    top_p: Annotated[float | None, TOP_P] = None
     seed: Annotated[int, SEED] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     layers: Literal["auto", "training", "inference", "fused"] = "auto"
+
+    def wishes(self) -> "ChoiceWishes":
+        """How tokens are to be chosen. Imported only here, because PyTorch takes seconds."""
+        from shardwise.run.commands.text_generation import ChoiceWishes
+
+        return ChoiceWishes(self.max_new_tokens, self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)
@@ -59,12 +69,18 @@ class GenerateArguments(GeneratingArguments):
 
     def prepare(self, world_size: int) -> None:
         """Open the checkpoint, and read the prompt."""
-        from shardwise.cli.generating import prepare
+        from shardwise.run.commands.text_generation import open_prompt
 
-        prepare(self, world_size)
+        special = self.special_tokens
+        open_prompt(
+            self.checkpoint, self.adapter, self.prompt, self.wishes(), special_tokens=special, world_size=world_size
+        )
 
     def work(self) -> Callable[[], object]:
         """Generate."""
-        from shardwise.cli.generating import generate_text
+        from shardwise.cli import streams
+        from shardwise.run import generate
 
-        return partial(generate_text, self)
+        streams.allow_any_character()
+        note = partial(print_note, "shardwise generate")
+        return partial(generate, **self.keywords(), on_text=streams.show, on_note=note)

@@ -4,13 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
+from shardwise.cli.rank import is_first_rank
+from shardwise.cli.reporting import print_note
 from shardwise.core.folder_lock import check_free
 from shardwise.training.bounds import Folder
+
+if TYPE_CHECKING:
+    from shardwise.run.commands.conversion import Imported
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,21 @@ class ImportArguments(SplitArguments):
 
     def prepare(self, world_size: int) -> None:
         """Read the folder's files, but for its tensors."""
-        from shardwise.cli.converting import open_for_import
+        from shardwise.run.commands.conversion import open_for_import
 
-        open_for_import(self, world_size)
+        open_for_import(self.folder, self.out, world_size)
 
     def work(self) -> Callable[[], object]:
         """Import."""
-        from shardwise.cli.converting import import_
+        from shardwise.run import import_hf
 
-        return partial(import_, self)
+        return partial(_import, partial(import_hf, **self.keywords()), self.out)
+
+
+def _import(import_: "Callable[[], Imported]", out: str) -> None:
+    imported = import_()
+    if is_first_rank():
+        use = f"; continue a text with: shardwise generate {out}" if imported.can_generate else ""
+        print(f"wrote {imported.checkpoint}{use}")
+        if imported.note:
+            print_note("shardwise import-hf", imported.note)

@@ -1,5 +1,6 @@
 """``shardwise plan``: what a run needs of each rank, by arithmetic; nothing is started."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,8 @@ from shardwise.cli.arguments import SettingsArguments
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings.plan_settings import PlanSettings
 from shardwise.training.bounds import LOCAL_RANKS, RANKS, check_value
+
+_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +63,11 @@ class PlanArguments(SettingsArguments):
 
     def work(self) -> Callable[[], object]:
         """Print the plan."""
-        from shardwise.cli.planning import print_fitting, print_plan
-
         if self.fit is None:
             (world_size,) = self.world_sizes()
-            return partial(print_plan, self.settings, self.model_dir, world_size, as_json=self.json)
+            return partial(_print_plan, self.settings, self.model_dir, world_size, as_json=self.json)
         return partial(
-            print_fitting,
+            _print_fitting,
             self.settings,
             self.model_dir,
             self.fit,
@@ -74,3 +75,36 @@ class PlanArguments(SettingsArguments):
             ranks_per_host=self.ranks_per_host,
             as_json=self.json,
         )
+
+
+def _print_plan(settings: PlanSettings, folder: str | None, world_size: int, *, as_json: bool) -> None:
+    from shardwise.run.commands.planned_run import plan_of
+    from shardwise.run.plan.report import plan_as_json, plan_as_table
+
+    plan = plan_of(settings, folder, world_size)
+    print(json.dumps(plan_as_json(plan), indent=2) if as_json else plan_as_table(plan))
+
+
+def _print_fitting(
+    settings: PlanSettings,
+    folder: str | None,
+    limit: str,
+    world_sizes: tuple[int, ...],
+    *,
+    ranks_per_host: int,
+    as_json: bool,
+) -> None:
+    from shardwise.run.commands.planned_run import choices_of
+    from shardwise.run.plan.report import fitting_as_table, plan_as_json
+
+    choices = choices_of(settings, folder, limit, world_sizes, ranks_per_host=ranks_per_host)
+    if as_json:
+        print(json.dumps([plan_as_json(choice.plan) for choice in choices], indent=2))
+        return
+    print(fitting_as_table(choices[:_SHOWN]))
+    left = len(choices) - _SHOWN
+    more = f"{left} more fit. " if left > 0 else ""
+    print(
+        f"\n{more}Best first: the least extra work (recomputation, idle pipeline stages), then the fewest bytes that a "
+        "rank sends in a step, then memory."
+    )

@@ -149,6 +149,11 @@ class RankEnvironment:
         )
 
 
+def is_first_rank() -> bool:
+    """Whether this process prints what is printed once."""
+    return not launcher_number("RANK")
+
+
 @contextlib.contextmanager
 def signals_raise(*, once: bool) -> Iterator[None]:
     """Within, SIGINT, SIGTERM and SIGHUP raise Interrupted; one that is ignored (``nohup``) stays so.

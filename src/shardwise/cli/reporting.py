@@ -74,6 +74,11 @@ def print_line(line: str) -> None:
         print(clear + line, file=sys.stderr, flush=True)
 
 
+def print_note(command: str, note: str) -> None:
+    """Print ``COMMAND: NOTE``."""
+    print_line(f"{command}: {note}")
+
+
 def print_error(command: str, message: str) -> None:
     """Print ``COMMAND: error: MESSAGE``; nothing if there is no message."""
     if message:

@@ -86,3 +86,16 @@ def allow_any_character() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):
             sys.stdout.reconfigure(errors="replace")
+
+
+def show(piece: str) -> None:
+    """Print a piece of a text, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def has_colours() -> bool:
+    """As no-color.org and force-color.org say, or else if a terminal reads this."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()

@@ -28,6 +28,6 @@ class TrainArguments(RunArguments):
 
     def work(self) -> Callable[[], object]:
         """Train."""
-        from shardwise.run.run import run
+        from shardwise.run.commands.trainings import run_settings
 
-        return partial(run, self.settings)
+        return partial(run_settings, self.settings)

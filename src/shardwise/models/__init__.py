@@ -1,1 +1,29 @@
-"""Language models built from the transformer."""
+"""Language models built from the transformer; PyTorch is imported with the first name that is asked for."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.models.bert import Bert as Bert
+    from shardwise.models.classification import Classification as Classification
+    from shardwise.models.config import LayerConfig as LayerConfig
+    from shardwise.models.config import ModelConfig as ModelConfig
+    from shardwise.models.config import RecomputeConfig as RecomputeConfig
+    from shardwise.models.gpt import GPT as GPT
+
+_MODULES = {
+    "Bert": "bert",
+    "Classification": "classification",
+    "GPT": "gpt",
+    "LayerConfig": "config",
+    "ModelConfig": "config",
+    "RecomputeConfig": "config",
+}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'shardwise.models' has no attribute {name!r}")
+    return getattr(import_module(f"shardwise.models.{_MODULES[name]}"), name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.json_files import shown
@@ -24,23 +25,35 @@ _TENSORS_SHOWN = 5
 _Difference = tuple[int, str, tuple[Any, Any]]
 
 
-def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
+class Comparison(NamedTuple):
+    """What two runs have in common.
+
+    Attributes:
+        same: metrics are of the same steps, and all results in them and all in the checkpoints of steps that both have
+            is the same bit for bit.
+        lines: where they part, for people.
+    """
+
+    same: bool
+    lines: list[str]
+
+
+def compare(run_a: str | PathLike[str], run_b: str | PathLike[str]) -> Comparison:
     """Compare two runs' metrics, and their checkpoints of the same steps.
 
     Args:
-        one: ``--out`` of a run, or a checkpoint, which has no metrics.
-        other: of another.
+        run_a: ``--out`` of a run, or a checkpoint, which has no metrics.
+        run_b: of another.
 
     Returns:
-        Whether metrics are of the same steps, and all results in them and all in the checkpoints of steps that both
-        have is the same bit for bit; and lines for people.
+        Whether they are the same, and lines for people.
 
     Raises:
         ConfigError: there is nothing that both have.
         CheckpointError: a checkpoint is damaged.
         DataError: a line of metrics cannot be read, and is not a last one that was cut.
     """
-    runs = one, other
+    one, other = runs = Path(run_a), Path(run_b)
     for folder in runs:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder; give the --out of a training run, or one of its checkpoints")
@@ -56,9 +69,9 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
         )
     for step in steps:
         if differences := _checkpoint_differences(step, found[0][step], found[1][step]):
-            return False, lines + differences
+            return Comparison(False, lines + differences)
         lines.append(f"checkpoints of step {step}: the same bits")
-    return same, lines
+    return Comparison(same, lines)
 
 
 def results(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,12 +37,15 @@ from shardwise.storage.checkpoint.saving import Progress as SaveProgress
 from shardwise.training.settings import RunSettings
 
 
-def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> None:
+def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> Outcome:
     """A whole run; every rank calls, and ends with the same error if one cannot go on.
 
     Args:
         settings: of the run.
         recipe_of: makes the recipe from the settings.
+
+    Returns:
+        What it came to.
     """
     overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
     with (
@@ -60,6 +63,7 @@ def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> N
         outcome = finish(session, outcome)
         if ranks.is_first:
             print(session.recipe.report(session, outcome))
+        return outcome
 
 
 def train(session: Session) -> Outcome:

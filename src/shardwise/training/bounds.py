@@ -11,15 +11,18 @@ that a number is finite. Nothing of PyTorch is imported here, for a wrong settin
 
 import dataclasses
 import functools
+import inspect
 import os
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shardwise.core.errors import ConfigError
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _LONGEST_SHOWN = 60
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
@@ -76,6 +79,18 @@ DEFAULT_TIMEOUT = 300.0
 
 SEED = Range(0, 2**63 - 1)
 """Of a seed."""
+
+TEMPERATURE = Range(0, 1e6)
+"""Of the temperature of sampling; 0 takes the likeliest token."""
+
+TOP_P = Range(0, 1, low_included=False)
+"""Of the sum of probabilities among which a token is chosen."""
+
+FILE_GB = Range(1e-9, 1e9)
+"""Of the largest file of weights, in 1e9 bytes."""
+
+BATCH = Range(1, 10**6)
+"""Of texts or windows that a model reads at once."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +167,25 @@ def check_value(name: str, value: Any, annotation: Any, limits: Range | None = N
     problem = _problem(value, annotation, limits)
     if problem is not None:
         raise ConfigError(f"{name} is {_shown(value)}; it must be {problem}")
+
+
+def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that checks those of its arguments that have a ``Range`` or a ``Literal`` before it does anything.
+
+    It raises ConfigError as ``check_value`` does; the message begins with the argument's name.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        hints = get_type_hints(function, include_extras=True)
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            kind, *marks = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+            if (limits := range_of(marks)) is not None or get_origin(kind) is Literal:
+                check_value(name, value, kind, limits)
+        return function(*args, **kwargs)
+
+    return call
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast, get_origin
@@ -50,6 +51,31 @@ def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
         ConfigError: an unknown name, or a value of the wrong type.
     """
     return _checked(values, where, "", _types_of(cls))
+
+
+def from_keywords(cls: type[_T], values: Mapping[str, Any]) -> _T:
+    """The settings of a run from keyword arguments, over their defaults.
+
+    Args:
+        cls: the settings' dataclass, with a field ``data`` of paths.
+        values: by the fields' names; those of a table as a mapping, or by themselves where their flags have no prefix.
+            Paths may be path objects, and one path may stand for a list of one in ``data``.
+
+    Raises:
+        ConfigError: an unknown name, a value of the wrong type or out of range, or settings that contradict each other.
+    """
+    given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+    data = given.get("data")
+    if isinstance(data, str):
+        given["data"] = (data,)
+    elif isinstance(data, Iterable):
+        given["data"] = tuple(os.fspath(each) if isinstance(each, os.PathLike) else each for each in data)
+    for name, (table, marks) in annotations_of(cast(Any, cls)).items():
+        if not dataclasses.is_dataclass(table) or not any(getattr(mark, "name", None) == "" for mark in marks):
+            continue
+        if own := {field.name: given.pop(field.name) for field in dataclasses.fields(table) if field.name in given}:
+            given[name] = {**given.get(name, {}), **own}
+    return with_values(cls, checked(cls, given, ""))
 
 
 def _types_of(cls: type, prefix: str = "") -> dict[str, Any]:

@@ -13,10 +13,10 @@ from harness.parity import assert_close_to
 from safetensors.torch import load_file, save_file
 from storage.adapters.tiny_models import read_adapters, save_model, with_adapters
 
-from shardwise.cli.checkpoint_model import open_model
 from shardwise.cli.main import main
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.commands.opened_model import open_model
 from shardwise.run.processes.ranks import Ranks
 from shardwise.storage.checkpoint import latest
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder, no_folder

@@ -2,10 +2,10 @@
 
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.distributed.nn.functional
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.backend import backends_of
+from shardwise.core.errors import ConfigError
 from shardwise.run.processes.devices import choose_device, prepare_overlap
 from shardwise.run.processes.network import join, process_group_of
 from shardwise.run.processes.watch import Watch
@@ -71,6 +72,10 @@ class Ranks:
         """Whether this rank writes what is written once."""
         return self.rank == 0
 
+    def on_first(self, callback: Callable[[Any], object] | None) -> Callable[[Any], object]:
+        """What calls ``callback`` on the first rank, and does nothing on the others or without one."""
+        return callback if callback is not None and self.is_first else lambda _: None
+
 
 @contextmanager
 def open_ranks(
@@ -88,9 +93,15 @@ def open_ranks(
         overlaps: collectives are to run beside products on a GPU; see ``prepare_overlap``.
 
     Raises:
-        ConfigError: "cuda" is asked for and there is no GPU for this rank, or another rank has it.
+        ConfigError: "cuda" is asked for and there is no GPU for this rank, or another rank has it; or this process has
+            joined a process group already.
         LaunchError: the other ranks cannot be reached, or do not come.
     """
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process has joined a process group already, and a function of shardwise.run joins one of its own; "
+            "call it before torch.distributed.init_process_group or after destroy_process_group"
+        )
     world_size, rank = launcher_number("WORLD_SIZE", least=1) or 1, launcher_number("RANK") or 0
     local_rank, num_local = (
         launcher_number("LOCAL_RANK") or 0,

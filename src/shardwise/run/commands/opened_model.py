@@ -1,8 +1,10 @@
-"""The model that a command is given: in a checkpoint of a training run or an import, or in a Hugging Face folder."""
+"""The model that a function is given: in a checkpoint of a training run or an import, or in a Hugging Face folder."""
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -35,6 +37,8 @@ from shardwise.storage.huggingface.tensor_folder import read_json
 from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import Settings
 
+_USUAL_SEQUENCE_LENGTH = 512
+
 TO_BRING_A_TOKENIZER = (
     "put the model's tokenizer.json and tokenizer_config.json there (transformers makes them from other files: "
     "AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(MODEL_DIR))"
@@ -62,6 +66,18 @@ class OpenCheckpoint:
     tokenizer: Tokenizer | None
     is_checkpoint: bool = True
     adapter: Path | None = None
+
+    def sequence_length(self, given: int | None) -> int:
+        """Tokens of a text that the model reads at once: 512, or its longest if that is less, unless one is given.
+
+        Raises:
+            ConfigError: more than the model's longest is given.
+        """
+        longest = self.description.max_sequence_length
+        length = given or min(_USUAL_SEQUENCE_LENGTH, longest)
+        if length > longest:
+            raise ConfigError(f"--sequence-length {length} is more than {longest}, the longest sequence of the model")
+        return length
 
     def generation_defaults(self) -> GenerationDefaults:
         """What the model's files say about generation; nothing for a training run.
@@ -150,6 +166,28 @@ class OpenCheckpoint:
         return huggingface.build_model(self.description, config, groups=Groups(tp=ranks.world), device=device)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model makes of data.
+
+    Attributes:
+        data: what was measured on, and how much of it there is, for people.
+        metrics: named as ``shardwise eval`` prints them: of a model that continues texts ``loss`` (nats per token),
+            ``perplexity`` and ``bits per byte``; of one that labels them ``accuracy``, ``macro F1`` or ``entity F1``,
+            and ``loss``.
+        notes: what was left out, and why, one line each.
+    """
+
+    data: str
+    metrics: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+
+def as_tuple(paths: str | Sequence[str]) -> tuple[str, ...]:
+    """One string, or several, as a tuple."""
+    return (paths,) if isinstance(paths, str) else tuple(paths)
+
+
 def check_fits(description: ModelDescription, world_size: int) -> None:
     """Raise ConfigError unless a model can be split over ``world_size`` ranks."""
     heads = description.num_attention_heads
@@ -181,7 +219,7 @@ def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
     return newest
 
 
-def open_model(path: Path, adapter: Path | None = None) -> OpenCheckpoint:
+def open_model(path: str | PathLike[str], adapter: str | PathLike[str] | None = None) -> OpenCheckpoint:
     """Find the model that a path stands for, and read all of it but its tensors.
 
     Args:
@@ -194,6 +232,7 @@ def open_model(path: Path, adapter: Path | None = None) -> OpenCheckpoint:
         ConfigError: it is not clear which model or adapter is meant, or its architecture is unknown.
         DataError: its tokenizer cannot be read.
     """
+    path, adapter = Path(path), None if adapter is None else Path(adapter)
     if adapter is not None:
         # What is wrong with it is told before the model is read.
         read_adapter_config(adapter)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.cli.streams import allow_any_character
 from shardwise.core.errors import DataError
 from shardwise.data import TokenDataset, UnusableExampleError
 from shardwise.data.labelled import counted
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.commands.trainings import recipe_of
 from shardwise.run.settings.finetune_settings import FinetuneSettings
 from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.finetuning import Finetuning
@@ -26,33 +23,43 @@ _MOST_TOKENS = 2000
 _LEARNED, _READ, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
-def show_samples(recipe_of: Callable[[Any], Finetuning], settings: FinetuneSettings, count: int) -> None:
-    """Print the first ``count`` samples as a run would train on them, and what is wrong with those that it leaves out.
+def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> Iterator[str]:
+    """The first ``count`` samples as a run would train on them, and what is wrong with those that it leaves out.
 
     Args:
-        recipe_of: makes the recipe of the run from its settings.
         settings: of the run.
-        count: how many samples, or pairs.
+        count: how many samples, pairs or texts with labels.
+        colours: mark what is learned by colours of a terminal, else by brackets.
+
+    Yields:
+        A head, and a paragraph for each sample.
 
     Raises:
         ShardwiseError: what a run would raise; or no sample can be trained on.
     """
-    recipe = recipe_of(settings)
+    recipe = recipe_of(settings)(settings)
+    if isinstance(recipe, Classifying):
+        yield from _labelled(recipe, count)
+    else:
+        yield from _samples(recipe, count, colours)
+
+
+def _samples(recipe: Finetuning, count: int, colours: bool) -> Iterator[str]:
+    """Samples of texts and chats, or pairs of answers."""
+    settings = recipe.settings
     examples, longest = recipe.to_show(), recipe.settings.sequence_length + 1
-    colours = _has_colours()
-    allow_any_character()
     key = f"{_LEARNED}learned{_PLAIN}, {_READ}only read{_PLAIN}" if colours else "[[learned]], only read"
     if isinstance(examples, Texts):
-        _show_stream(examples, longest - 1, count, key, colours)
+        yield from _stream(examples, longest - 1, count, key, colours)
         return
     encoder = recipe.encoder()
-    print(f"{counted(len(examples), 'sample')} in {', '.join(settings.data)}; {key}")
+    yield f"{counted(len(examples), 'sample')} in {', '.join(settings.data)}; {key}"
     shown = 0
     for number, example in enumerate(examples, 1):
         try:
             encoded = encoder.encode_all(example)
         except UnusableExampleError as error:
-            print(f"\nsample {number} ({_printable(example.where)}) is left out: {_printable(str(error))}")
+            yield f"\nsample {number} ({_printable(example.where)}) is left out: {_printable(str(error))}"
             continue
         for name, each in zip(("",) if len(encoded) == 1 else (", chosen", ", rejected"), encoded, strict=True):
             ids, learned = each.ids, each.learned
@@ -60,7 +67,7 @@ def show_samples(recipe_of: Callable[[Any], Finetuning], settings: FinetuneSetti
             too_long = f"; more than {longest}: --too-long {past}" if length > longest else ""
             if past == "cut" and not name:
                 ids, learned = ids[:longest], learned[:longest]
-            print(
+            yield (
                 f"\nsample {number} ({_printable(example.where)}){name}: {counted(length, 'token')}, {learned.sum():,} "
                 f"of them learned{too_long}\n{_tokens(ids, learned, encoder.tokenizer, colours)}"
             )
@@ -71,10 +78,10 @@ def show_samples(recipe_of: Callable[[Any], Finetuning], settings: FinetuneSetti
         raise DataError(f"nothing can be learned from any of the {counted(len(examples), 'sample')}")
 
 
-def _show_stream(texts: Texts, length: int, count: int, key: str, colours: bool) -> None:
-    """Print samples of so many tokens, cut from texts one after the other."""
+def _stream(texts: Texts, length: int, count: int, key: str, colours: bool) -> Iterator[str]:
+    """Samples of so many tokens, cut from texts one after the other."""
     dataset = TokenDataset(texts.train_tokens, length)
-    print(
+    yield (
         f"{texts.name}: texts one after the other, cut into {counted(len(dataset), 'sample')} of "
         f"{counted(length, 'token')}, elsewhere in each pass over them (--packing keeps them apart); {key}"
     )
@@ -82,21 +89,19 @@ def _show_stream(texts: Texts, length: int, count: int, key: str, colours: bool)
         ids, labels = dataset[number]
         ids = np.append(ids, labels[-1:])
         learned = np.arange(len(ids)) > 0
-        print(f"\nsample {number + 1}:\n{_tokens(ids, learned, texts.tokenizer, colours)}")
+        yield f"\nsample {number + 1}:\n{_tokens(ids, learned, texts.tokenizer, colours)}"
 
 
-def show_labelled(settings: FinetuneSettings, count: int) -> None:
-    """Print the first ``count`` texts with labels as a run would train on them. Raises what a run would."""
-    recipe = Classifying(settings)
-    name, texts = recipe.labelled_texts(settings.data)
+def _labelled(recipe: Classifying, count: int) -> Iterator[str]:
+    """Texts with labels."""
+    name, texts = recipe.labelled_texts(recipe.settings.data)
     labels = recipe.labels_of(texts)
-    allow_any_character()
-    print(f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}")
+    yield f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}"
     encoded = recipe.encoded(texts[:count], labels)
     for index, text in enumerate(encoded.texts):
         ids, label, *_ = encoded.rows.row(index)
         shown = _printable(recipe.tokenizer.decode(ids.tolist()))
-        print(f"\nsample {index + 1} ({_printable(text.where)}): label {label.tolist()}\n{shown}\n{ids.tolist()}")
+        yield f"\nsample {index + 1} ({_printable(text.where)}): label {label.tolist()}\n{shown}\n{ids.tolist()}"
 
 
 def _tokens(ids: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Tokenizer, colours: bool) -> str:
@@ -133,10 +138,3 @@ def _marked(text: str, learned: bool, colours: bool) -> str:
 def _printable(text: str) -> str:
     """The text with control characters, by which it could do things to a terminal, spelt out."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
-
-
-def _has_colours() -> bool:
-    """As no-color.org and force-color.org say, or else if a terminal reads this."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()

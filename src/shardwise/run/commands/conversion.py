@@ -1,0 +1,245 @@
+"""Between checkpoints and Hugging Face folders."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import ConfigError, DataError
+from shardwise.core.files import read_regular
+from shardwise.core.json_files import MAX_CONFIG_BYTES
+from shardwise.core.sharded_state import sharded_state_dict
+from shardwise.core.topology import Groups
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.commands.opened_model import (
+    TO_BRING_A_TOKENIZER,
+    OpenCheckpoint,
+    check_fits,
+    is_pretrained,
+    open_checkpoint,
+    open_model,
+)
+from shardwise.run.out_folder import hold_folder
+from shardwise.run.processes.ranks import Ranks, open_ranks
+from shardwise.run.tasks.model_card import model_card, of_merged
+from shardwise.storage import checkpoint as checkpoints
+from shardwise.storage.adapters import merge_lora_, remove_lora_
+from shardwise.storage.huggingface import load_pretrained, save_pretrained
+from shardwise.storage.huggingface.architectures.classifier import label_fields, label_names
+from shardwise.storage.huggingface.companion_files import README_NAME, copy_companion_files
+from shardwise.storage.huggingface.exporting import check_target
+from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME
+from shardwise.storage.huggingface.pretrained_folder import ADAPTER_CONFIG_NAME, PretrainedFolder
+from shardwise.training.bounds import DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
+from shardwise.training.settings import Settings
+
+
+def open_for_export(
+    checkpoint: str | PathLike[str], out: str | PathLike[str], *, merge: bool, world_size: int
+) -> OpenCheckpoint:
+    """Read all of a checkpoint but its tensors.
+
+    Raises:
+        ConfigError: a Hugging Face folder, adapters without ``--merge``, ``--merge`` without adapters, more ranks than
+            the model can be split over, or ``--out`` exists.
+        CheckpointError: no checkpoint, or a damaged one.
+    """
+    path = Path(checkpoint)
+    is_adapter = (path / ADAPTER_CONFIG_NAME).is_file()
+    if is_pretrained(path) and not is_adapter:
+        raise ConfigError(f"{path} is a Hugging Face folder already; give the --out of a training run or an import")
+    if is_adapter != merge:
+        raise ConfigError(
+            f"{path} holds adapters, as peft reads them; merge them into their model with --merge"
+            if is_adapter
+            else f"--merge is for adapters, and {path} has no {ADAPTER_CONFIG_NAME}; leave it out"
+        )
+    opened = open_model(path) if is_adapter else open_checkpoint(path)
+    check_fits(opened.description, world_size)
+    check_target(Path(out))
+    return opened
+
+
+@checks_arguments
+def export_hf(
+    checkpoint: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
+    architecture: str | None = None,
+    max_file_gb: Annotated[float, FILE_GB] = 5.0,
+    merge: bool = False,
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+) -> Path:
+    """Write a checkpoint's model as a Hugging Face folder, with its tokenizer; every rank calls.
+
+    Args:
+        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; with
+            ``merge`` of adapters.
+        out: folder to write, which must not exist or be empty.
+        dtype: of the weights; the checkpoint's own if None.
+        architecture: model_type to write, such as "mistral"; the one that it was imported from, or else the first that
+            fits, if None.
+        max_file_gb: largest file of weights, in 1e9 bytes.
+        merge: ``checkpoint`` is a folder of adapters, which names the model's folder; write that with them merged.
+        timeout: seconds that a rank waits for another.
+
+    Returns:
+        ``out``, which transformers loads.
+
+    Raises:
+        ConfigError: an argument out of range or that does not go with the checkpoint, more ranks than the model can be
+            split over, ``out`` exists, or Hugging Face has no architecture for the model.
+        CheckpointError: no checkpoint, a damaged one, or ``out`` cannot be written.
+    """
+    with open_ranks("cpu", timeout=timeout) as ranks:
+        opened = agree(
+            lambda: open_for_export(checkpoint, out, merge=merge, world_size=ranks.world_size), group=ranks.control
+        )
+        fields: dict[str, Any] = {}
+        if opened.config is None and opened.tokenizer is not None:
+            # What a run knows beside its model: which token ends a text, and so begins one.
+            fields = dict.fromkeys(("bos_token_id", "eos_token_id"), opened.tokenizer.eos_id)
+        elif opened.config is not None and opened.adapter is not None and opened.description.classification is not None:
+            # Adapters may come with a head of their own, whose labels the model's folder does not name.
+            fields = label_fields(label_names(Fields(opened.config.values)))
+        model = opened.load_model(ranks)
+        if merge:
+            merge_lora_(model)
+            remove_lora_(model)
+        save_pretrained(
+            model,
+            fspath(out),
+            source=opened.folder,
+            architecture=architecture,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            max_file_size=int(max_file_gb * 1e9),
+            fields=fields,
+            card=agree(lambda: _card(opened), group=ranks.control),
+        )
+        return Path(out)
+
+
+def _card(opened: OpenCheckpoint) -> str | None:
+    """The card of what a run trained, merged adapters included; None for a model that was imported."""
+    if opened.adapter is not None:
+        try:
+            card = read_regular(opened.adapter / README_NAME, limit=MAX_CONFIG_BYTES).decode()
+        except (OSError, UnicodeDecodeError):
+            return None
+        return of_merged(card)
+    if opened.config is not None:
+        return None
+    settings = Settings.from_json(checkpoints.read_meta(opened.folder)["settings"])
+    sizes = {"tp": settings.parallel.tp, "pp": settings.parallel.pp}
+    data = ", ".join(Path(path).name for path in settings.data)
+    run = opened.folder.parent.parent
+    return model_card(settings, run, model_name=settings.model_name, layout=sizes, data=data)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import wrote.
+
+    Attributes:
+        checkpoint: its folder.
+        can_generate: whether ``generate`` can continue texts with it.
+        note: what it lacks; empty if there is nothing to say.
+    """
+
+    checkpoint: Path
+    can_generate: bool
+    note: str = ""
+
+
+def open_for_import(folder: str | PathLike[str], out: str | PathLike[str], world_size: int) -> PretrainedFolder:
+    """Read all of a Hugging Face folder but its tensors.
+
+    Raises:
+        ConfigError: an architecture or a value in ``config.json`` that is not offered, more ranks than the model can be
+            split over, or ``--out`` has a checkpoint.
+        CheckpointError: files that are missing or damaged.
+    """
+    source = PretrainedFolder(Path(folder))
+    check_fits(source.description, world_size)
+    if checkpoints.latest(Path(out) / "checkpoints") is not None:
+        raise ConfigError(f"{out} has a checkpoint already; choose another --out")
+    return source
+
+
+@checks_arguments
+def import_hf(
+    folder: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+) -> Imported:
+    """Make a checkpoint of a Hugging Face folder; every rank calls.
+
+    Args:
+        folder: of the model, of an architecture that docs/huggingface.md lists.
+        out: folder for the checkpoint, which must not have one yet.
+        dtype: of the weights; the model's own if None.
+        timeout: seconds that a rank waits for another.
+
+    Returns:
+        The checkpoint, on every rank.
+
+    Raises:
+        ConfigError: an architecture or a value in ``config.json`` that is not offered, more ranks than the model can be
+            split over, or ``out`` has a checkpoint.
+        CheckpointError: files that are missing or damaged, tensors that are not what ``config.json`` says, or nothing
+            can be written.
+    """
+    with open_ranks("cpu", timeout=timeout) as ranks, hold_folder(Path(out), ranks):
+        source = agree(lambda: open_for_import(folder, out, ranks.world_size), group=ranks.control)
+        try:
+            tokenizer = Tokenizer.load(source.path)
+            identity = {"tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+            lack = ""
+        except DataError as error:
+            identity, lack = {}, str(error)
+        path = _import(source, Path(out), source.dtype if dtype is None else getattr(torch, dtype), identity, ranks)
+        is_gpt = source.description.kind == "gpt" and source.description.classification is None
+        note = ""
+        if lack:
+            means = "exports have none"
+            if is_gpt:
+                means = "shardwise generate cannot use it, and exports have no tokenizer"
+            cure = f"{TO_BRING_A_TOKENIZER}, and import it again"
+            note = f"the checkpoint has no tokenizer, so that {means} ({lack}); {cure}"
+        return Imported(path, is_gpt and not lack, note)
+
+
+def _import(
+    source: PretrainedFolder, out: Path, dtype: torch.dtype | None, identity: dict[str, object], ranks: Ranks
+) -> Path:
+    """Write the checkpoint; ``identity`` is what it records of the tokenizer."""
+    model = load_pretrained(source.path, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
+    # What the heads found in the files add to config.json is in the class that it names.
+    config = dict(source.config.values) | {
+        "architectures": [source.architecture.class_name(source.description)],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    config.pop("dtype", None)
+
+    def copy_files(folder: Path) -> None:
+        shutil.copyfile(source.path / CONFIG_NAME, folder / CONFIG_NAME)
+        copy_companion_files(source.path, folder)
+
+    return checkpoints.save(
+        out / "checkpoints",
+        0,
+        sharded_state_dict(model, "model.", group=ranks.world),
+        {"huggingface": {"config": config}, **identity},
+        group=ranks.world,
+        extra_files=copy_files,
+    )

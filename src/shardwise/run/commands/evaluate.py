@@ -1,0 +1,195 @@
+"""Measure a model on data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from typing import Annotated, Literal
+
+import torch
+
+from shardwise.core.communication.agreement import agree, check_same
+from shardwise.core.errors import DivergenceError
+from shardwise.data import (
+    EvaluationSamples,
+    EvaluationWindows,
+    ExampleEncoder,
+    SampleDataset,
+    TextWindows,
+    TokenStream,
+    evaluation_batches,
+    example_of,
+    read_records,
+)
+from shardwise.data.examples import has_text, is_plain_text
+from shardwise.data.labelled import counted
+from shardwise.data.reading import corpus_of
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.models.gpt import GPT
+from shardwise.run.commands.label_texts import OpenClassifier, evaluate_labels, open_classifier
+from shardwise.run.commands.opened_model import Evaluation, OpenCheckpoint, as_tuple, open_model
+from shardwise.run.commands.text_generation import open_causal
+from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.tasks.samples import encode_examples, left_out_notes
+from shardwise.run.tasks.texts import STDLIB, read_data
+from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, TIMEOUT, checks_arguments
+from shardwise.training.objective import model_inputs
+from shardwise.training.setting_groups import SEQUENCE
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """What is measured on.
+
+    Attributes:
+        name: what people call it.
+        windows: of the tokens.
+        num_labels: tokens whose loss counts.
+        num_bytes: of their text in UTF-8.
+        notes: what was left out, and why.
+    """
+
+    name: str
+    windows: TextWindows
+    num_labels: int
+    num_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def _open_data(
+    data: tuple[str, ...],
+    opened: OpenCheckpoint,
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    mask_prompts: bool,
+    special_tokens: bool,
+    text_key: str,
+) -> _Measure:
+    """Read and encode the data. Raises DataError: it cannot be read, or nothing in it counts."""
+    if STDLIB in data:
+        corpus = read_data(data)
+    else:
+        name, records = read_records(data, has_text=partial(has_text, text_key=text_key))
+        if not all(map(is_plain_text, records)):
+            encoder = ExampleEncoder(
+                tokenizer,
+                opened.chat_template(),
+                mask_prompts=mask_prompts,
+                parse_special=special_tokens,
+            )
+            examples = [example_of(record, text_key) for record in records]
+            samples, left_out = encode_examples(examples, encoder, name)
+            dataset = SampleDataset(samples, length, packing=True, too_long="split")
+            windows = EvaluationSamples(dataset)
+            notes = tuple(left_out_notes(examples, left_out, "to measure on"))
+            return _Measure(
+                f"{name}, {counted(len(samples), 'sample')}", windows, windows.num_labels, dataset.num_bytes, notes
+            )
+        corpus = corpus_of(name, records, text_key)
+    stream = TokenStream.from_corpus(corpus, tokenizer, parse_special=special_tokens)
+    return _Measure(corpus.name, EvaluationWindows(stream, length), stream.num_tokens, stream.num_bytes)
+
+
+def open_to_measure(
+    checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int
+) -> OpenClassifier | tuple[OpenCheckpoint, Tokenizer]:
+    """The model, without its tensors: one that labels texts, or continues them. Raises as ``open_causal``."""
+    model = open_model(checkpoint, adapter)
+    open_ = open_causal if model.description.classification is None else open_classifier
+    return open_(checkpoint, adapter, world_size)
+
+
+@checks_arguments
+def evaluate(
+    checkpoint: str | PathLike[str],
+    data: str | Sequence[str],
+    *,
+    adapter: str | PathLike[str] | None = None,
+    sequence_length: Annotated[int | None, SEQUENCE] = None,
+    batch_size: Annotated[int, BATCH] = 8,
+    mask_prompts: bool = True,
+    special_tokens: bool = True,
+    text_key: str = "text",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+    on_note: Callable[[str], object] | None = None,
+) -> Evaluation:
+    """Measure what a model makes of data; every rank calls.
+
+    Args:
+        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging
+            Face folder; or adapters, with the model that they name.
+        data: files and folders, in the forms that ``finetune`` reads.
+        adapter: folder of adapters to use with the model.
+        sequence_length: tokens that the model reads at once; 512, or the model's longest if that is less, if None. A
+            longer text is cut into windows, a longer chat is split.
+        batch_size: windows at once.
+        mask_prompts: measure what the assistant says, and completions, only; else all of the text.
+        special_tokens: read the names of special tokens in texts as these tokens.
+        text_key: field of a record that holds the text, or the words.
+        device: where to compute; "auto" takes a GPU if there is one for each rank.
+        timeout: seconds that a rank waits for another.
+        on_note: given, on the first rank, each line that a user should read while the model is at work.
+
+    Returns:
+        The metrics, on every rank.
+
+    Raises:
+        ConfigError: an argument out of range, more ranks than the model can be split over, or a model that neither
+            continues nor labels texts.
+        CheckpointError: no model there, or a damaged one.
+        DataError: no tokenizer, or data that cannot be read or of which nothing counts.
+        DivergenceError: the loss is not finite.
+    """
+    files = as_tuple(data)
+    with open_ranks(device, timeout=timeout) as ranks:
+        found = agree(lambda: open_to_measure(checkpoint, adapter, ranks.world_size), group=ranks.control)
+        if isinstance(found, OpenClassifier):
+            return evaluate_labels(
+                found,
+                ranks,
+                files,
+                sequence_length=sequence_length,
+                batch_size=batch_size,
+                special_tokens=special_tokens,
+                text_key=text_key,
+                on_note=on_note,
+            )
+        opened, tokenizer = found
+        with ranks.phase("reading the data"):
+            measure = agree(
+                lambda: _open_data(
+                    files,
+                    opened,
+                    tokenizer,
+                    length=opened.sequence_length(sequence_length),
+                    mask_prompts=mask_prompts,
+                    special_tokens=special_tokens,
+                    text_key=text_key,
+                ),
+                group=ranks.control,
+            )
+            check_same((measure.name, measure.num_labels, measure.num_bytes), "the data", group=ranks.control)
+        model = opened.load_model(ranks)
+        assert isinstance(model, GPT)
+        model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        with torch.no_grad(), ranks.phase("measuring", limited=True):
+            for batch in evaluation_batches(measure.windows, batch_size):
+                moved = tuple(tensor.to(ranks.device) for tensor in batch)
+                total += model(**model_inputs(moved)).sum(dtype=torch.float64)
+        nats = float(total)
+        if not math.isfinite(nats):
+            raise DivergenceError(f"the loss on {measure.name} is {nats}: the model's weights have diverged")
+        loss = nats / measure.num_labels
+        metrics = {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700)),
+            "bits per byte": measure.windows.bits_per_byte(nats),
+        }
+        size = f"{measure.num_labels:,} tokens, {measure.num_bytes:,} bytes"
+        return Evaluation(f"{measure.name}: {size}", metrics, measure.notes)

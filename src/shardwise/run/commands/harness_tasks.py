@@ -1,0 +1,174 @@
+"""Measure a model by tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
+from shardwise.core.files import write_atomically
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokenizer.declared_tokens import DeclaredTokens
+from shardwise.models.gpt import GPT
+from shardwise.run.commands.opened_model import OpenCheckpoint, as_tuple
+from shardwise.run.commands.text_generation import open_causal
+from shardwise.run.evaluation.lm_harness import ShardwiseLM, harness
+from shardwise.run.processes.ranks import open_ranks
+from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, TIMEOUT, Range, checks_arguments
+
+# The harness's own number takes minutes on one core for what has no closed form.
+_BOOTSTRAP_DRAWS = 1000
+
+
+@checks_arguments
+def evaluate_tasks(
+    checkpoint: str | PathLike[str],
+    tasks: str | Sequence[str],
+    *,
+    adapter: str | PathLike[str] | None = None,
+    batch_size: Annotated[int, BATCH] = 8,
+    task_path: str | None = None,
+    num_fewshot: Annotated[int | None, Range(0, 10**4)] = None,
+    limit: Annotated[int | None, Range(1, 10**9)] = None,
+    chat: bool = False,
+    output: str | PathLike[str] | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+    on_table: Callable[[str], object] | None = None,
+) -> dict[str, Any] | None:
+    """Measure what a model makes of tasks of lm-evaluation-harness; every rank calls.
+
+    Args:
+        checkpoint: see ``evaluate``.
+        tasks: their names.
+        adapter: see ``evaluate``.
+        batch_size: texts at once.
+        task_path: folder of tasks of one's own (YAML), which are then all there are.
+        num_fewshot: solved examples before each question; what the task says if None.
+        limit: questions of each task; all if None.
+        chat: ask by the model's chat template.
+        output: file for what the harness reports, in JSON.
+        device: where to compute; "auto" takes a GPU if there is one for each rank.
+        timeout: seconds that a rank waits for another.
+        on_table: given, on the first rank, each of the harness's tables for people.
+
+    Returns:
+        What the harness reports, on the first rank; None on the others.
+
+    Raises:
+        ConfigError: see ``generate``.
+        CheckpointError: see ``generate``; or ``output`` cannot be written.
+        DataError: lm_eval is missing, or a task cannot be read or measured.
+    """
+    names = as_tuple(tasks)
+    # Its processes would be forked from one with threads.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    with open_ranks(device, timeout=timeout) as ranks:
+
+        def prepare() -> tuple[OpenCheckpoint, Tokenizer]:
+            harness()
+            return open_causal(checkpoint, adapter, ranks.world_size)
+
+        def measure() -> Any:
+            options = {"num_fewshot": num_fewshot, "limit": limit, "apply_chat_template": chat}
+            return _measure(lm, manager, names, options, log_samples=output is not None)
+
+        opened, tokenizer = agree(prepare, group=ranks.control)
+        manager: Any = None
+        with ranks.phase("reading the tasks"):
+            # One rank after the first finds what that has made of the data.
+            for is_turn in (ranks.is_first, not ranks.is_first):
+                read = agree(partial(_read_tasks, names, task_path) if is_turn else lambda: None, group=ranks.control)
+                manager = read or manager
+        model = opened.load_model(ranks)
+        assert isinstance(model, GPT)
+        lm = harness_model(opened, tokenizer, model, batch_size)
+        with ranks.phase("measuring", limited=True):
+            report = agree(measure, group=ranks.control)
+
+        def tell() -> None:
+            for table in _tables(report):
+                ranks.on_first(on_table)(table)
+            if output is not None:
+                _write(Path(output), report)
+
+        agree(tell if ranks.is_first else lambda: None, group=ranks.control)
+        return report if ranks.is_first else None
+
+
+def harness_model(opened: OpenCheckpoint, tokenizer: Tokenizer, model: GPT, batch_size: int) -> ShardwiseLM:
+    """The model as the harness asks for one, with what its folder says of tokens and chats."""
+    name = DeclaredTokens(opened.adapter or opened.folder).names.get("bos_token")
+    ids = {value: key for key, value in tokenizer.added_names.items()}
+    choice = opened.generation_defaults().choose(vocab_size=opened.description.vocab_size, eos_id=tokenizer.eos_id)
+    return ShardwiseLM(
+        model,
+        tokenizer,
+        template=opened.chat_template(),
+        prefix_id=None if name is None else ids.get(name),
+        eos_ids=choice.eos_ids,
+        batch_size=batch_size,
+        name=str(opened.folder).replace("/", "__"),
+    )
+
+
+def _read_tasks(tasks: Sequence[str], own: str | None) -> Any:
+    """The harness's manager of tasks, once it has read those that are asked for."""
+    try:
+        if own is not None and not os.path.isdir(own):
+            raise DataError(f"--task-path {own} is not a folder")
+        manager = import_module("lm_eval.tasks").TaskManager(include_path=own, include_defaults=own is None)
+        known = set(manager.all_tasks)
+        unknown = [name for name in tasks if name not in known and "*" not in name]
+        if unknown:
+            there = f"{own} has {', '.join(sorted(known)[:10]) or 'none'}" if own else "see lm-eval ls tasks"
+            raise DataError(f"there is no task {unknown[0]!r}; {there}")
+        manager.load(list(tasks))
+    except ShardwiseError:
+        raise
+    except Exception as error:  # whatever the harness, its data sets and tasks of strangers may raise
+        reason = " ".join(str(error).split())[:500]
+        raise DataError(f"the tasks cannot be read: {type(error).__name__}: {reason}") from error
+    return manager
+
+
+def _measure(lm: ShardwiseLM, manager: Any, tasks: Sequence[str], options: dict[str, Any], *, log_samples: bool) -> Any:
+    """What the harness reports; on some ranks nothing."""
+    try:
+        return import_module("lm_eval").simple_evaluate(
+            model=lm,
+            tasks=list(tasks),
+            bootstrap_iters=_BOOTSTRAP_DRAWS,
+            task_manager=manager,
+            log_samples=log_samples,
+            **options,
+        )
+    except ShardwiseError:
+        raise
+    except Exception as error:  # see above
+        reason = " ".join(str(error).split())[:500]
+        raise DataError(f"the tasks cannot be measured: {type(error).__name__}: {reason}") from error
+
+
+def _tables(report: Any) -> Iterator[str]:
+    """The harness's tables for people."""
+    make = import_module("lm_eval.utils").make_table
+    yield make(report)
+    if report.get("groups"):
+        yield make(report, "groups")
+
+
+def _write(path: Path, report: Any) -> None:
+    text = json.dumps(report, indent=2, default=str, ensure_ascii=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(text.encode()))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,347 @@
+"""Label texts, and measure how well a model does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from shardwise.core.communication.agreement import agree, check_same, gather_objects
+from shardwise.core.errors import ConfigError, DataError, DivergenceError
+from shardwise.data import (
+    EvaluationRows,
+    LabelledText,
+    Labels,
+    encode_labelled,
+    evaluation_batches,
+    labelled_text_of,
+    labelled_words_of,
+    read_records,
+)
+from shardwise.data.labelled import ProblemType, counted
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.models.classification import IGNORED_LABEL, Classification
+from shardwise.run.commands.opened_model import (
+    TO_BRING_A_TOKENIZER,
+    Evaluation,
+    OpenCheckpoint,
+    as_tuple,
+    check_fits,
+    open_model,
+)
+from shardwise.run.processes.ranks import Ranks, open_ranks
+from shardwise.run.tasks.classifier_tuning import pad_id_of, problem_of
+from shardwise.run.tasks.labelling import HeldOutLabels
+from shardwise.storage.huggingface.architectures.classifier import label_names
+from shardwise.storage.huggingface.fields import Fields
+from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, TIMEOUT, checks_arguments
+from shardwise.training.setting_groups import SEQUENCE
+
+
+@dataclass(frozen=True)
+class OpenClassifier:
+    """A model that labels texts, without its tensors.
+
+    Attributes:
+        model: where it is.
+        tokenizer: of the model.
+        head: of the model.
+        names: of its labels.
+        pad_id: what fills up short texts.
+    """
+
+    model: OpenCheckpoint
+    tokenizer: Tokenizer
+    head: Classification
+    names: tuple[str, ...]
+    pad_id: int
+
+
+def open_classifier(
+    checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int
+) -> OpenClassifier:
+    """A model that labels texts, and its tokenizer.
+
+    Raises:
+        ConfigError: another model, or more ranks than it can be split over.
+        CheckpointError: no model there, or a damaged one.
+        DataError: no tokenizer, or a damaged one.
+    """
+    opened = open_model(checkpoint, adapter)
+    check_fits(opened.description, world_size)
+    head = opened.description.classification
+    if head is None or opened.config is None:
+        raise ConfigError(
+            f"{opened.folder} holds a model without a head for labels; shardwise finetune --task "
+            "sequence-classification makes one that labels texts, and token-classification one that labels words"
+        )
+    if opened.tokenizer is None:
+        raise DataError(f"{opened.folder} has no tokenizer; {TO_BRING_A_TOKENIZER}, and import it again")
+    values = opened.config.values
+    pad_id = pad_id_of(values, opened.folder, opened.description, opened.tokenizer, None, task=head.task)
+    return OpenClassifier(opened, opened.tokenizer, head, tuple(label_names(Fields(values))), pad_id)
+
+
+@checks_arguments
+def classify(
+    checkpoint: str | PathLike[str],
+    text: str | Sequence[str] = (),
+    *,
+    data: str | Sequence[str] = (),
+    lines: Iterable[str] | None = None,
+    adapter: str | PathLike[str] | None = None,
+    sequence_length: Annotated[int | None, SEQUENCE] = None,
+    batch_size: Annotated[int, BATCH] = 8,
+    special_tokens: bool = True,
+    text_key: str = "text",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+    on_answer: Callable[[object], object] | None = None,
+    on_note: Callable[[str], object] | None = None,
+) -> list[object]:
+    """Say what the labels of texts are; every rank calls.
+
+    Args:
+        checkpoint: Hugging Face folder, or adapters, with the model that they name, or an import.
+        text: text or texts to label; a model that labels words takes the words between blanks.
+        data: instead, files and folders of records, in the forms that ``finetune`` reads.
+        lines: instead, lines of a file, of which the first rank's are read; one without a token has None for an
+            answer.
+        adapter: folder of adapters to use with the model.
+        sequence_length: most tokens of a text, which loses its end otherwise; 512, or the model's longest if that is
+            less, if None.
+        batch_size: texts at once.
+        special_tokens: read the names of special tokens in texts as these tokens.
+        text_key: field of a record that holds the text, or the words.
+        device: where to compute; "auto" takes a GPU if there is one for each rank.
+        timeout: seconds that a rank waits for another.
+        on_answer: given, on the first rank, each answer as soon as it is known.
+        on_note: given, on the first rank, each line that a user should read.
+
+    Returns:
+        An answer for each text, on every rank, as the pipeline of transformers gives it: ``{"label": ..., "score":
+        ...}``; of a model of several labels a list of those that are likelier than not, of a regression ``{"scores":
+        [...]}``, and of a model that labels words a list of ``{"word": ..., "label": ..., "score": ...}``.
+
+    Raises:
+        ConfigError: an argument out of range, nothing or several things to label, a model without a head for labels,
+            or more ranks than it can be split over.
+        CheckpointError: no model there, or a damaged one.
+        DataError: a text without a token, data that cannot be read, or no tokenizer.
+    """
+    given, files = as_tuple(text), as_tuple(data)
+    answers: list[object] = []
+    with open_ranks(device, timeout=timeout) as ranks:
+        tell = ranks.on_first(on_answer)
+
+        def say(said: object) -> None:
+            answers.append(said)
+            tell(said)
+
+        opened = agree(lambda: open_classifier(checkpoint, adapter, ranks.world_size), group=ranks.control)
+        of_tokens = opened.head.is_of_tokens
+        texts = agree(
+            lambda: _texts(given, files, lines, text_key, of_tokens) if ranks.is_first else [], group=ranks.control
+        )
+        texts = gather_objects(texts, "the texts", group=ranks.control)[0]
+        rest, kept = iter(texts), texts
+        if not (files or given):
+            kept = [each for each in texts if _has_tokens(opened, each, special_tokens)]
+            # A blank line of which nothing can be said has an answer too, so that these keep their numbers.
+            rest = _after_none_for(texts, kept, say)
+        reading = _Reading(sequence_length, batch_size, special_tokens, ranks.on_first(on_note))
+        for logits, (_, numbers, *_) in _outputs(opened, ranks, reading, kept, None) if kept else ():
+            for row, words, labelled in zip(logits.double().cpu(), numbers.tolist(), rest, strict=False):
+                if labelled.words is None:
+                    say(answer(opened.head, opened.names, row))
+                else:
+                    say(answer_words(opened.names, row, words, labelled.words))
+        # Blank lines after the last text.
+        next(rest, None)
+    return answers
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How texts are read.
+
+    Attributes:
+        sequence_length: most tokens of one; the usual number if None.
+        batch_size: texts at once.
+        special_tokens: whether the names of special tokens stand for them.
+        note: given each line that a user should read.
+    """
+
+    sequence_length: int | None
+    batch_size: int
+    special_tokens: bool
+    note: Callable[[str], object]
+
+
+def _has_tokens(opened: OpenClassifier, text: LabelledText, parse_special: bool) -> bool:
+    """Whether a line has any token; of some tokenizers the empty one has."""
+    if text.text.strip():
+        return True
+    tokenizer, length = opened.tokenizer, opened.model.sequence_length(None)
+    if text.words is not None:
+        return bool(tokenizer.encode_words(text.words, max_length=length, parse_special=parse_special)[0])
+    return bool(tokenizer.encode_framed(text.text, max_length=length, parse_special=parse_special)[0])
+
+
+def _after_none_for(
+    texts: Sequence[LabelledText], kept: Sequence[LabelledText], say: Callable[[object], object]
+) -> Iterator[LabelledText]:
+    """The texts that are ``kept``; of each of the others None is said in its place."""
+    places = {id(text) for text in kept}
+    for text in texts:
+        if id(text) in places:
+            yield text
+        else:
+            say(None)
+
+
+def _texts(
+    given: Sequence[str], files: Sequence[str], lines: Iterable[str] | None, text_key: str, of_tokens: bool
+) -> list[LabelledText]:
+    if files and given:
+        raise ConfigError("--data and --text both say what to label; leave one out")
+    if files:
+        _, records = read_records(files)
+        if of_tokens:
+            return [labelled_words_of(record, text_key, needs_labels=False) for record in records]
+        return [labelled_text_of(record, text_key, needs_label=False) for record in records]
+    if not given and lines is None:
+        raise ConfigError("there is nothing to label; give one of text, data and lines")
+    each = given or [line.rstrip("\r\n") for line in lines or ()]
+    where = "--text" if given else "standard input, line"
+    return [
+        LabelledText(f"{where} {number}", text, None, None, tuple(text.split()) if of_tokens else None)
+        for number, text in enumerate(each, 1)
+    ]
+
+
+def answer(head: Classification, names: Sequence[str], logits: Tensor) -> object:
+    """What is said of a text.
+
+    Args:
+        head: of the model.
+        names: of the labels.
+        logits: ``[n]``.
+    """
+    problem = head.problem_type or ("regression" if head.num_labels == 1 else "single_label_classification")
+    if problem == "regression":
+        return {"scores": logits.tolist()}
+    if problem == "multi_label_classification":
+        pairs = sorted(zip(logits.sigmoid().tolist(), names, strict=True), reverse=True)
+        return [{"label": name, "score": score} for score, name in pairs if score > 0.5]
+    return named(names, logits)
+
+
+def answer_words(
+    names: Sequence[str], logits: Tensor, numbers: Sequence[int], words: Sequence[str]
+) -> list[dict[str, object]]:
+    """What is said of each word; null of those of which no token is left.
+
+    Args:
+        names: of the labels.
+        logits: ``[s, n]``.
+        numbers: ``[s]``: of each token that begins a word, which that is; -100 of the others.
+        words: of the text.
+    """
+    said = {number: named(names, row) for row, number in zip(logits, numbers, strict=True) if number != IGNORED_LABEL}
+    unknown = {"label": None, "score": None}
+    return [{"word": word, **said.get(number, unknown)} for number, word in enumerate(words)]
+
+
+def named(names: Sequence[str], logits: Tensor) -> dict[str, object]:
+    """The likeliest label of ``logits`` ``[n]``, and its probability."""
+    scores = logits.softmax(dim=-1)
+    best = int(scores.argmax())
+    return {"label": names[best], "score": float(scores[best])}
+
+
+def _outputs(
+    opened: OpenClassifier,
+    ranks: Ranks,
+    reading: _Reading,
+    texts: Sequence[LabelledText],
+    labels: Labels | None,
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """The logits of each batch, of texts and no filling, and the batch."""
+    encoded = agree(
+        lambda: encode_labelled(
+            texts,
+            tokenizer=opened.tokenizer,
+            labels=labels,
+            max_length=opened.model.sequence_length(reading.sequence_length),
+            pad_id=opened.pad_id,
+            kinds=opened.model.description.num_tokentypes,
+            parse_special=reading.special_tokens,
+        ),
+        group=ranks.control,
+    )
+    for note in encoded.notes("--sequence-length"):
+        reading.note(note)
+    model = opened.model.load_model(ranks)
+    model.eval()
+    objective = HeldOutLabels(opened.head)
+    windows = EvaluationRows(encoded.rows)
+    left = len(windows)
+    with torch.no_grad(), ranks.phase("labelling", limited=True):
+        batches = evaluation_batches(windows, min(reading.batch_size, left), with_lengths=model.depends_on_length)
+        for batch in batches:
+            moved = tuple(tensor.to(ranks.device) for tensor in batch)
+            logits: Tensor = model(**objective.inputs(moved))
+            yield logits[:left], tuple(tensor[:left] for tensor in moved)
+            left -= min(left, len(logits))
+
+
+def evaluate_labels(
+    opened: OpenClassifier,
+    ranks: Ranks,
+    data: Sequence[str],
+    *,
+    sequence_length: int | None,
+    batch_size: int,
+    special_tokens: bool,
+    text_key: str,
+    on_note: Callable[[str], object] | None,
+) -> Evaluation:
+    """How well a model labels the data; see ``evaluate``. Every rank calls.
+
+    Raises:
+        ConfigError: texts longer than the model's longest.
+        DataError: data that cannot be read, or labels that are none of the model's.
+        DivergenceError: the loss is not finite.
+    """
+
+    def read() -> tuple[str, list[LabelledText]]:
+        name, records = read_records(data)
+        of_record = labelled_words_of if of_tokens else labelled_text_of
+        return name, [of_record(record, text_key) for record in records]
+
+    of_tokens = opened.head.is_of_tokens
+    name, texts = agree(read, group=ranks.control)
+    check_same((name, len(texts)), "the data", group=ranks.control)
+    if of_tokens:
+        problem: ProblemType = "single_label_classification"
+        objective = HeldOutLabels(opened.head, opened.names)
+    else:
+        problem = agree(lambda: problem_of(opened.head, texts), group=ranks.control)
+        objective = HeldOutLabels(opened.head.with_problem(problem))
+    sums = torch.zeros(1 + len(objective.names), dtype=torch.float64)
+    reading = _Reading(sequence_length, batch_size, special_tokens, ranks.on_first(on_note))
+    for logits, batch in _outputs(opened, ranks, reading, texts, Labels(opened.names, problem)):
+        loss, counts = objective.sums(logits, batch, torch.float64)
+        assert counts is not None
+        sums += torch.cat([loss.view(1), counts]).cpu()
+    measured = objective.scores(sums.tolist())
+    if not math.isfinite(measured["held_out_loss"]):
+        raise DivergenceError(f"the loss on {name} is {measured['held_out_loss']}: the model's weights have diverged")
+    titles = {key: objective.titles.get(key, key.removeprefix("held_out_")) for key in measured}
+    return Evaluation(f"{name}: {counted(len(texts), 'text')}", {titles[key]: value for key, value in measured.items()})

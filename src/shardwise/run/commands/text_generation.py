@@ -1,0 +1,226 @@
+"""Continue a text with a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Annotated, Literal
+
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import ConfigError, DataError
+from shardwise.data.tokenizer import TextStream, Tokenizer
+from shardwise.models.generation import generate as generate_ids
+from shardwise.models.generation import on_layers
+from shardwise.models.gpt import GPT
+from shardwise.run.commands.opened_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
+from shardwise.run.processes.ranks import open_ranks
+from shardwise.storage.huggingface.generation_config import GenerationChoice
+from shardwise.training.bounds import DEFAULT_TIMEOUT, SEED, STEPS, TEMPERATURE, TIMEOUT, TOP_P, checks_arguments
+
+
+@dataclass(frozen=True)
+class ChoiceWishes:
+    """How tokens are to be chosen; None leaves it to the model's files.
+
+    Attributes:
+        max_new_tokens: most tokens to add.
+        temperature: under 1 favours likely tokens; 0 always takes the likeliest.
+        top_k: choose among this many likeliest tokens; 0 is off.
+        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def choose(self, opened: OpenCheckpoint, tokenizer: Tokenizer, num_prompt_tokens: int) -> GenerationChoice:
+        """How tokens are chosen after a prompt. Raises ConfigError: a value out of range."""
+        return opened.generation_defaults().choose(
+            **asdict(self),
+            num_prompt_tokens=num_prompt_tokens,
+            vocab_size=opened.description.vocab_size,
+            eos_id=tokenizer.eos_id,
+        )
+
+
+@dataclass(frozen=True)
+class OpenPrompt:
+    """A text to continue.
+
+    Attributes:
+        opened: the model.
+        tokenizer: of the model.
+        prompt_ids: what the tokenizer puts in front, and the prompt.
+        choice: how tokens are chosen.
+    """
+
+    opened: OpenCheckpoint
+    tokenizer: Tokenizer
+    prompt_ids: list[int]
+    choice: GenerationChoice
+
+    def notes(self, longest: int) -> Iterator[str]:
+        """What a user should know, one line each, where the model reads ``longest`` tokens."""
+        yield from self.choice.notes
+        ids, beginning = self.prompt_ids, list(self.tokenizer.beginning)
+        if beginning and ids[len(beginning) : 2 * len(beginning)] == beginning:
+            yield (
+                f"the prompt begins with {self.tokenizer.decode(beginning)}, which the tokenizer puts in front of "
+                "every text: it stands there twice"
+            )
+        if len(ids) > longest:
+            yield f"the prompt has {len(ids)} tokens, of which the model reads the last {longest}"
+
+
+def open_prompt(
+    checkpoint: str | PathLike[str],
+    adapter: str | PathLike[str] | None,
+    prompt: str,
+    wishes: ChoiceWishes,
+    *,
+    special_tokens: bool,
+    world_size: int,
+) -> OpenPrompt:
+    """Open the checkpoint of a model that continues texts, and read the prompt.
+
+    Raises:
+        ConfigError: more ranks than the model can be split over, or a model that adds no tokens.
+        CheckpointError: no checkpoint there, or a damaged one.
+        DataError: no tokenizer, or a damaged one.
+    """
+    opened, tokenizer = open_causal(checkpoint, adapter, world_size)
+    encoded = tokenizer.encode(prompt, parse_special=special_tokens)
+    prompt_ids = [*tokenizer.beginning, *encoded]
+    return OpenPrompt(opened, tokenizer, prompt_ids, wishes.choose(opened, tokenizer, len(prompt_ids)))
+
+
+def open_causal(
+    checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int
+) -> tuple[OpenCheckpoint, Tokenizer]:
+    """A model that continues texts, without its tensors, and its tokenizer. Raises as ``open_prompt``."""
+    opened = open_model(checkpoint, adapter)
+    check_fits(opened.description, world_size)
+    if (head := opened.description.classification) is not None:
+        raise ConfigError(
+            f"{opened.folder} holds a model for {head.task}, which adds no tokens; use shardwise classify"
+        )
+    if opened.config is not None and opened.description.kind != "gpt":
+        kind = opened.config.architecture.model_type
+        raise ConfigError(f"{opened.folder} holds a {kind} model, which adds no tokens")
+    if opened.tokenizer is None:
+        raise DataError(
+            f"{opened.folder} was imported from a folder without a tokenizer.json that says which token ends a text; "
+            f"{TO_BRING_A_TOKENIZER}, and import it again"
+        )
+    return opened, opened.tokenizer
+
+
+@checks_arguments
+def generate(
+    checkpoint: str | PathLike[str],
+    prompt: str = "",
+    *,
+    adapter: str | PathLike[str] | None = None,
+    max_new_tokens: Annotated[int | None, STEPS] = None,
+    temperature: Annotated[float | None, TEMPERATURE] = None,
+    top_k: Annotated[int | None, STEPS] = None,
+    top_p: Annotated[float | None, TOP_P] = None,
+    special_tokens: bool = True,
+    seed: Annotated[int, SEED] = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    layers: Literal["auto", "training", "inference", "fused"] = "auto",
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+    on_text: Callable[[str], object] | None = None,
+    on_note: Callable[[str], object] | None = None,
+) -> str:
+    """Continue a text; every rank calls. The same seed gives the same text at every number of ranks.
+
+    Args:
+        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging
+            Face folder; or adapters, with the model that they name.
+        prompt: text to continue; a new text begins if it is empty.
+        adapter: folder of adapters to use with the model.
+        max_new_tokens: most tokens to add. Here and below, None: as the model's generation_config.json says, or else
+            200.
+        temperature: under 1 favours likely tokens; 0 always takes the likeliest. None: see above, or else 0.8.
+        top_k: choose among this many likeliest tokens; 0 is off. None: see above, or else 50.
+        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off. None: see above,
+            or else 1.
+        special_tokens: read the names of special tokens in the prompt as these tokens.
+        seed: of the choices.
+        device: where to compute; "auto" takes a GPU if there is one for each rank.
+        layers: those of training; those for inference; or these "fused"; see ``shardwise generate --help``.
+        timeout: seconds that a rank waits for another.
+        on_text: given, on the first rank, the prompt, then each piece of the text as it comes, and at last the rest
+            with a line's end, after an error too.
+        on_note: given, on the first rank, each line that a user should read before the text.
+
+    Returns:
+        What was added to the prompt, on every rank.
+
+    Raises:
+        ConfigError: an argument out of range, more ranks than the model can be split over, or a model that adds no
+            tokens.
+        CheckpointError: no checkpoint there, or a damaged one.
+        DataError: no tokenizer, or a damaged one.
+    """
+    wishes = ChoiceWishes(max_new_tokens, temperature, top_k, top_p)
+    with open_ranks(device, timeout=timeout) as ranks:
+        show, note = ranks.on_first(on_text), ranks.on_first(on_note)
+        task = agree(
+            lambda: open_prompt(
+                checkpoint, adapter, prompt, wishes, special_tokens=special_tokens, world_size=ranks.world_size
+            ),
+            group=ranks.control,
+        )
+        model = task.opened.load_model(ranks)
+        assert isinstance(model, GPT)
+        model, kind = on_layers(model, layers)
+        for line in (*task.notes(model.max_sequence_length), f"layers: {kind}"):
+            note(line)
+        show(prompt)
+        text = ShownText(TextStream(task.tokenizer, task.prompt_ids), show)
+        try:
+            # Not limited: the first rank waits with everybody for a terminal that is paused.
+            with ranks.phase("generating"):
+                generate_ids(
+                    model,
+                    task.prompt_ids,
+                    max_new_tokens=task.choice.max_new_tokens,
+                    sampling=task.choice.sampling,
+                    seed=seed,
+                    eos_id=task.choice.eos_ids,
+                    on_token=text.push,
+                )
+        finally:
+            # After Ctrl-C too, so that the shell's prompt begins a line of its own.
+            text.finish()
+        return str(text)
+
+
+class ShownText:
+    """A text that comes token by token: each piece is shown as soon as it is certain, and kept.
+
+    Args:
+        stream: makes text of the tokens.
+        show: given each piece.
+    """
+
+    def __init__(self, stream: TextStream, show: Callable[[str], object]) -> None:
+        self._stream, self._show = stream, show
+        self._pieces: list[str] = []
+
+    def push(self, token: int) -> None:
+        """Show what a token adds."""
+        self._pieces.append(self._stream.push(token))
+        self._show(self._pieces[-1])
+
+    def finish(self) -> None:
+        """Show the rest, and a line's end."""
+        self._pieces.append(self._stream.finish())
+        self._show(f"{self._pieces[-1]}\n")
+
+    def __str__(self) -> str:
+        return "".join(self._pieces)

@@ -1,0 +1,138 @@
+"""Train, fine-tune, learn from preferences and from a teacher, by keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from shardwise.run.run import run
+from shardwise.run.settings.finetune_settings import DistillSettings, DpoSettings, FinetuneSettings
+from shardwise.run.tasks.recipe import Outcome
+from shardwise.training.bounds import launcher_number
+from shardwise.training.plain_values import from_keywords
+from shardwise.training.settings import RunSettings, Settings
+
+if TYPE_CHECKING:
+    from shardwise.run.tasks.finetuning import Finetuning
+
+_Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
+
+
+def train(data: _Paths, *, out: str | PathLike[str] = Settings.out, **settings: Any) -> Outcome:
+    """Train a GPT on text; every rank calls, and prints what ``shardwise train`` does.
+
+    Args:
+        data: file or folder, or several; "stdlib" is this machine's Python standard library.
+        out: folder for checkpoints, metrics, pictures and the tokenizer.
+        settings: those of ``shardwise train --help``, named as in its TOML file: ``model={"num_layers": 2}`` for
+            ``--model.num-layers 2``, ``resume="auto"`` for ``--resume auto``.
+
+    Returns:
+        Losses and the last checkpoint, on every rank.
+
+    Raises:
+        ConfigError: an unknown setting, one out of range, or settings that contradict each other or the ranks.
+        ShardwiseError: what else goes wrong, on every rank.
+    """
+    return _run(from_keywords(Settings, settings | {"data": data, "out": out}))
+
+
+def finetune(
+    base: str | PathLike[str], data: _Paths, *, out: str | PathLike[str] = FinetuneSettings.out, **settings: Any
+) -> Outcome:
+    """Fine-tune a Hugging Face model on chats, instructions or texts, or to label texts; every rank calls.
+
+    Args:
+        base: Hugging Face folder to start from.
+        data: file or folder, or several.
+        out: folder for the fine-tuned model or its adapters, for checkpoints, metrics and pictures.
+        settings: those of ``shardwise finetune --help``: ``lora_rank=8`` for ``--lora-rank 8``, ``training={"steps":
+            100}`` for ``--training.steps 100``.
+
+    Returns:
+        Losses and the last checkpoint, on every rank.
+
+    Raises:
+        ConfigError: see ``train``.
+        ShardwiseError: what else goes wrong, on every rank.
+    """
+    return _run(from_keywords(FinetuneSettings, settings | {"base": base, "data": data, "out": out}))
+
+
+def dpo(
+    base: str | PathLike[str], data: _Paths, *, out: str | PathLike[str] = DpoSettings.out, **settings: Any
+) -> Outcome:
+    """Fine-tune a Hugging Face model on pairs of a better and a worse answer; every rank calls.
+
+    Args:
+        base: see ``finetune``.
+        data: file or folder, or several, of records with a prompt, a chosen and a rejected answer.
+        out: see ``finetune``.
+        settings: those of ``shardwise dpo --help``: ``beta=0.2`` for ``--beta 0.2``.
+
+    Returns:
+        Losses and the last checkpoint, on every rank.
+
+    Raises:
+        ConfigError: see ``train``.
+        ShardwiseError: what else goes wrong, on every rank.
+    """
+    return _run(from_keywords(DpoSettings, settings | {"base": base, "data": data, "out": out}))
+
+
+def distill(
+    base: str | PathLike[str],
+    data: _Paths,
+    *,
+    teacher: str | PathLike[str],
+    out: str | PathLike[str] = DistillSettings.out,
+    **settings: Any,
+) -> Outcome:
+    """Fine-tune a Hugging Face model on what another one of the same tokenizer predicts; every rank calls.
+
+    Args:
+        base: see ``finetune``.
+        data: likewise.
+        teacher: Hugging Face folder of the model to learn from.
+        out: see ``finetune``.
+        settings: those of ``shardwise distill --help``: ``alpha=1.0`` for ``--alpha 1``.
+
+    Returns:
+        Losses and the last checkpoint, on every rank.
+
+    Raises:
+        ConfigError: see ``train``.
+        ShardwiseError: what else goes wrong, on every rank.
+    """
+    given = {"base": base, "data": data, "teacher": teacher, "out": out}
+    return _run(from_keywords(DistillSettings, settings | given))
+
+
+def recipe_of(settings: FinetuneSettings) -> type[Finetuning]:
+    """What kind of fine-tuning the settings are of. The modules of the other kinds are not imported."""
+    if isinstance(settings, DpoSettings):
+        from shardwise.run.tasks.preference import PreferenceTuning
+
+        return PreferenceTuning
+    if isinstance(settings, DistillSettings):
+        from shardwise.run.tasks.distillation import Distillation
+
+        return Distillation
+    if settings.labels.is_on:
+        from shardwise.run.tasks.classifier_tuning import Classifying
+
+        return Classifying
+    from shardwise.run.tasks.finetuning import Finetuning
+
+    return Finetuning
+
+
+def run_settings(settings: RunSettings) -> Outcome:
+    """A whole run of settings that fit the number of ranks; see ``run``."""
+    return run(settings, recipe_of(settings)) if isinstance(settings, FinetuneSettings) else run(settings)
+
+
+def _run(settings: RunSettings) -> Outcome:
+    settings.check_world(launcher_number("WORLD_SIZE", least=1) or 1)
+    return run_settings(settings)

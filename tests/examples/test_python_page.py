@@ -1,0 +1,42 @@
+"""docs/python.md: its calls do what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_page_of_calls_from_python(tmp_path, monkeypatch, capsys):
+    """All blocks as one script, on one rank."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    num_threads = torch.get_num_threads()
+    # For a model as small as this, more only wait for each other.
+    torch.set_num_threads(1)
+    names = {"__name__": "page"}
+    try:
+        for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+            exec(block, names)
+    finally:
+        torch.set_num_threads(num_threads)
+    printed = capsys.readouterr().out
+    assert names["done"].last_loss < names["done"].first_loss
+    assert Path(names["done"].checkpoint) == Path("runs/base/checkpoints/step-00000004")
+    assert names["text"]
+    assert "12 things" in printed
+    assert names["imported"].can_generate
+    assert [message["role"] for message in names["messages"]] == ["user", "assistant", "user", "assistant"]
+    assert set(names["measured"].metrics) == {"loss", "perplexity", "bits per byte"}
+    for folder in ("tuned", "preferred", "taught", "labels"):
+        assert any((tmp_path / folder).glob("*.safetensors")), folder
+    assert [answer["label"] in ("good", "bad") for answer in names["answers"]] == [True, True]
+    assert names["plan"].worst.total > 0
+    assert names["best"].plan.worst.total < 2**30
+    assert names["lines"][-1] == "checkpoints of step 4: the same bits"
+    assert names["same"]
