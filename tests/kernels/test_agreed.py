@@ -9,6 +9,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, gather_all
 from run.tiny import tiny_settings
 
+from shardwise.core.communication.context import context_of
 from shardwise.core.topology import Groups
 from shardwise.kernels import agreed, compiled, dispatch
 from shardwise.models.config import ModelConfig
@@ -20,7 +21,8 @@ from shardwise.run.wording import speed
 
 @contextlib.contextmanager
 def nothing_known(monkeypatch):
-    """Let nothing be known of compilers before, and nothing be left of what is agreed."""
+    """Let nothing be known of compilers or agreed before, and nothing be left of what is agreed."""
+    monkeypatch.setattr(context_of(dist.group.WORLD), "agreed_kernels", set())
     for path in dispatch.PATHS:
         for name, value in (("refusal", None), ("is_agreed", False)):
             monkeypatch.setattr(path, name, value)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.core.communication import accounting
 from shardwise.core.communication.agreement import gather_objects
@@ -46,8 +47,9 @@ def agree_on_kernels(like: Tensor, *, group: ProcessGroup) -> list[str]:
         return []
     call = Call(device.type, like.dtype, device_index=device.index or 0)
     paths = [path for path in (*PATHS, REDUCE_NORM) if path.device_type == device.type and path not in _ROUND_ALIKE]
-    own = platform.node(), [path.try_out(call) for path in paths]
-    with accounting.uncounted():
+    # The caller's modes are for the model's operations, and not for trials.
+    with _disable_current_modes(), accounting.uncounted():
+        own = platform.node(), [path.try_out(call) for path in paths]
         every = gather_objects(own, "which kernels each can run", group=group)
     agreed.add((device, like.dtype))
     lines = [_settle(path, [(host, whys[place]) for host, whys in every]) for place, path in enumerate(paths)]
