@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.core.errors import LaunchError
-from shardwise.run.comparison import compare_runs
+from shardwise.run.comparison import compare
 from shardwise.run.metrics import read_metrics
 
 Layout = tuple[int, str]
@@ -55,7 +55,7 @@ class Runs:
         self._check((4, "--tp 4"), killed_at=half, then=(2, "--tp 2"))
         for name, layout in (("plain", first), ("other", (2, "--tp 2"))):
             self._finish(self._start(name, layout), layout)
-        differ = not compare_runs(self.folder / "plain", self.folder / "other")[0]
+        differ = not compare(self.folder / "plain", self.folder / "other")[0]
         self._report("without --exact on 2 ranks --tp 2", "other bits, as it must be" if differ else None)
 
     def _check(
@@ -80,7 +80,7 @@ class Runs:
                 self._finish(self._start("other", then, "--exact", "--resume", "auto"), then)
                 how = f"saved at step {saved_at}" if saved_at else f"a rank killed at step {killed_at}"
                 where += f", {how}, resumed on {then[0]} ranks {then[1]}"
-            same, lines = compare_runs(self.folder / "first", self.folder / "other")
+            same, lines = compare(self.folder / "first", self.folder / "other")
             expected = f"metrics of {self.num_steps} steps: the same bits"
             problem = None if same and expected in lines else f"OTHER BITS: {'; '.join(lines)}"
         except LaunchError as error:
