@@ -281,7 +281,7 @@ FAULTS = (
     ),
     Fault(
         "damaged values loaded",
-        "reading:SafetensorsReader.check_sums",
+        "slices:SafetensorsReader.check_sums",
         "found % MODULUS != chunk.checksum",
         "False",
         "tests/storage/checkpoint/test_errors.py::test_no_flipped_bit_goes_unnoticed",
