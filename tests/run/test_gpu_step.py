@@ -17,15 +17,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shardwise.core import initialization
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.data import Corpus, TokenStream
-from shardwise.models.adapters import LoraConfig
+from shardwise.models.adapters import LoraConfig, adapter
 from shardwise.models.gpt import GPT
 from shardwise.run import run
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
 from shardwise.run.tasks.recipe import Recipe
 from shardwise.run.tasks.texts import Texts
-from shardwise.storage import adapters as lora
-from shardwise.storage.adapters import add_lora_
+from shardwise.storage.adapters import add_lora_, sites
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.training.optimizer_settings import OptimizerSettings
 from shardwise.training.setting_groups import ModelSettings, ParallelSettings, TrainingSettings
@@ -176,9 +175,9 @@ def steps(folder, *case):
     # Initial values are numbers, which nobody asks for here.
     initialization.fill_normal_ = lambda *_, **__: None
     for module, name in (
-        (lora.sites, "_sites_of_layer"),
-        (lora.adapter, "local_places"),
-        (lora.adapter, "section_layout"),
+        (sites, "_sites_of_layer"),
+        (adapter, "local_places"),
+        (adapter, "section_layout"),
     ):
         setattr(module, name, with_real_numbers(getattr(module, name)))
     with ranks_alike(), fake_tensors(), StepRecorder():
