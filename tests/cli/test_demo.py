@@ -29,7 +29,9 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     shown, printed = (text.split("\n\nGo on:")[0] for text in (readme, done.stdout))
     shown, printed = shown.split("```text\n")[-1], printed.split("\n\n")[-1]
-    assert [line.split()[0] for line in shown.splitlines()] == [line.split()[0] for line in printed.splitlines()]
+    # A machine may have a line more for each fast path that it does not take.
+    names = [[line.split()[0] for line in text.splitlines() if "       no " not in line] for text in (shown, printed)]
+    assert names[0] == names[1]
     measured = re.search(r"held out ([\d.]+) bits per byte on ([\d,]+) bytes", done.stdout)
     assert measured is not None
     # Enough held-out text to mean something, and a model that has learned nothing yet.
