@@ -28,6 +28,6 @@ class TrainArguments(RunArguments):
 
     def work(self) -> Callable[[], object]:
         """Train."""
-        from shardwise.run.commands.trainings import run_settings
+        from shardwise.run.run import run
 
-        return partial(run_settings, self.settings)
+        return partial(run, self.settings)
