@@ -14,7 +14,7 @@ from harness.program import run as run_program
 from shardwise.cli.main import COMMANDS
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.run.settings.finetune_settings import FinetuneSettings
-from shardwise.training.plain_values import from_keywords
+from shardwise.training.bounds import from_keywords
 
 EXPORTS = {
     "shardwise": "Groups Topology",
@@ -67,7 +67,7 @@ def test_a_function_has_the_flags_of_its_command_with_their_defaults(command):
     name, others = FUNCTIONS[command]
     parameters = inspect.signature(getattr(importlib.import_module("shardwise.run"), name)).parameters
     arguments = getattr(
-        importlib.import_module(f"shardwise.cli.{command.replace('-', '_')}"), COMMANDS[command].arguments
+        importlib.import_module(f"shardwise.cli.{COMMANDS[command].module}"), COMMANDS[command].arguments
     )
     fields = {each.name: each.default for each in dataclasses.fields(arguments) if each.name not in {*LAUNCH, *others}}
     assert fields

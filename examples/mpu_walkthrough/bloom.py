@@ -26,7 +26,7 @@ from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.models.transformer.layer import TransformerLayerSpec
-from shardwise.models.transformer.layer_arguments import gelu_tanh
+from shardwise.models.transformer.mlp import gelu_tanh
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import finalize_gradients_

@@ -12,7 +12,7 @@ from steps.exact_steps import EXACT_VARIANTS
 from workers import WorkerSpec
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.train import TrainArguments
+from shardwise.cli.trainings import TrainArguments
 
 SIZES = {
     "hidden_size": 64,

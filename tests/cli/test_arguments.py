@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.chat import ChatArguments
-from shardwise.cli.demo import DemoArguments
-from shardwise.cli.distill import DistillArguments
-from shardwise.cli.dpo import DpoArguments
-from shardwise.cli.eval import EvalArguments
-from shardwise.cli.export_hf import ExportArguments
-from shardwise.cli.finetune import FinetuneArguments
-from shardwise.cli.generate import GenerateArguments
-from shardwise.cli.import_hf import ImportArguments
+from shardwise.cli.conversion import ExportArguments, ImportArguments
+from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
 from shardwise.cli.plan import PlanArguments
-from shardwise.cli.train import TrainArguments
+from shardwise.cli.trainings import DemoArguments, DistillArguments, DpoArguments, FinetuneArguments, TrainArguments
 from shardwise.core.errors import ConfigError
 from shardwise.training.settings import Settings
 

@@ -1,4 +1,4 @@
-"""The demo, with few steps: it proves parity, trains, measures and says where everything is."""
+"""The trainings, with few steps: it proves parity, trains, measures and says where everything is."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from harness.program import run
 from run.tiny import tiny_settings
 
-from shardwise.cli import demo, start
-from shardwise.cli.demo import DemoArguments, demo_settings
+from shardwise.cli import start, trainings
 from shardwise.cli.main import run_subcommand
+from shardwise.cli.trainings import DemoArguments, demo_settings
 from shardwise.core.errors import ConfigError
 from shardwise.storage import checkpoint
 
@@ -47,7 +47,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
     assert run_subcommand("demo", ["--out", str(out)]) == 0
     tiny = tiny_settings(tmp_path)
     monkeypatch.setattr(
-        demo,
+        trainings,
         "demo_settings",
         lambda arguments: dataclasses.replace(
             demo_settings(arguments), data=tiny.data, model=tiny.model, corpus=tiny.corpus

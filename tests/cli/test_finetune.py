@@ -14,8 +14,8 @@ from harness.program import run
 from storage.adapters.tiny_models import read_adapters, save_model
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.finetune import FinetuneArguments
 from shardwise.cli.main import main
+from shardwise.cli.trainings import FinetuneArguments
 from shardwise.core.errors import ConfigError
 from shardwise.data.tokenizer import Tokenizer
 

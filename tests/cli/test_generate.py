@@ -14,8 +14,7 @@ import torch.distributed as dist
 from harness.program import run as run_program
 from tokenizers import processors
 
-from shardwise.cli.main import main as shardwise_main
-from shardwise.cli.main import run_subcommand
+from shardwise.cli.main import main as shardwise_main, run_subcommand
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamLayout
@@ -142,7 +141,7 @@ def test_folders_that_name_a_checkpoint(run, capsys):
 
 def test_pieces_are_shown_as_they_come(run, monkeypatch):
     shown = []
-    monkeypatch.setattr("shardwise.cli.streams.show", shown.append)
+    monkeypatch.setattr("shardwise.cli.start.show", shown.append)
     main([str(run.folder), "--prompt", "def f(", "--max-new-tokens", "20"])
     # The prompt, each token and the line's end.
     assert len(shown) == 22

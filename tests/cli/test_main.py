@@ -11,7 +11,7 @@ import shardwise
 from shardwise.cli.main import COMMANDS, main
 from shardwise.cli.reporting import describe, run_command
 from shardwise.core.errors import CheckpointError, ConfigError, DataError, LaunchError, ParityError
-from shardwise.training.plain_values import nearest
+from shardwise.training.bounds import nearest
 
 
 def call(*argv, program=(sys.executable, "-m", "shardwise"), **variables):

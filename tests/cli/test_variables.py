@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from shardwise.cli.flags import VARIABLES
 from shardwise.cli.main import main
-from shardwise.cli.variables import VARIABLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "environment.md"
 # Constants in capitals of modules that look at the environment.

@@ -9,7 +9,7 @@ from harness.parity import assert_bit_equal
 from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.core import initialization, philox
+from shardwise.core import initialization
 from shardwise.core.initialization import (
     CounterNormal,
     Normal,
@@ -308,7 +308,7 @@ def test_counter_normals_of_a_scalar_and_of_more_rows():
 def test_a_rank_computes_its_slice_and_no_more(monkeypatch, dim):
     """But for the counters at both ends of a row, each of which gives four numbers."""
     counters = []
-    monkeypatch.setattr(philox, "_normals", lambda key, rows, blocks: counted(counters, rows, blocks))
+    monkeypatch.setattr(initialization, "_normals", lambda key, rows, blocks: counted(counters, rows, blocks))
     layout = ParamLayout.split((301, 200), dim, 4)
     initialize_shard_(torch.empty(layout.local_shape(2)), layout, 2, CounterNormal(1.0))
     rows, columns = layout.local_shape(2)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from shardwise.core.json_files import MAX_DEPTH, parse_json, read_json, shown
+from shardwise.core.files import MAX_DEPTH, parse_json, read_json, shown
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -8,8 +8,8 @@ import torch
 from harness.operators import Operators
 from harness.parity import assert_bit_equal
 
-from shardwise.core import philox as philox_module
-from shardwise.core.philox import fill_normal_, philox
+from shardwise.core import initialization as philox_module
+from shardwise.core.initialization import fill_normal_, philox
 
 ALL_ONES = 0xFFFFFFFF
 KEY = 0x1234_5678_9ABC_DEF0

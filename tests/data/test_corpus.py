@@ -1,8 +1,7 @@
 import hashlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import Corpus

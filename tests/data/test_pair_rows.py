@@ -7,12 +7,12 @@ import pytest
 
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import PairDataset, PreferenceEncoder, TokenSamples, UnusableExampleError, preference_of
-from shardwise.data.dataset import IGNORE_INDEX
 from shardwise.data.encoding import Encoded
 from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
+from shardwise.data.tokens import IGNORE_INDEX
 from shardwise.run.settings.finetune_settings import SampleSettings
-from shardwise.run.tasks.pairs import prepare_pairs
+from shardwise.run.tasks.preference import prepare_pairs
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ '</s>' }}{% endfor %}"

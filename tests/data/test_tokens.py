@@ -3,8 +3,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import processors
 
 from shardwise.core.errors import ConfigError

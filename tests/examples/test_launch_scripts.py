@@ -17,7 +17,7 @@ from harness.program import Program
 from run.tiny import tiny_settings
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.train import TrainArguments
+from shardwise.cli.trainings import TrainArguments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/first-gpu.md").read_text()

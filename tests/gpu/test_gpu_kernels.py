@@ -12,7 +12,7 @@ from conftest import REHEARSED
 
 from shardwise.kernels import loss_reference, loss_triton, triton_trial
 from shardwise.kernels.elementwise import swiglu
-from shardwise.kernels.rms_norm import add_rms_norm
+from shardwise.kernels.norms import add_rms_norm
 
 
 def all_cases():

@@ -109,7 +109,7 @@ FAULTS = (
     ),
     Fault(
         "optimizer state misplaced",
-        "master_weights:MasterWeights.state_of",
+        "mixed_precision:MasterWeights.state_of",
         "self._masters.get(param, param)",
         "param",
         "tests/training/optimizer/test_master_weights.py::test_copies_are_updated_as_an_fp32_model_would_be",
@@ -137,7 +137,7 @@ FAULTS = (
     ),
     Fault(
         "masters not rounded on load",
-        "master_weights:MasterWeights.set_step_",
+        "mixed_precision:MasterWeights.set_step_",
         "self.round_()",
         "pass",
         "tests/training/optimizer/test_master_weights.py::test_after_loading_the_model_is_its_copies_rounded",
@@ -245,7 +245,7 @@ FAULTS = (
     # Loss, gradients and optimizer.
     Fault(
         "target's logit below its own rank's maximum",
-        "combine:combine",
+        "vocabulary:combine",
         "(every[..., 2] + below).amax(dim=0)",
         "every[..., 2].amax(dim=0)",
         "tests/nn/loss/test_loss_cross_entropy.py::test_fp64_equals_dense",

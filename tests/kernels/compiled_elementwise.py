@@ -8,7 +8,7 @@ import sys
 
 from machine_code import access_widths, compile_for, num_barriers, target_of, usage_of
 
-from shardwise.kernels import add_rms_norm_triton, elementwise_triton
+from shardwise.kernels import elementwise_triton, norms_triton
 
 
 def elementwise(name, dtype, capability):
@@ -43,16 +43,16 @@ def rotary(dtype, capability, *, interleaved, to_mixed, others):
 
 
 def norm(name, dtype, capability, width):
-    kernel = getattr(add_rms_norm_triton, name)
+    kernel = getattr(norms_triton, name)
     wide = "fp64" if dtype == "fp64" else "fp32"
-    constants = {"IS_DOUBLE": dtype == "fp64", "BLOCK": add_rms_norm_triton.block_size(width)}
+    constants = {"IS_DOUBLE": dtype == "fp64", "BLOCK": norms_triton.block_size(width)}
     constants |= {"EPS": 1e-5, "HAS_GRAD_TOTAL": True, "WANT_WEIGHT": True}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = {name: f"*{dtype}" for name in kernel.arg_names if name not in constants}
     kinds |= {name: f"*{wide}" for name in ("scale", "partial_sums") if name in kinds}
     kinds |= {name: "i64" for name in kinds if "stride" in name} | {"num_columns": "i32"}
     kinds |= {name: "i32" for name in ("num_rows",) if name in kinds}
-    num_warps = add_rms_norm_triton.num_warps(constants["BLOCK"])
+    num_warps = norms_triton.num_warps(constants["BLOCK"])
     return compile_for(kernel, capability, kinds, constants, num_warps=num_warps)
 
 

@@ -11,13 +11,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shardwise.kernels import reduce_norm_triton
+from shardwise.kernels import norms_triton
 
 VECTORS = ("residual", "new_residual", "bias", "weight", "norm_bias")
 
 
 def compile_for(capability, dtype, num_columns, everything):
-    block = reduce_norm_triton.block_size(num_columns)
+    block = norms_triton.reduce_block_size(num_columns)
     constants = {
         "EPS": 1e-5,
         "WORLD_SIZE": 8,
@@ -27,14 +27,14 @@ def compile_for(capability, dtype, num_columns, everything):
         "BLOCK": block,
     }
     kinds = dict.fromkeys(VECTORS, f"*{dtype}") | {"addresses": "*i64", "start": "i32", "num_columns": "i32"}
-    kernel = reduce_norm_triton.reduce_norm_kernel
+    kernel = norms_triton.reduce_norm_kernel
     source = ASTSource(
         kernel,
         signature={name: kinds.get(name, "constexpr") for name in kernel.arg_names},
         constexprs={(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants},
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants},
     )
-    options = {"num_warps": reduce_norm_triton.num_warps(block)}
+    options = {"num_warps": norms_triton.num_warps(block)}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
 
 

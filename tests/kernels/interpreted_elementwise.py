@@ -13,9 +13,9 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from shardwise.kernels import add_rms_norm_triton, dispatch
+from shardwise.kernels import dispatch, norms_triton
 from shardwise.kernels.elementwise import rotate, split_and_rotate, swiglu
-from shardwise.kernels.rms_norm import add_rms_norm
+from shardwise.kernels.norms import add_rms_norm
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
 from shardwise.models.transformer.rotary import RotaryEmbedding
@@ -266,7 +266,7 @@ def main():
     torch.manual_seed(0)
     dispatch.ELEMENTWISE.min_size = 1 << 40
     # Fewer than rows.
-    add_rms_norm_triton._PROGRAMS = 3
+    norms_triton._PROGRAMS = 3
     for path in PATHS:
         path.missing = lambda call: None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

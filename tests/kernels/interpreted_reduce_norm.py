@@ -12,8 +12,8 @@ import traceback
 import torch
 
 from shardwise.core.sharding import balanced_range
-from shardwise.kernels import reduce_norm_triton
-from shardwise.kernels.reduce_norm import reduce_norm_
+from shardwise.kernels import norms_triton
+from shardwise.kernels.norms import reduce_norm_
 
 # Sums in another order, and the result's rounding; the interpreter cuts bf16 off where the GPU rounds.
 RTOL = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -34,7 +34,7 @@ def check(dtype, num_ranks, num_rows, num_columns, *, bias, layer_norm):
         own = residual[start:stop].clone()
         arguments = (start, own, added, weight, norm_bias, 1e-5)
         expected = reduce_norm_(expected_buffers, *arguments)
-        check_close(reduce_norm_triton.reduce_norm_(addresses, *arguments), expected)
+        check_close(norms_triton.reduce_norm_(addresses, *arguments), expected)
         assert torch.equal(own, residual[start:stop])
     for buffer, expected in zip(buffers, expected_buffers, strict=True):
         check_close(buffer, expected)

@@ -10,7 +10,7 @@ import torch
 from harness.program import run
 
 from shardwise.core.errors import ConfigError
-from shardwise.kernels import dispatch, loss_reference, main_grad
+from shardwise.kernels import dispatch, loss_reference, products
 from shardwise.kernels.dispatch import LOSS_CPU, LOSS_TRITON, PATHS, Call, FastPath, loss_kernels, report
 
 
@@ -200,11 +200,11 @@ def test_the_compiler_gets_the_reference(monkeypatch):
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64])
 def test_products_are_summed_in_the_wide_type(monkeypatch, out_dtype):
-    monkeypatch.setattr(main_grad, "_MIN_ROWS", 3)
-    monkeypatch.setattr(main_grad, "_TEMPORARY_ELEMENTS", 1)
+    monkeypatch.setattr(products, "_MIN_ROWS", 3)
+    monkeypatch.setattr(products, "_TEMPORARY_ELEMENTS", 1)
     left, right = torch.randn(10, 4).bfloat16(), torch.randn(10, 5).bfloat16()
     before = torch.randn(4, 5, dtype=out_dtype)
     out = before.clone()
-    main_grad.add_product_(out, left, right)
+    products.add_product_(out, left, right)
     expected = before.double() + left.double().t() @ right.double()
     assert float((out.double() - expected).abs().max()) < 20 * torch.finfo(out_dtype).eps

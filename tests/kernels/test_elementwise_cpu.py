@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from shardwise.kernels import compiled, dispatch, elementwise_cpu
 from shardwise.kernels.elementwise import swiglu
-from shardwise.kernels.rms_norm import rms_norm
+from shardwise.kernels.norms import rms_norm
 from shardwise.models.transformer.rotary import RotaryEmbedding, apply_rotary
 
 

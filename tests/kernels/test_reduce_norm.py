@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness.program import run
 
-from shardwise.kernels import dispatch, reduce_norm
+from shardwise.kernels import dispatch, norms
 from shardwise.kernels.dispatch import Call
 
 
@@ -37,7 +37,7 @@ def test_the_kernel_compiles_for_gpus(tmp_path):
 
 
 def test_on_a_cpu_it_does_not_run_and_says_so():
-    assert not reduce_norm.runs_fused(torch.empty(2, 3, 8))
+    assert not norms.runs_fused(torch.empty(2, 3, 8))
     choice = dispatch.REDUCE_NORM.report(Call("cpu"))
     assert choice == ("Triton exchange of inference layers on cpu", False, "there is a kernel for cuda, none for cpu")
 
@@ -46,8 +46,8 @@ def test_rows_that_a_program_cannot_hold_are_left_to_collectives(monkeypatch):
     """The CPU here stands for a GPU."""
     monkeypatch.setattr(dispatch.REDUCE_NORM, "device_type", "cpu")
     monkeypatch.setattr(dispatch.REDUCE_NORM, "missing", lambda call: None)
-    assert reduce_norm.runs_fused(torch.empty(3, reduce_norm.MAX_WIDTH))
-    for buffer in (torch.empty(3, reduce_norm.MAX_WIDTH + 1), torch.empty(0, 8), torch.empty(3, 8, dtype=torch.int32)):
-        assert not reduce_norm.runs_fused(buffer)
+    assert norms.runs_fused(torch.empty(3, norms.MAX_WIDTH))
+    for buffer in (torch.empty(3, norms.MAX_WIDTH + 1), torch.empty(0, 8), torch.empty(3, 8, dtype=torch.int32)):
+        assert not norms.runs_fused(buffer)
     with torch.autocast("cpu"):
-        assert not reduce_norm.runs_fused(torch.empty(3, 8))
+        assert not norms.runs_fused(torch.empty(3, 8))

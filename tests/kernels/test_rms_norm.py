@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.kernels.rms_norm import rms_norm
+from shardwise.kernels.norms import rms_norm
 
 EPS = 1e-5
 

@@ -36,8 +36,7 @@ def installed():
 def test_imports_of_every_kind_find_the_same_objects():
     import megatron.core.parallel_state as ps
     import megatron.core.tensor_parallel.layers
-    from megatron.core import ModelParallelConfig as TheirConfig
-    from megatron.core import mpu
+    from megatron.core import ModelParallelConfig as TheirConfig, mpu
     from megatron.core.models.bert.bert_model import BertModel as TheirBert
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding as TheirEmbedding
     from megatron.core.models.common.language_module import language_module as theirs

@@ -14,8 +14,7 @@ from torch.nn import init
 
 from shardwise import parallel_state, tensor_parallel
 from shardwise.core.errors import AssertedConfigError, AssertedTopologyError, ConfigError, NotInitializedError
-from shardwise.megatron import initialize as megatron_initialize
-from shardwise.megatron import mpu
+from shardwise.megatron import initialize as megatron_initialize, mpu
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.mpu import mappings
 

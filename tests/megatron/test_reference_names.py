@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 
-from shardwise import parallel_state as ps
-from shardwise import tensor_parallel
+from shardwise import parallel_state as ps, tensor_parallel
 from shardwise.core import errors
 from shardwise.core.errors import AssertedConfigError, AssertedTopologyError, ShardingError, TopologyError
 from shardwise.core.sharding import divide

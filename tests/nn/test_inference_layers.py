@@ -13,7 +13,7 @@ from shardwise.core.communication.context import context_of
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, symmetric_buffer_of
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import balanced_range, balanced_sizes
-from shardwise.kernels.reduce_norm import reduce_norm_
+from shardwise.kernels.norms import reduce_norm_
 from shardwise.nn import ColumnLinear, RowLinear, inference
 from shardwise.nn.inference import InferenceColumnLinear, InferenceNormColumnLinear, InferenceRowLinear, sharing
 from shardwise.nn.norm import NormFunction, RMSNorm, ZeroCenteredLayerNorm, ZeroCenteredRMSNorm

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from harness.forked import run_forked
 
-from shardwise.run import run as run_module
-from shardwise.run import session as session_module
+from shardwise.run import run as run_module, session as session_module
 from shardwise.run.comparison import results
 from shardwise.run.metrics import read_metrics
 from shardwise.run.processes import ranks as ranks_module
-from shardwise.run.processes.network import process_group_of
+from shardwise.run.processes.devices import process_group_of
 from shardwise.run.tasks.recipe import Recipe
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint
 from shardwise.training.settings import RunSettings

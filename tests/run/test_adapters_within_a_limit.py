@@ -13,7 +13,7 @@ from run.test_state_within_a_limit import within
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.run.plan.shortage import is_out_of_memory
+from shardwise.run.plan.report import is_out_of_memory
 from shardwise.run.settings.finetune_settings import FinetuneSettings
 from shardwise.run.settings.lora_settings import LoraSettings
 from shardwise.storage.adapters import add_lora_, save_adapter

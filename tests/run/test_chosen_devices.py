@@ -11,10 +11,15 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from shardwise.core.errors import ConfigError
 from shardwise.run.processes import ranks
-from shardwise.run.processes.devices import OVERLAP_VARIABLES, choose_device, prepare_overlap, refuse_shared_gpus
-from shardwise.run.processes.network import process_group_of
+from shardwise.run.processes.devices import (
+    OVERLAP_VARIABLES,
+    choose_device,
+    prepare_overlap,
+    process_group_of,
+    refuse_shared_gpus,
+)
 from shardwise.run.wording import tf32
-from shardwise.training.precision import PRECISIONS
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 HIDDEN = "PyTorch finds no GPU here: there is none, no driver, or CUDA_VISIBLE_DEVICES hides them"
 

@@ -37,8 +37,7 @@ from shardwise.run.settings.finetune_settings import (
     PretrainedSettings,
     SampleSettings,
 )
-from shardwise.run.tasks.preference import PreferenceTuning
-from shardwise.run.tasks.reference import FILE_NAME, log_probs
+from shardwise.run.tasks.preference import FILE_NAME, PreferenceTuning, log_probs
 from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 BATCH = 4

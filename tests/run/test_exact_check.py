@@ -20,18 +20,10 @@ from shardwise.kernels.exact_products import ExactProducts
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.run import session
 from shardwise.run.build import build_model, config_fields, describe
-from shardwise.run.exact_trials import (
-    exact_attention_check,
-    exact_check,
-    exact_products_check,
-    exact_rows_check,
-    exact_vocabulary_check,
-)
-from shardwise.run.exact_trials.arithmetic import deterministic_algorithms
-from shardwise.run.exact_trials.exact_check import check_device
-from shardwise.run.plan.shortage import Shortage
-from shardwise.storage.huggingface import build_model as build_described
-from shardwise.storage.huggingface import model_config
+from shardwise.run.exact_trials import exact_attention_check, exact_check, exact_products_check, exact_vocabulary_check
+from shardwise.run.exact_trials.exact_check import check_device, deterministic_algorithms
+from shardwise.run.plan.report import Shortage
+from shardwise.storage.huggingface import build_model as build_described, model_config
 
 SIZES = {"micro_batch_size": 1, "sequence_length": LENGTH}
 
@@ -95,9 +87,9 @@ def test_what_differs_is_named(group, kind, monkeypatch):
             r"the sum of squares of a gradient \[257, 401\], on one thread, has other bits: 26 of 26 elements",
         ),
         (
-            exact_rows_check,
+            exact_products_check,
             "norm_by_parts",
-            by_threads(exact_rows_check.norm_by_parts),
+            by_threads(exact_products_check.norm_by_parts),
             rf"a {norm} of 64 features, \[16, 1, 64\], on one thread, has",
         ),
         (

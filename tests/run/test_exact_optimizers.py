@@ -11,11 +11,11 @@ from run.tiny_layouts import state_of as run_state_of
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
 from shardwise.run.build import build_model
-from shardwise.run.exact_trials import exact_update_check
-from shardwise.run.exact_trials.exact_update_check import check_updates
+from shardwise.run.exact_trials import exact_vocabulary_check
+from shardwise.run.exact_trials.exact_vocabulary_check import check_updates
 from shardwise.storage import checkpoint
 from shardwise.training import trainer as trainer_module
-from shardwise.training.optimizer.loss_scale import DynamicLossScale
+from shardwise.training.optimizer.mixed_precision import DynamicLossScale
 
 ZERO = {"zero": 1}
 
@@ -77,7 +77,7 @@ def test_updates_are_tried_first(group, monkeypatch):
             ),
         ):
             with monkeypatch.context() as patch:
-                patch.setattr(exact_update_check, name, wrong)
+                patch.setattr(exact_vocabulary_check, name, wrong)
                 with pytest.raises(ConfigError, match=message):
                     check_updates(model, settings)
     finally:

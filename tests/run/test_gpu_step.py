@@ -24,7 +24,7 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
 from shardwise.run.tasks.recipe import Recipe
 from shardwise.run.tasks.texts import Texts
-from shardwise.storage.adapters import add_lora_, sites
+from shardwise.storage.adapters import add_lora_, model
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.training.optimizer_settings import OptimizerSettings
 from shardwise.training.setting_groups import ModelSettings, ParallelSettings, TrainingSettings
@@ -175,7 +175,7 @@ def steps(folder, *case):
     # Initial values are numbers, which nobody asks for here.
     initialization.fill_normal_ = lambda *_, **__: None
     for module, name in (
-        (sites, "_sites_of_layer"),
+        (model, "_sites_of_layer"),
         (adapter, "local_places"),
         (adapter, "section_layout"),
     ):

@@ -11,7 +11,7 @@ from storage.adapters.tiny_models import save_model
 from shardwise.cli.main import main
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.tasks.model_card import base_name
-from shardwise.storage.huggingface.companion_files import companion_files
+from shardwise.storage.huggingface.tensor_folder import companion_files
 
 TEXT = "Snow is white, grass is green, and the sky is blue above all of them. " * 20
 README = "---\nlicense: other\nlicense_name: snow-1.0\nlanguage: en\n---\n# The base | model\n"

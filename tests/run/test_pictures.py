@@ -10,7 +10,7 @@ from harness.program import run
 DRAW = """
 import sys
 from pathlib import Path
-from shardwise.run.pictures import draw_loss
+from shardwise.run.metrics import draw_loss
 rows = [{"step": step, "bits_per_byte": 2.0, "held_out_bits_per_byte": 2.1} for step in range(3)]
 print(draw_loss(rows, Path(sys.argv[1]), references={"zlib -9": 2.5}, title=sys.argv[2]))
 """

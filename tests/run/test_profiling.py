@@ -14,8 +14,8 @@ from run.tiny import tiny_settings
 
 from shardwise.core.errors import ConfigError
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.profiling import profiled
 from shardwise.run.run import train
+from shardwise.run.utilisation import profiled
 from shardwise.training.setting_groups import ProfileSettings
 
 THREE = ProfileSettings(enabled=True, wait=1, warmup=1, active=2)

@@ -19,13 +19,13 @@ from run.test_run import losses, open_tiny
 from run.tiny import tiny_settings
 
 from shardwise.core.errors import CheckpointError, DivergenceError
-from shardwise.run import finishing, run, saves
+from shardwise.run import run, saves
 from shardwise.run.checkpoints import first_not_finite, run_state
-from shardwise.run.finishing import finish
-from shardwise.run.processes import stopping
+from shardwise.run.metrics import Progress
+from shardwise.run.processes import heartbeats
 from shardwise.run.processes.stopping import Interrupted, signals_postponed, way_on
-from shardwise.run.progress import Progress
 from shardwise.run.run import train
+from shardwise.run.saves import finish
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint import latest, read_meta
 from shardwise.training.setting_groups import ParallelSettings
@@ -57,7 +57,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_step_and_nothing_is_lost(group,
         train(session)
     assert (caught.value.signal, caught.value.agreed, caught.value.exit_code) == (number, True, 128 + number)
     assert signal.getsignal(number) is before
-    assert stopping.current() is None
+    assert heartbeats.current() is None
     newest = latest(session.checkpoints)
     assert newest is not None
     assert newest.name == "step-00000003"
@@ -118,7 +118,7 @@ def test_a_second_signal_is_not_made_to_wait(monkeypatch):
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append("ended"))
     # However long it takes from one signal to the next here.
-    monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", math.inf)
+    monkeypatch.setattr(heartbeats, "SAME_REQUEST_SECONDS", math.inf)
     try:
         with signals_postponed() as postponed:
             signal.raise_signal(signal.SIGTERM)
@@ -126,10 +126,10 @@ def test_a_second_signal_is_not_made_to_wait(monkeypatch):
             # A terminal and a launcher, or two shells, may both send the one that a user sent.
             signal.raise_signal(signal.SIGTERM)
             assert received == []
-            monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", 0.0)
+            monkeypatch.setattr(heartbeats, "SAME_REQUEST_SECONDS", 0.0)
             signal.raise_signal(signal.SIGTERM)
             assert received == ["ended"]
-            assert stopping.current() is None
+            assert heartbeats.current() is None
             postponed.agreed = True
         # What came too late for a step takes effect at the end.
         with signals_postponed():
@@ -152,7 +152,7 @@ def test_signals_that_are_ignored_stay_so_and_other_threads_change_nothing():
 
     def body():
         with signals_postponed() as postponed:
-            seen.append((postponed.signum, stopping.current()))
+            seen.append((postponed.signum, heartbeats.current()))
 
     thread = threading.Thread(target=body)
     thread.start()
@@ -162,8 +162,8 @@ def test_signals_that_are_ignored_stay_so_and_other_threads_change_nothing():
 
 def test_a_step_has_its_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
-    postponed = stopping.Postponed()
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
+    postponed = heartbeats.Postponed()
     assert not postponed.overdue()
     postponed.receive(signal.SIGTERM)
     now[0] += 24
@@ -275,7 +275,7 @@ def test_what_comes_after_the_last_checkpoint_cannot_fail_the_run(group, tmp_pat
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Exits(), *sys.meta_path])
-    monkeypatch.setattr(finishing, "compressed_bits_per_byte", lambda _: 1 / 0)
+    monkeypatch.setattr(saves, "compressed_bits_per_byte", lambda _: 1 / 0)
     if group.rank() == 0:
         (session.out / "sample.txt").mkdir()
     finished = finish(session, outcome)
@@ -290,7 +290,7 @@ def test_what_comes_after_the_last_checkpoint_cannot_fail_the_run(group, tmp_pat
 @pytest.mark.parametrize("steps", [1, 250])
 def test_progress_without_a_terminal_is_lines(capsys, monkeypatch, steps):
     now = [0.0]
-    monkeypatch.setattr("shardwise.run.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("shardwise.run.metrics.time.monotonic", lambda: now[0])
     with Progress(steps, 0, visible=True) as progress:
         for _ in range(steps):
             now[0] += 0.1

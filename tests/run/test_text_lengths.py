@@ -29,8 +29,7 @@ from shardwise.run.settings.finetune_settings import (
 from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.distillation import Distillation
 from shardwise.run.tasks.finetuning import Finetuning
-from shardwise.run.tasks.preference import PreferenceTuning
-from shardwise.run.tasks.reference import log_probs
+from shardwise.run.tasks.preference import PreferenceTuning, log_probs
 from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 CONTEXT = 19

@@ -9,7 +9,7 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError, ShardingError, TopologyError
 from shardwise.core.initialization import Normal
 from shardwise.core.sharding import balanced_range
-from shardwise.kernels import main_grad
+from shardwise.kernels import products
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.nn.recompute import recomputed
 from shardwise.tensor_parallel.layers import (
@@ -92,8 +92,8 @@ def test_main_grad_is_the_sum_over_micro_batches(group, make, sequence_parallel,
 @pytest.mark.parametrize("tokens", [1 << 20, 5])
 def test_a_wider_main_grad_loses_nothing(group, monkeypatch, make, tokens):
     """The sum of bf16 products, in fp32 throughout: closer than any sum of gradients rounded to bf16."""
-    monkeypatch.setattr(main_grad, "_MIN_ROWS", tokens)
-    monkeypatch.setattr(main_grad, "_TEMPORARY_ELEMENTS", 0)
+    monkeypatch.setattr(products, "_MIN_ROWS", tokens)
+    monkeypatch.setattr(products, "_TEMPORARY_ELEMENTS", 0)
     layer = make(group, config_of(group, dtype=torch.bfloat16))
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
     expected = torch.zeros(layer.weight.shape, dtype=torch.float64)

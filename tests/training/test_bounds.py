@@ -11,18 +11,12 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from harness.program import run
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.chat import ChatArguments
-from shardwise.cli.demo import DemoArguments, demo_settings
-from shardwise.cli.eval import EvalArguments
-from shardwise.cli.export_hf import ExportArguments
-from shardwise.cli.finetune import FinetuneArguments
-from shardwise.cli.generate import GenerateArguments
-from shardwise.cli.import_hf import ImportArguments
-from shardwise.cli.train import TrainArguments
+from shardwise.cli.conversion import ExportArguments, ImportArguments
+from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
+from shardwise.cli.trainings import DemoArguments, FinetuneArguments, TrainArguments, demo_settings
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings.finetune_settings import FinetuneSettings
 from shardwise.training.bounds import Range, annotations_of, check_values, range_of

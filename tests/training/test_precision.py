@@ -20,7 +20,7 @@ from shardwise.core.errors import DivergenceError
 from shardwise.core.topology import Topology
 from shardwise.run.run import train
 from shardwise.storage import checkpoint
-from shardwise.training.optimizer.master_weights import MasterWeights
+from shardwise.training.optimizer.mixed_precision import MasterWeights
 
 
 def trainers(folder, dtypes, **options):

@@ -10,13 +10,20 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import tyro
 
-from shardwise.cli.flags import FlagReader
-from shardwise.cli.toml_file import read_toml
+from shardwise.cli.flags import FlagReader, read_toml
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.folder_lock import check_free
 from shardwise.run.processes.stopping import way_on
-from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, RANKS, TIMEOUT, Checked, annotations_of
-from shardwise.training.plain_values import checked, with_values
+from shardwise.training.bounds import (
+    DEFAULT_TIMEOUT,
+    LOCAL_RANKS,
+    RANKS,
+    TIMEOUT,
+    Checked,
+    annotations_of,
+    checked,
+    with_values,
+)
 from shardwise.training.settings import RunSettings
 
 _T = TypeVar("_T")

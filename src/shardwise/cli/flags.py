@@ -1,16 +1,24 @@
-"""The flags of a dataclass: read from a command line, in one pass, with one line for each mistake."""
+"""The flags of a dataclass: read from a command line, in one pass, with one line for each mistake.
+
+A settings file, in TOML.
+
+Every environment variable that is read or set, for ``shardwise env`` and ``docs/environment.md``.
+"""
 
 import dataclasses
+import re
+import tomllib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast, get_origin
 
 import tyro
 
 from shardwise.core.errors import ConfigError
-from shardwise.training.bounds import annotations_of, check_value, kind_of
-from shardwise.training.plain_values import nearest
+from shardwise.core.files import read_regular
+from shardwise.training.bounds import annotations_of, check_value, kind_of, nearest
 
 _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
@@ -151,3 +159,82 @@ def _value_of(name: str, annotation: Any, text: str) -> Any:
                 raise ConfigError(f"{name} is too large an integer") from error
     check_value(name, value, annotation)
     return value
+
+
+_MAX_BYTES = 1_000_000
+_MAX_DEPTH = 16
+# A key of many parts, for each of which the reader keeps all before it.
+_LONG_KEY = re.compile(
+    r"""^[ \t\[]*+(?:[ \t]*+(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.){17}""",
+    re.MULTILINE,
+)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        ConfigError: it is not TOML, and the message names the line; it is no regular file, larger than ``_MAX_BYTES``,
+            or nested deeper than settings are.
+    """
+    try:
+        text = read_regular(path, limit=_MAX_BYTES).decode()
+        if _LONG_KEY.search(text) is None and _depth(values := tomllib.loads(text)) <= _MAX_DEPTH:
+            return values
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    # Among them TOMLDecodeError, text that is not UTF-8, and integers of more digits than Python reads.
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    except RecursionError:
+        pass  # It is nested deeper still.
+    raise ConfigError(f"{path} is nested more than {_MAX_DEPTH} deep; settings stand in tables of one level")
+
+
+def _depth(value: object) -> int:
+    """How many tables and lists stand within each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max((1 + _depth(each) for each in inner), default=0)
+
+
+VARIABLES = {
+    "SHARDWISE_CACHE": "folder of what is kept between runs (tokenizers, token streams); ~/.cache/shardwise if not set",
+    "XDG_CACHE_HOME": "in place of ~/.cache",
+    "SHARDWISE_SHARED_MEMORY": "0 sends all between CPU ranks of one machine through gloo",
+    "SHARDWISE_ONEDNN": "0 leaves fp32 products on the CPU to PyTorch's own choice",
+    "SHARDWISE_TRITON": "0 leaves what Triton's kernels do on CUDA to PyTorch's own operations",
+    "SHARDWISE_CUDA_GRAPHS": "1 lets generation on CUDA record the pass of a token once and repeat it; not tried yet",
+    "CC": "C compiler of the CPU kernels, and of Triton; cc, gcc or clang if not set",
+    "OMP_NUM_THREADS": "threads of each rank; the launcher sets the physical cores divided by the ranks",
+    "TOKENIZERS_PARALLELISM": "true lets the tokenizer use several threads; false is set if it is not",
+    "MALLOC_TRIM_THRESHOLD_": "of the C library; training keeps freed memory unless it is set",
+    "MALLOC_MMAP_THRESHOLD_": "likewise",
+    "TORCH_CPP_LOG_LEVEL": "PyTorch's own log; ERROR is set if it is not, but for --debug",
+    "RES_OPTIONS": "of the resolver; the launcher sets a short time limit for its ranks",
+    "GLOO_SOCKET_IFNAME": "network interface of CPU ranks; set to the loopback one, or the one that reaches the master",
+    "NCCL_SOCKET_IFNAME": "likewise for CUDA ranks",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "of CUDA; 1 starts collectives before the products that hide them; set so with tp",
+    "TORCH_NCCL_HIGH_PRIORITY": "of PyTorch; 1 lets NCCL's kernels run beside products; set so with tp",
+    "ATEN_CPU_CAPABILITY": "of PyTorch: which CPU kernels it takes; alike on all ranks of an exact run, as those below",
+    "MKL_CBWR": "of MKL: which kernels it takes; an exact run on an Intel processor sets its reproducible ones",
+    "MKL_ENABLE_INSTRUCTIONS": "likewise",
+    "ONEDNN_MAX_CPU_ISA": "of oneDNN: likewise",
+    "ONEDNN_DEFAULT_FPMATH_MODE": "of oneDNN: whether fp32 products may be less precise",
+    "NVIDIA_TF32_OVERRIDE": "of CUDA's libraries: 0 forbids TF32",
+    "CUBLAS_WORKSPACE_CONFIG": "of cuBLAS: an exact run on CUDA sets one with which it is deterministic",
+    "NO_COLOR": "anything: no colours where tokens are shown",
+    "FORCE_COLOR": "anything: colours there, though the output is no terminal",
+    "DISABLE_MULTIPROC": "lm-evaluation-harness starts no processes of its own; shardwise eval --tasks sets it to 1",
+    "RANK": "which rank this process is; set by launchers, with those below",
+    "WORLD_SIZE": "number of ranks",
+    "LOCAL_RANK": "which rank of this host",
+    "LOCAL_WORLD_SIZE": "number of ranks on this host",
+    "GROUP_RANK": "which host",
+    "MASTER_ADDR": "where the ranks meet",
+    "MASTER_PORT": "likewise",
+    "TORCHELASTIC_RUN_ID": "set by torchrun: its ranks end when it does",
+    "TORCHELASTIC_ERROR_FILE": "set by torchrun: the ranks of a host print an error once",
+    "SHARDWISE_RANK_REPORTS": "set by the launcher: where ranks leave their errors",
+    "SHARDWISE_LAUNCHER_PID": "set by the launcher: the process without which a rank ends",
+}
+"""Name and meaning, those for users first."""

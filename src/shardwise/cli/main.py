@@ -10,11 +10,11 @@ from functools import partial
 
 import shardwise
 from shardwise.cli.reporting import run_command
-from shardwise.cli.streams import lasting_outputs, open_closed_streams
+from shardwise.cli.start import lasting_outputs, open_closed_streams
 from shardwise.core.errors import ConfigError
-from shardwise.core.switches import check_switches
+from shardwise.core.processes import check_switches
 from shardwise.run.processes.stopping import Interrupted
-from shardwise.training.plain_values import nearest
+from shardwise.training.bounds import nearest
 
 
 @dataclass(frozen=True)
@@ -22,29 +22,39 @@ class Command:
     """A subcommand.
 
     Attributes:
+        module: the module of ``shardwise.cli`` that has the class of its arguments.
+        arguments: the name of that class.
         summary: one line for ``shardwise --help``.
-        arguments: the class of its arguments, in the module ``shardwise.cli.NAME`` (with ``_`` for ``-``).
     """
 
-    summary: str
+    module: str
     arguments: str
+    summary: str
 
 
 COMMANDS = {
-    "demo": Command("train a small GPT on two local ranks, in about a minute", "DemoArguments"),
-    "train": Command("train a GPT on your text, on any number of ranks", "TrainArguments"),
-    "finetune": Command("fine-tune a Hugging Face model, all weights or LoRA adapters", "FinetuneArguments"),
-    "dpo": Command("fine-tune on preferences: pairs of a better and a worse answer", "DpoArguments"),
-    "distill": Command("fine-tune on what a larger model of the same tokenizer predicts", "DistillArguments"),
-    "plan": Command("show what a run needs of memory and network, and which layouts fit", "PlanArguments"),
-    "generate": Command("continue a text with a trained checkpoint", "GenerateArguments"),
-    "chat": Command("talk with a model, by its own chat template", "ChatArguments"),
-    "eval": Command("measure a model on your data: loss, perplexity, bits per byte; accuracy", "EvalArguments"),
-    "classify": Command("say what the labels of texts are, with a fine-tuned classifier", "ClassifyArguments"),
-    "compare": Command("show where two runs part: step, tensor and element", "CompareArguments"),
-    "import-hf": Command("make a checkpoint of a Hugging Face folder", "ImportArguments"),
-    "export-hf": Command("write a checkpoint as a Hugging Face folder", "ExportArguments"),
-    "env": Command("show versions, devices, backends and fast paths", "EnvArguments"),
+    "demo": Command("trainings", "DemoArguments", "train a small GPT on two local ranks, in about a minute"),
+    "train": Command("trainings", "TrainArguments", "train a GPT on your text, on any number of ranks"),
+    "finetune": Command(
+        "trainings", "FinetuneArguments", "fine-tune a Hugging Face model, all weights or LoRA adapters"
+    ),
+    "dpo": Command("trainings", "DpoArguments", "fine-tune on preferences: pairs of a better and a worse answer"),
+    "distill": Command(
+        "trainings", "DistillArguments", "fine-tune on what a larger model of the same tokenizer predicts"
+    ),
+    "plan": Command("plan", "PlanArguments", "show what a run needs of memory and network, and which layouts fit"),
+    "generate": Command("inference", "GenerateArguments", "continue a text with a trained checkpoint"),
+    "chat": Command("inference", "ChatArguments", "talk with a model, by its own chat template"),
+    "eval": Command(
+        "inference", "EvalArguments", "measure a model on your data: loss, perplexity, bits per byte; accuracy"
+    ),
+    "classify": Command(
+        "inference", "ClassifyArguments", "say what the labels of texts are, with a fine-tuned classifier"
+    ),
+    "compare": Command("compare", "CompareArguments", "show where two runs part: step, tensor and element"),
+    "import-hf": Command("conversion", "ImportArguments", "make a checkpoint of a Hugging Face folder"),
+    "export-hf": Command("conversion", "ExportArguments", "write a checkpoint as a Hugging Face folder"),
+    "env": Command("env", "EnvArguments", "show versions, devices, backends and fast paths"),
 }
 
 
@@ -87,8 +97,9 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
     from shardwise.cli.arguments import parse_command
     from shardwise.cli.start import start_ranks
 
-    module = importlib.import_module(f"shardwise.cli.{name.replace('-', '_')}")
-    arguments = parse_command(getattr(module, COMMANDS[name].arguments), argv, f"shardwise {name}")
+    command = COMMANDS[name]
+    module = importlib.import_module(f"shardwise.cli.{command.module}")
+    arguments = parse_command(getattr(module, command.arguments), argv, f"shardwise {name}")
     check_switches()
     try:
         with lasting_outputs() if arguments.lasts else contextlib.nullcontext():

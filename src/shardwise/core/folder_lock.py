@@ -18,8 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from shardwise.core.errors import ConfigError, UnwritableError
-from shardwise.core.files import can_be_a_name, open_regular, read_regular
-from shardwise.core.json_files import parse_json
+from shardwise.core.files import can_be_a_name, open_regular, parse_json, read_regular
 from shardwise.core.processes import Process, machine
 
 LOCK_NAME = ".shardwise-lock"

@@ -2,6 +2,8 @@
 
 A process that is killed leaves its temporary files. The name of each says whose it is, so that the next one can tell
 those of the living from those of the dead.
+
+The switches in the environment: variables that are 0 or 1, and whose other values are errors.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from shardwise.core.errors import ConfigError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _OWNED = re.compile(r"(?:\..+\.)?shardwise-[a-z]+-([0-9a-f]{8})-(\d+)-(\d+)-.*")
@@ -90,3 +94,27 @@ def _remove(entry: os.DirEntry[str]) -> None:
         shutil.rmtree(entry.path)
     else:
         os.unlink(entry.path)
+
+
+SHARED_MEMORY, ONEDNN = "SHARDWISE_SHARED_MEMORY", "SHARDWISE_ONEDNN"
+TRITON, CUDA_GRAPHS = "SHARDWISE_TRITON", "SHARDWISE_CUDA_GRAPHS"
+
+_ON_IF_NOT_SET = {SHARED_MEMORY: True, ONEDNN: True, TRITON: True, CUDA_GRAPHS: False}
+
+
+def is_on(name: str) -> bool:
+    """Whether a switch is 1; what it is by default if the variable is not set, or empty.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"the environment has {name}={value}, which must be 0 or 1; change it, or unset it")
+    return value == "1" if value else _ON_IF_NOT_SET[name]
+
+
+def check_switches() -> None:
+    """Raise ConfigError unless each switch is 0 or 1."""
+    for name in _ON_IF_NOT_SET:
+        is_on(name)

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_gather, broadcast_
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
-from shardwise.core.sharding.rows import group_of_rows, local_rows, rows_of_ranks
+from shardwise.core.sharding.balanced import group_of_rows, local_rows, rows_of_ranks
 
 
 def sharded_state_dict(

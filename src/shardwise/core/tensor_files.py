@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import CheckpointError
-from shardwise.core.files import open_regular
-from shardwise.core.json_files import MAX_TABLE_BYTES, parse_json, shown
+from shardwise.core.files import MAX_TABLE_BYTES, open_regular, parse_json, shown
 
 DTYPES = {
     "BOOL": torch.bool,

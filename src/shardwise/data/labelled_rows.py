@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import DataError
-from shardwise.data.dataset import IGNORE_INDEX
 from shardwise.data.labelled import LabelledText, Labels, counted
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokens import IGNORE_INDEX
 
 
 class LabelledRows:

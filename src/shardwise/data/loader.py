@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
-from shardwise.data.dataset import TokenDataset
+from shardwise.data.tokens import TokenDataset
 
 Batch = tuple[Tensor, ...]
 """``(tokens [b, s], labels [b, s])``, of packed samples also ``position_ids`` and ``document_ids`` ``[b, s]``, and of

@@ -16,8 +16,15 @@ from pathlib import Path
 
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.corpus import Corpus, text_size
-from shardwise.data.json_records import Record, records_of_json, records_of_lines, text_of
-from shardwise.data.tables import TABLE_SUFFIXES, files_of_dataset, records_of_table
+from shardwise.data.json_records import (
+    TABLE_SUFFIXES,
+    Record,
+    files_of_dataset,
+    records_of_json,
+    records_of_lines,
+    records_of_table,
+    text_of,
+)
 
 AnyPath = str | os.PathLike[str]
 

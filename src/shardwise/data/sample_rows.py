@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.data.dataset import IGNORE_INDEX
 from shardwise.data.encoding import Encoded
 from shardwise.data.loader import Batch, BatchSchedule, stack
+from shardwise.data.tokens import IGNORE_INDEX
 
 TooLong = Literal["cut", "split", "drop"]
 """What becomes of a sample that is longer than a sequence: its beginning, parts of it, or nothing."""

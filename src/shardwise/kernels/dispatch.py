@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwise.core import switches
+from shardwise.core import processes
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
 
@@ -165,8 +165,8 @@ def _no_kernel(name: str, dtype: torch.dtype | None, device_index: int) -> str |
 @cache
 def _no_triton(device_index: int) -> str | None:
     """Why Triton's kernels do not run on a CUDA device; None if they do. The smallest is tried."""
-    if not switches.is_on(switches.TRITON):
-        return f"{switches.TRITON} is 0"
+    if not processes.is_on(processes.TRITON):
+        return f"{processes.TRITON} is 0"
     try:
         _module("loss_triton")
     # Whatever is wrong with an optional package, the reference runs.
@@ -239,8 +239,8 @@ CUDA_GRAPHS = FastPath(
     "cuda",
     missing=lambda call: (
         None
-        if switches.is_on(switches.CUDA_GRAPHS)
-        else f"nobody has run it on a GPU yet; {switches.CUDA_GRAPHS}=1 tries it"
+        if processes.is_on(processes.CUDA_GRAPHS)
+        else f"nobody has run it on a GPU yet; {processes.CUDA_GRAPHS}=1 tries it"
     ),
 )
 RMS_NORM = FastPath("RMSNorm in few passes", "for fp32 and fp64", "cpu", (torch.float32, torch.float64))
@@ -368,7 +368,7 @@ def add_norm_kernels(residual: Tensor, added: Tensor, weight: Tensor) -> Any:
             and weight.numel() * max(4, weight.element_size()) <= _MAX_NORM_BYTES
         )
 
-    return _module("add_rms_norm_triton") if ADD_NORM_TRITON.runs(residual, added, weight, fits=fits) else None
+    return _module("norms_triton") if ADD_NORM_TRITON.runs(residual, added, weight, fits=fits) else None
 
 
 def decode_kernels(query: Tensor, keys: Tensor, values: Tensor) -> Any:

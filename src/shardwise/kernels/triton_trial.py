@@ -119,7 +119,7 @@ def _try_elementwise(dtype: torch.dtype, device: torch.device) -> Iterator[tuple
 
 
 def _try_add_rms_norm(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    from shardwise.kernels import add_rms_norm_triton
+    from shardwise.kernels import norms_triton
 
     residual, added, weight = _numbers(3, 40, dtype=dtype), _numbers(3, 40, dtype=dtype), _numbers(40, dtype=dtype)
     with torch.enable_grad():
@@ -127,9 +127,9 @@ def _try_add_rms_norm(dtype: torch.dtype, device: torch.device) -> Iterator[tupl
         output = F.rms_norm(leaves[0], weight.shape, leaves[1], 1e-5)
         gradients = torch.autograd.grad(output, leaves, added)
     there = residual.to(device), added.to(device), weight.to(device)
-    total, normed, scale = add_rms_norm_triton.add_rms_norm(*there, 1e-5)
+    total, normed, scale = norms_triton.add_rms_norm(*there, 1e-5)
     yield from ((total, leaves[0].detach()), (normed, output.detach()))
-    found = add_rms_norm_triton.add_rms_norm_gradient(total, there[2], scale, there[1], None, needs_weight=True)
+    found = norms_triton.add_rms_norm_gradient(total, there[2], scale, there[1], None, needs_weight=True)
     assert found[1] is not None
     yield from ((found[0], gradients[0]), (found[1], gradients[1]))
 
@@ -145,14 +145,14 @@ def _try_decode_attention(dtype: torch.dtype, device: torch.device) -> Iterator[
 
 
 def _try_reduce_norm(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    from shardwise.kernels import reduce_norm, reduce_norm_triton
+    from shardwise.kernels import norms, norms_triton
 
     buffer, residual, weight = _numbers(2, 64, dtype=dtype), _numbers(2, 64, dtype=dtype), _numbers(64, dtype=dtype)
     there = buffer.to(device, copy=True)
-    expected = reduce_norm.reduce_norm_([buffer], 0, residual, None, weight, None, 1e-5)
+    expected = norms.reduce_norm_([buffer], 0, residual, None, weight, None, 1e-5)
     addresses = torch.tensor([there.data_ptr()], device=device)
     own = residual.to(device), None, weight.to(device), None
-    yield reduce_norm_triton.reduce_norm_(addresses, 0, *own, 1e-5), expected
+    yield norms_triton.reduce_norm_(addresses, 0, *own, 1e-5), expected
     yield there, buffer
 
 

@@ -16,8 +16,8 @@ from torch.nn import Parameter
 
 from shardwise import parallel_state
 from shardwise.core.communication import accounting
-from shardwise.core.communication.backend import device_of_host_facts
 from shardwise.core.communication.collectives import all_gather, all_reduce, broadcast_
+from shardwise.core.communication.context import device_of_host_facts
 from shardwise.core.errors import ConfigError, DivergenceError
 from shardwise.core.validation import validation_applies
 from shardwise.megatron.config import TransformerConfig

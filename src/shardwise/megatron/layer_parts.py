@@ -20,8 +20,8 @@ from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import IdentityOp, get_module
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer import attention, mlp
-from shardwise.models.transformer.layer_arguments import make_norm
 from shardwise.models.transformer.masks import AttnMaskType
+from shardwise.models.transformer.mlp import make_norm
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 __all__ = [

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.backend import default_device
-from shardwise.core.communication.point_to_point import Transfer, exchange
+from shardwise.core.communication.collectives import Transfer, exchange
+from shardwise.core.communication.context import default_device
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.config import ModelParallelConfig

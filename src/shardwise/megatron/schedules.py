@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.core.communication.backend import default_device
+from shardwise.core.communication.context import default_device
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.config import LayerConfig
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
-from shardwise.training.pipeline.messages import hidden_shape, local_length
-from shardwise.training.pipeline.schedules import forward_only as forward_only_schedule
-from shardwise.training.pipeline.schedules import make_schedule
+from shardwise.training.pipeline.actions import hidden_shape, local_length
+from shardwise.training.pipeline.schedules import forward_only as forward_only_schedule, make_schedule
 from shardwise.training.pipeline.stage import Pipeline, deferred_buffers, wrapped
 
 __all__ = ["get_forward_backward_func"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.core.communication.buffers import OrdinaryMemory
 from shardwise.core.communication.collectives import all_gather, reduce_scatter
 from shardwise.core.errors import AssertedShardingError
-from shardwise.kernels.reduce_norm import reduce_norm_
+from shardwise.kernels.norms import reduce_norm_
 
 __all__ = [
     "are_tensors_nvls_eligible",

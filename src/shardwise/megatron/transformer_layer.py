@@ -31,8 +31,7 @@ from shardwise.megatron.module import MegatronModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.spec_utils import IdentityFuncOp, IdentityOp, ModuleSpec, build_module, get_module
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer import attention as engine_attention
-from shardwise.models.transformer import layer as engine_layer
+from shardwise.models.transformer import attention as engine_attention, layer as engine_layer
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 

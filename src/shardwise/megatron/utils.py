@@ -16,8 +16,8 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.core.communication.backend import default_device
 from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.context import default_device
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.core.errors import AssertedShardingError, ContradictionError, ShardingError
 from shardwise.core.initialization import init_method_normal, scaled_init_method_normal

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.models.bert import Bert as Bert
     from shardwise.models.classification import Classification as Classification
-    from shardwise.models.config import LayerConfig as LayerConfig
-    from shardwise.models.config import ModelConfig as ModelConfig
-    from shardwise.models.config import RecomputeConfig as RecomputeConfig
+    from shardwise.models.config import (
+        LayerConfig as LayerConfig,
+        ModelConfig as ModelConfig,
+        RecomputeConfig as RecomputeConfig,
+    )
     from shardwise.models.gpt import GPT as GPT
 
 _MODULES = {

@@ -14,12 +14,12 @@ from shardwise.core.sharding import balanced_sizes
 from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
-from shardwise.models.padding import forbidden_keys, is_token
+from shardwise.models.token_embedding import forbidden_keys, is_token
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.block import TransformerBlock
 from shardwise.models.transformer.layer import TransformerLayerSpec
-from shardwise.models.transformer.layer_arguments import layer_arguments, make_norm
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.models.transformer.mlp import layer_arguments, make_norm
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import GroupModule, ReplicatedLinear, parameter_device, viewless
 

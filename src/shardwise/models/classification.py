@@ -16,7 +16,7 @@ from shardwise.core.sharding import balanced_range, balanced_sizes
 from shardwise.core.validation import check_ids, safe_to_look_up
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import ResidualDropout
-from shardwise.models.transformer.layer_arguments import layer_arguments
+from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn import ReplicatedLinear, viewless
 
 Task = Literal["sequence-classification", "token-classification"]

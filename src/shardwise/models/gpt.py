@@ -4,8 +4,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ShardingError
 from shardwise.models.classification import Classification
-from shardwise.models.inputs import check_inputs
-from shardwise.models.padding import TokensFirst, forbidden_keys, is_token, positions_of
+from shardwise.models.token_embedding import TokensFirst, check_inputs, forbidden_keys, is_token, positions_of
 from shardwise.models.transformer.attention import KeyValueCache
 from shardwise.models.transformer.block import TransformerBlock
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, document_lengths

@@ -1,8 +1,15 @@
-"""What a language model does first: ids to hidden states."""
+"""What a language model does first: ids to hidden states.
+
+What a model is given, checked before anything is computed, so that every rank says the same.
+
+The tokens whose loss counts, so that the output layer computes no logits that nobody reads.
+
+Padding masks ``[b, s]``, as users of ``transformers`` hold them: 1 or True for each token, 0 for padding.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +20,9 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.layout import I, Layout, hidden_layout
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import ResidualDropout
-from shardwise.models.transformer.layer_arguments import layer_arguments, make_norm
+from shardwise.models.transformer.mlp import layer_arguments, make_norm
 from shardwise.nn import GroupModule, ReplicatedEmbedding, VocabEmbedding, apply_norm, parameter_device, viewless
+from shardwise.nn.loss.vocabulary import IGNORE_INDEX
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
 
@@ -143,3 +151,139 @@ class TokenEmbedding(GroupModule):
             hidden = apply_norm(self.layernorm, hidden, group=self.tp_group, sequence_parallel=self.scatters)
         output: Tensor = self.dropout(hidden, sequence_length=s)
         return viewless(output)
+
+
+def check_inputs(input_ids: Any, labels: Any = None, *, labels_are_of_tokens: bool = True, **others: Any) -> None:
+    """Refuse what is no tensor, or has no tokens.
+
+    Args:
+        input_ids: ``[b, s]``, or None on a stage that needs none.
+        labels: of tokens ``[b, s]``, or of what ``labels_are_of_tokens`` says no.
+        labels_are_of_tokens: each token has one.
+        others: further inputs by name; each a tensor or None.
+
+    Raises:
+        ShardingError: the message names the input, what it is, and what it must be.
+    """
+    for name, value in {"input_ids": input_ids, "labels": labels, **others}.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ShardingError(
+                f"{name} is of type {type(value).__name__}; pass a torch.Tensor, such as torch.tensor({name})"
+            )
+    if input_ids is None:
+        return
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise ShardingError(
+            f"input_ids has shape {list(input_ids.shape)}; it must be [b, s], with at least one sequence of at "
+            "least one token"
+        )
+    if labels is not None and labels_are_of_tokens and labels.shape != input_ids.shape:
+        raise ShardingError(
+            f"labels has shape {list(labels.shape)}, and input_ids {list(input_ids.shape)}; each token has one label"
+        )
+
+
+# Taking rows out and putting their gradients back costs less than the products of a tenth of them.
+_MOST = 0.9
+
+
+def places_learned(labels: Tensor, vocab_size: int) -> Tensor | None:
+    """Where the labels are that count, in ``labels.t().flatten()``.
+
+    Args:
+        labels: ``[b, s]``.
+        vocab_size: of the whole vocabulary.
+
+    Returns:
+        ``[n]`` of at least one place; None where all tokens are to be computed: most of them count; some label is out
+        of range, which the loss says with its place; or the host would have to wait for a GPU to know.
+    """
+    if labels.device.type != "cpu" or torch.compiler.is_compiling() or not labels.numel():
+        return None
+    flat = labels.t().flatten()
+    counts = flat != IGNORE_INDEX
+    if not torch.equal(counts, (flat >= 0) & (flat < vocab_size)):
+        return None
+    places = counts.nonzero().squeeze(1)
+    if len(places) > _MOST * len(flat):
+        return None
+    # One that does not count stands for none at all, so that every rank's backward communicates as usual.
+    return places if len(places) else places.new_zeros(1)
+
+
+def tokens_at(places: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens at ``places``, as one sample.
+
+    Args:
+        places: ``[n]``, of ``places_learned``.
+        hidden: ``[s, b, h]``; not modified.
+        labels: ``[b, s]``.
+
+    Returns:
+        Hidden states ``[n, 1, h]`` and labels ``[1, n]``.
+    """
+    return hidden.flatten(0, 1).index_select(0, places).unsqueeze(1), labels.t().flatten()[places].unsqueeze(0)
+
+
+def losses_at(places: Tensor, losses: Tensor, shape: torch.Size) -> Tensor:
+    """Losses ``[1, n]`` at ``places`` of ``shape``, ``[b, s]``, and 0 elsewhere."""
+    b, s = shape
+    return viewless(losses.new_zeros(s * b).index_copy(0, places, losses.squeeze(0)).view(s, b).t().contiguous())
+
+
+def is_token(attention_mask: Tensor, b: int, s: int) -> Tensor:
+    """The mask as bools, True for each token.
+
+    Raises:
+        ShardingError: its shape is not ``[b, s]``.
+    """
+    if attention_mask.shape != (b, s):
+        raise ShardingError(
+            f"the attention mask has shape {list(attention_mask.shape)}; it must be [{b}, {s}], 1 for each real "
+            "token and 0 for padding"
+        )
+    return attention_mask != 0
+
+
+def forbidden_keys(tokens: Tensor) -> Tensor:
+    """``[b, s]``, True for tokens, to ``[b, 1, 1, s]``, True for keys that nobody may see."""
+    return tokens.logical_not()[:, None, None, :]
+
+
+def positions_of(tokens: Tensor) -> Tensor:
+    """``[b, s]``: for each token how many tokens are before it; -1 for padding."""
+    return (tokens.cumsum(dim=1) * tokens) - 1
+
+
+class TokensFirst:
+    """Moves the tokens of each row to its front, in their order, and what is computed of them back.
+
+    Behind all tokens of its row, padding is seen by no token under causal attention: no mask is needed, which would be
+    of ``[b, 1, s, s]``, and attention may use any kernel.
+
+    Args:
+        tokens: ``[b, s]`` bools, True for tokens.
+
+    Attributes:
+        order: ``[b, s]``: where each element was.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.order = tokens.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+        self._back = self.order.argsort(dim=1)
+
+    def move(self, rows: Tensor) -> Tensor:
+        """``[b, s]`` in the new order."""
+        return rows.gather(1, self.order)
+
+    def place_of(self, places: Tensor) -> Tensor:
+        """``[b]``, a place in each row, to where it is in the new order."""
+        return self._back.gather(1, places.unsqueeze(1)).squeeze(1)
+
+    def move_back(self, rows: Tensor) -> Tensor:
+        """``[b, s]`` in the order of the input."""
+        return rows.gather(1, self._back)
+
+    def move_sequence_back(self, sequence: Tensor) -> Tensor:
+        """``[s, b, n]`` in the order of the input."""
+        return sequence.gather(0, self._back.t().unsqueeze(-1).expand_as(sequence))

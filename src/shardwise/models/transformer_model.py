@@ -16,12 +16,11 @@ from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification, Classifier
 from shardwise.models.config import ModelConfig
 from shardwise.models.language_model import LanguageModel
-from shardwise.models.learned_tokens import losses_at, places_learned, tokens_at
-from shardwise.models.token_embedding import PositionEmbedding, TokenEmbedding
+from shardwise.models.token_embedding import PositionEmbedding, TokenEmbedding, losses_at, places_learned, tokens_at
 from shardwise.models.transformer.block import TransformerBlock, layers_of_this_stage
 from shardwise.models.transformer.layer import TransformerLayerSpec
-from shardwise.models.transformer.layer_arguments import layer_arguments, softcap
 from shardwise.models.transformer.masks import local_alibi_slopes
+from shardwise.models.transformer.mlp import layer_arguments, softcap
 from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling
 from shardwise.nn import ColumnLinear, parameter_device, viewless
 from shardwise.nn.module import FixedTensors, on_default_device

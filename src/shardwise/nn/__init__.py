@@ -6,17 +6,15 @@ Weights start with the values of the dense layer, whatever the number of ranks (
 
 from shardwise.nn.column import ColumnLinear as ColumnLinear
 from shardwise.nn.embedding import VocabEmbedding as VocabEmbedding
-from shardwise.nn.exact import apply_norm as apply_norm
-from shardwise.nn.exact import norm_heads as norm_heads
-from shardwise.nn.linear import LinearParallelism as LinearParallelism
-from shardwise.nn.linear import tensor_parallel_linear as tensor_parallel_linear
-from shardwise.nn.module import GroupModule as GroupModule
-from shardwise.nn.module import ShardedModule as ShardedModule
-from shardwise.nn.module import named_param_layouts as named_param_layouts
-from shardwise.nn.module import parameter_device as parameter_device
-from shardwise.nn.module import viewless as viewless
-from shardwise.nn.norm import HeadsRMSNorm as HeadsRMSNorm
-from shardwise.nn.norm import add_and_norm as add_and_norm
-from shardwise.nn.replicated import ReplicatedEmbedding as ReplicatedEmbedding
-from shardwise.nn.replicated import ReplicatedLinear as ReplicatedLinear
+from shardwise.nn.exact import apply_norm as apply_norm, norm_heads as norm_heads
+from shardwise.nn.linear import LinearParallelism as LinearParallelism, tensor_parallel_linear as tensor_parallel_linear
+from shardwise.nn.module import (
+    GroupModule as GroupModule,
+    ShardedModule as ShardedModule,
+    named_param_layouts as named_param_layouts,
+    parameter_device as parameter_device,
+    viewless as viewless,
+)
+from shardwise.nn.norm import HeadsRMSNorm as HeadsRMSNorm, add_and_norm as add_and_norm
+from shardwise.nn.replicated import ReplicatedEmbedding as ReplicatedEmbedding, ReplicatedLinear as ReplicatedLinear
 from shardwise.nn.row import RowLinear as RowLinear

@@ -24,7 +24,7 @@ from shardwise.core.communication.symmetric_memory import symmetric_buffer_of
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import ParamLayout, balanced_range, balanced_sizes
 from shardwise.kernels import products
-from shardwise.kernels.reduce_norm import fused_reduce_norm_, runs_fused
+from shardwise.kernels.norms import fused_reduce_norm_, runs_fused
 from shardwise.nn.column import ColumnLinear
 from shardwise.nn.linear import LinearParallelism, shard_sizes
 from shardwise.nn.norm import Normalization, NormFunction

@@ -30,8 +30,7 @@ from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sharding import uneven_sizes
 from shardwise.kernels import products
 from shardwise.kernels.exact_products import ExactProducts
-from shardwise.kernels.main_grad import add_product_, main_grad_of
-from shardwise.kernels.products import AlignedProducts, ProductsIn
+from shardwise.kernels.products import AlignedProducts, ProductsIn, add_product_, main_grad_of
 from shardwise.nn.overlapped import multiply_gathered, multiply_scattered
 from shardwise.nn.quantization import QuantizedTensor, quantized_linear
 from shardwise.nn.recompute import is_kept_briefly

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core import sharded_state
-from shardwise.core.communication.backend import default_device
+from shardwise.core.communication.context import default_device
 from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import InitMethod, initialize_shard_
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by

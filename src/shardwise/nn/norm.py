@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval
-from shardwise.kernels.rms_norm import add_rms_norm, rms_norm
+from shardwise.kernels.norms import add_rms_norm, rms_norm
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 

@@ -13,7 +13,7 @@ from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import AssertedShardingError
 from shardwise.core.sharding import uneven_sizes
 from shardwise.kernels.exact_products import ExactProducts
-from shardwise.kernels.main_grad import add_product_, main_grad_of, placeholder
+from shardwise.kernels.products import add_product_, main_grad_of, placeholder
 from shardwise.nn.recompute import is_kept_briefly
 
 

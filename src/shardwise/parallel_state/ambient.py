@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.backend import backends_of
 from shardwise.core.communication.buffers import GlobalMemoryBuffer, MemoryBlock
+from shardwise.core.communication.context import backends_of
 from shardwise.core.errors import ConfigError, NotInitializedError, TopologyError
 from shardwise.core.topology import Topology
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardwise.core.communication.backend import backend_of, device_of
-from shardwise.core.communication.context import context_of
+from shardwise.core.communication.context import backend_of, context_of, device_of
 from shardwise.core.errors import AssertedTopologyError, ConfigError, TopologyError
 from shardwise.core.topology import (
     DEFAULT_ORDER,

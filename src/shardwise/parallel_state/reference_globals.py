@@ -3,7 +3,7 @@
 Reading only: a program that assigns to one of these names hides what is told here, and changes nothing else.
 """
 
-from shardwise.core.communication.backend import backends_of
+from shardwise.core.communication.context import backends_of
 from shardwise.core.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
 from shardwise.parallel_state.ambient import AMBIENT, group_or_none
 from shardwise.parallel_state.dense import get_hierarchical_context_parallel_groups

@@ -14,35 +14,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.run.commands.conversation import chat as chat
-    from shardwise.run.commands.conversion import export_hf as export_hf
-    from shardwise.run.commands.conversion import import_hf as import_hf
+    from shardwise.run.commands.conversion import export_hf as export_hf, import_hf as import_hf
     from shardwise.run.commands.evaluate import evaluate as evaluate
     from shardwise.run.commands.harness_tasks import evaluate_tasks as evaluate_tasks
     from shardwise.run.commands.label_texts import classify as classify
-    from shardwise.run.commands.planned_run import fit_run as fit_run
-    from shardwise.run.commands.planned_run import plan_run as plan_run
+    from shardwise.run.commands.plan import fit_run as fit_run, plan_run as plan_run
     from shardwise.run.commands.text_generation import generate as generate
-    from shardwise.run.commands.trainings import distill as distill
-    from shardwise.run.commands.trainings import dpo as dpo
-    from shardwise.run.commands.trainings import finetune as finetune
-    from shardwise.run.commands.trainings import train as train
+    from shardwise.run.commands.train import distill as distill, dpo as dpo, finetune as finetune, train as train
     from shardwise.run.comparison import compare as compare
 
 _MODULES = {
     "chat": "commands.conversation",
     "classify": "commands.label_texts",
     "compare": "comparison",
-    "distill": "commands.trainings",
-    "dpo": "commands.trainings",
+    "distill": "commands.train",
+    "dpo": "commands.train",
     "evaluate": "commands.evaluate",
     "evaluate_tasks": "commands.harness_tasks",
     "export_hf": "commands.conversion",
-    "finetune": "commands.trainings",
-    "fit_run": "commands.planned_run",
+    "finetune": "commands.train",
+    "fit_run": "commands.plan",
     "generate": "commands.text_generation",
     "import_hf": "commands.conversion",
-    "plan_run": "commands.planned_run",
-    "train": "commands.trainings",
+    "plan_run": "commands.plan",
+    "train": "commands.train",
 }
 
 __all__ = sorted(_MODULES)

@@ -12,7 +12,7 @@ from shardwise.storage import huggingface
 from shardwise.storage.huggingface import model_config
 from shardwise.storage.huggingface.building import chunks_of
 from shardwise.storage.huggingface.description import ModelDescription
-from shardwise.training.precision import PRECISIONS
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.setting_groups import ModelSettings
 from shardwise.training.settings import RunSettings, Settings
 

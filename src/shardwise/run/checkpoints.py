@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from shardwise.core.communication.agreement import agree, barrier
 from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
-from shardwise.core.json_files import shown
+from shardwise.core.files import shown
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.run.settings.lora_settings import LoraSettings
 from shardwise.run.tasks.recipe import Session
@@ -25,8 +25,8 @@ from shardwise.storage.adapters import lora_layers
 from shardwise.storage.checkpoint import ParamShard
 from shardwise.storage.checkpoint.folder import step_of
 from shardwise.storage.checkpoint.manifest import Manifest
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
-from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings, exact_micro_batch_size
 from shardwise.training.trainer import Trainer
 

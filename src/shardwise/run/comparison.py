@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
-from shardwise.core.json_files import shown
+from shardwise.core.files import shown
 from shardwise.data.labelled import counted
 from shardwise.run.metrics import MetricsFile, scan_metrics
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint, TensorDifference, tensor_differences

@@ -1,14 +1,26 @@
-"""What a run writes down about itself: ``metrics.jsonl``, and TensorBoard's files when asked."""
+"""What a run writes down about itself: ``metrics.jsonl``, and TensorBoard's files when asked.
+
+The loss curve as a picture.
+
+The progress of a run: step, loss, bits per byte, tokens per second, time left; a bar, or lines in a log.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from tqdm import tqdm
+
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import read_regular, write_atomically
-from shardwise.core.json_files import parse_json
+from shardwise.core.files import parse_json, read_regular, write_atomically
+from shardwise.run.plan.report import shown_bytes
 
 Metrics = dict[str, float]
 
@@ -104,3 +116,119 @@ def _open_tensorboard(folder: Path) -> Any:
             f"training.tensorboard needs TensorBoard ({error}); install it with: pip install 'shardwise[tensorboard]'"
         ) from error
     return SummaryWriter(str(folder))
+
+
+def draw_loss(
+    rows: Sequence[Mapping[str, Any]],
+    path: Path,
+    *,
+    references: Mapping[str, float],
+    title: str,
+    curves: tuple[str, str] = ("bits_per_byte", "held_out_bits_per_byte"),
+    unit: str = "bits per byte",
+) -> str | None:
+    """Draw two metrics over the steps: of the training batch, and of held-out data.
+
+    Args:
+        rows: of ``metrics.jsonl``.
+        path: PNG file to write.
+        references: horizontal lines, by name, in the same unit.
+        title: above the picture.
+        curves: names of the two metrics.
+        unit: of both.
+
+    Returns:
+        None, or why there is no picture: matplotlib is not installed.
+    """
+    # It tells of folders that it cannot write to.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except (Exception, SystemExit) as error:  # an optional package can fail in any way
+        return f"no picture: matplotlib cannot be imported ({error}); pip install 'shardwise[plots]'"
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for key, label, style in (
+        (curves[0], "training batch", {"linewidth": 1.0, "alpha": 0.7}),
+        (curves[1], "held-out data", {"marker": "o", "linewidth": 2.0}),
+    ):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    for number, (name, value) in enumerate(references.items()):
+        axes.axhline(value, linestyle="--", linewidth=1.0, color=f"C{number + 2}", label=f"{name}: {value:.2f}")
+    axes.set(xlabel="step", ylabel=unit)
+    # A dollar sign in a file's name begins no formula.
+    axes.set_title(title, parse_math=False)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with warnings.catch_warnings():
+        # Its font may lack characters of the title.
+        warnings.simplefilter("ignore")
+        figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return None
+
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress:
+    """On standard error: a bar if it is a terminal, else a line every few seconds. Nothing on ranks that are not first.
+
+    Args:
+        total: steps of the whole run.
+        done: steps that are done already.
+        visible: whether this rank shows it.
+    """
+
+    def __init__(self, total: int, done: int, *, visible: bool) -> None:
+        self._total, self._first, self._done = total, done, done
+        self._visible = visible
+        self._start = time.monotonic()
+        self._next_line = self._start
+        self._bar = None
+        if visible and sys.stderr.isatty():
+            form = "{desc}{percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
+            self._bar = tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True)
+
+    def update(self, reported: Mapping[str, float], others: Mapping[str, float]) -> None:
+        """One more step is done.
+
+        Args:
+            reported: what its objective reports, all of which is shown.
+            others: the other metrics; tokens per second are shown, and utilisation and memory if they are there.
+        """
+        self._done += 1
+        shown = f"{_shown(reported)}, {others['tokens_per_second']:,.0f} tokens/s"
+        if "mfu" in others:
+            shown += f", MFU {others['mfu']:.1%}"
+        shown += "".join(f", {shown_bytes(int(value))}" for name, value in others.items() if name.startswith("peak_"))
+        if self._bar is not None:
+            self._bar.set_postfix_str(shown, refresh=False)
+            self._bar.update()
+        elif self._visible and (self._done == self._total or time.monotonic() >= self._next_line):
+            now = time.monotonic()
+            self._next_line = now + _SECONDS_BETWEEN_LINES
+            left = (now - self._start) / (self._done - self._first) * (self._total - self._done)
+            line = f"step {self._done}/{self._total}: {shown}, {tqdm.format_interval(left)} left"
+            print(line, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _shown(reported: Mapping[str, float]) -> str:
+    """Each number with its name, or its unit where that says enough."""
+    units = {"bits_per_byte": "bits/byte"}
+    return ", ".join(
+        f"{value:.3f} {units[name]}" if name in units else f"{name.replace('_', ' ')} {value:.3f}"
+        for name, value in reported.items()
+    )

@@ -21,17 +21,13 @@ from shardwise.core.files import write_atomically
 from shardwise.core.folder_lock import cannot_write
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.checkpoints import find_newest, start_or_resume
-from shardwise.run.finishing import finish
-from shardwise.run.metrics import MetricsWriter
-from shardwise.run.out_folder import hold_folder
+from shardwise.run.metrics import MetricsWriter, Progress
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.processes.stopping import Interrupted, Postponed, signals_postponed
-from shardwise.run.profiling import profiled
-from shardwise.run.progress import Progress
-from shardwise.run.saves import Saves
+from shardwise.run.saves import Saves, finish, hold_folder
 from shardwise.run.session import open_session
 from shardwise.run.tasks.recipe import Outcome, Recipe, Session
-from shardwise.run.utilisation import peak_memory
+from shardwise.run.utilisation import peak_memory, profiled
 from shardwise.run.wording import banner
 from shardwise.storage.checkpoint.saving import Progress as SaveProgress
 from shardwise.training.settings import RunSettings

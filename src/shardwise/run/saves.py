@@ -1,14 +1,36 @@
-"""When a run's checkpoints are written and published: at once, or by a thread while the run trains on."""
+"""When a run's checkpoints are written and published: at once, or by a thread while the run trains on.
+
+The files that a run leaves next to its checkpoints: a comparison, a picture, a sample.
+
+Nothing here can fail the run.
+
+The folder of a run: held by one run at a time, and cleared of what a killed one left.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import dataclasses
+import lzma
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.folder_lock import FolderLock
+from shardwise.core.processes import clear_leftovers
+from shardwise.models.generation.generation import generate
+from shardwise.models.generation.sampling import Sampling
+from shardwise.models.gpt import GPT
 from shardwise.run.checkpoints import begin_save
-from shardwise.run.tasks.recipe import Session
+from shardwise.run.metrics import draw_loss, read_metrics
+from shardwise.run.processes.ranks import Ranks
+from shardwise.run.tasks.recipe import Outcome, Session
 from shardwise.storage.checkpoint import PendingSave, Snapshot
+from shardwise.storage.checkpoint.folder import clear_unfinished
 from shardwise.storage.checkpoint.saving import Progress
 
 
@@ -97,3 +119,105 @@ class Saves:
         if self._pending is not None:
             self._pending.abandon()
             self._pending = None
+
+
+_SAMPLE_TOKENS = 200
+_SAMPLING = Sampling(temperature=0.7, top_k=40)
+# A compressor's time grows with the text; beyond this, the comparison is not worth the wait.
+_MOST_BYTES = 16 << 20
+
+
+def finish(session: Session, outcome: Outcome) -> Outcome:
+    """Compare, draw and sample, once everything that matters is on the disk; every rank calls.
+
+    What cannot be done is a note. The sample comes last, since ranks make it together: where one of them fails alone it
+    leaves, and the others hear of that as of any rank that is gone.
+
+    Returns:
+        ``outcome`` with references and notes.
+    """
+    notes = list(outcome.notes)
+    references: dict[str, float] = {}
+
+    def attempt(what: str, function: Callable[[], object]) -> None:
+        # A module may even exit while it is imported. KeyboardInterrupt is the user's.
+        try:
+            function()
+        except (Exception, SystemExit) as error:
+            reason = " ".join(str(error).split())
+            notes.append(f"no {what}: {type(error).__name__}{': ' if reason else ''}{reason}")
+
+    def draw() -> None:
+        rows, title = read_metrics(session.out / "metrics.jsonl"), session.texts.name
+        of, path = session.trainer.objective, session.out / "loss.png"
+        if note := draw_loss(rows, path, references=references, title=title, curves=of.curves, unit=of.unit):
+            notes.append(note)
+
+    attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.texts.held_out_bytes)))
+    if session.ranks.is_first:
+        attempt("picture", draw)
+    if not session.recipe.leaves_sample:
+        return dataclasses.replace(outcome, references=references, notes=tuple(notes))
+    if session.settings.parallel.pp == 1:
+        attempt("sample", lambda: _leave_sample(session))
+    else:
+        hint = "" if session.recipe.identity else f"; read one with: shardwise generate {session.out}"
+        notes.append(f"no sample from a model in pipeline stages{hint}")
+    return dataclasses.replace(outcome, references=references, notes=tuple(notes))
+
+
+def compressed_bits_per_byte(content: bytes) -> dict[str, float]:
+    """Bits per byte of ``zlib -9`` and ``lzma`` (preset 9) on ``content``; nothing for a very large one."""
+    if not content or len(content) > _MOST_BYTES:
+        return {}
+    compressed = {"zlib -9": zlib.compress(content, 9), "lzma": lzma.compress(content, preset=9)}
+    return {name: 8 * len(each) / len(content) for name, each in compressed.items()}
+
+
+def _leave_sample(session: Session) -> None:
+    """Write what the model, of one stage, begins a new text with; every rank calls."""
+    tokenizer, model = session.texts.tokenizer, session.trainer.model
+    assert isinstance(model, GPT)
+    with session.ranks.phase("writing a sample"):
+        new_ids = generate(
+            model,
+            tokenizer.beginning,
+            max_new_tokens=_SAMPLE_TOKENS,
+            sampling=_SAMPLING,
+            seed=session.settings.training.seed,
+            eos_id=tokenizer.eos_id,
+        )
+    if session.ranks.is_first:
+        (session.out / "sample.txt").write_text(tokenizer.decode(new_ids) + "\n", encoding="utf-8")
+
+
+# Of ``files.write_atomically``, of adapters, and of exports.
+_UNFINISHED = re.compile(r"\..+\.tmp|adapter_\w+\.\w+\.new|export\.partial|\.export\.partial\..*")
+
+
+@contextmanager
+def hold_folder(out: Path, ranks: Ranks) -> Iterator[None]:
+    """Hold ``out`` for the length of the block; every rank calls, and the first one holds it.
+
+    What a killed run left there unfinished is removed. If nothing is written in the block, and the folder was made for
+    it, it is gone afterwards.
+
+    Raises:
+        ConfigError: another run is there, which is named, or the folder cannot be written to; on every rank.
+    """
+    with ExitStack() as stack:
+        agree(lambda: stack.enter_context(_cleared(out)) if ranks.is_first else None, group=ranks.world)
+        yield
+
+
+def _cleared(out: Path) -> FolderLock:
+    lock = FolderLock(out)
+    clear_leftovers()
+    if lock.left_by is not None:
+        print(f"note   {lock.left_by} was in {out} and was killed; what it left unfinished is removed", flush=True)
+    # What cannot be removed is in nobody's way.
+    with suppress(OSError):
+        for path in [path for path in out.iterdir() if _UNFINISHED.fullmatch(path.name)]:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        clear_unfinished(out / "checkpoints")
+    return lock

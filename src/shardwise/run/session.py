@@ -18,15 +18,14 @@ from shardwise.models.chunks import ModelChunks
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import named_param_layouts
-from shardwise.run.exact_trials.arithmetic import check_arithmetic, use_deterministic_algorithms
-from shardwise.run.exact_trials.exact_check import check_device
-from shardwise.run.exact_trials.exact_update_check import check_updates
-from shardwise.run.plan.shortage import Shortage
+from shardwise.run.exact_trials.exact_check import check_arithmetic, check_device, use_deterministic_algorithms
+from shardwise.run.exact_trials.exact_vocabulary_check import check_updates
+from shardwise.run.plan.report import Shortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.tasks.recipe import Recipe, Session
 from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_of
 from shardwise.storage.huggingface.description import ModelDescription
-from shardwise.training.precision import PRECISIONS
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
 

@@ -12,7 +12,7 @@ from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
 from shardwise.nn import named_param_layouts
 from shardwise.run.tasks.recipe import Session
-from shardwise.training.precision import PRECISIONS
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.settings import RunSettings
 
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import collectives
 from shardwise.core.communication.agreement import check_same
-from shardwise.core.communication.backend import device_of
+from shardwise.core.communication.context import device_of
 from shardwise.core.errors import AssertedDataError, DataError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 

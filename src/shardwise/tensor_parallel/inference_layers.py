@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import moves
 from shardwise.core.errors import AssertedConfigError, ConfigError
 from shardwise.core.initialization import InitMethod
-from shardwise.kernels.rms_norm import rms_norm
+from shardwise.kernels.norms import rms_norm
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.symmetric_exchanges import (  # noqa: F401

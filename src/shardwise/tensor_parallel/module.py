@@ -15,7 +15,7 @@ from shardwise.core.initialization import initialize_shard_
 from shardwise.core.sharding import ParamLayout
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
-from shardwise.models.transformer.layer_arguments import layer_arguments
+from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn.linear import LinearParallelism, reduce_product
 from shardwise.nn.module import ShardedModule
 from shardwise.nn.parallel_linear import ParallelLinear

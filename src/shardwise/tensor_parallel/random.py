@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise import parallel_state
-from shardwise.core.communication.backend import default_device
+from shardwise.core.communication.context import default_device
 from shardwise.core.errors import AssertedConfigError, ConfigError
 from shardwise.core.random import (
     DATA_PARALLEL_STREAM,

@@ -15,10 +15,9 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, GradientTrees
 from shardwise.training.optimizer.gradients import summed_over_other_groups
 from shardwise.training.optimizer.local_shards import LocalShards
-from shardwise.training.optimizer.master_weights import MasterWeights
+from shardwise.training.optimizer.mixed_precision import PRECISIONS, MasterWeights
 from shardwise.training.optimizer.optimizer import ShardedOptimizer
 from shardwise.training.optimizer.zero import ZeroOptimizer
-from shardwise.training.precision import PRECISIONS
 from shardwise.training.settings import RunSettings
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.json_files import shown
+from shardwise.core.files import shown
 from shardwise.training import bounds
-from shardwise.training.bounds import Checked, Folder, Range, require
+from shardwise.training.bounds import Checked, Folder, Range, checked, require, with_values
 from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.plain_values import checked, with_values
 from shardwise.training.setting_groups import (
     CorpusSettings,
     ModelSettings,

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import agree
-from shardwise.core.communication.backend import host_numbers
 from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.context import host_numbers
 from shardwise.core.communication.trees import exact_total
 from shardwise.core.errors import DivergenceError
 from shardwise.core.random import seed_streams
@@ -34,12 +34,11 @@ from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective
 from shardwise.training.optimization import build_optimizer
 from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
-from shardwise.training.optimizer.loss_scale import DynamicLossScale
+from shardwise.training.optimizer.mixed_precision import PRECISIONS, DynamicLossScale
 from shardwise.training.optimizer.optimizer import set_learning_rate_
 from shardwise.training.optimizer.zero import ZeroOptimizer
 from shardwise.training.pipeline import Pipeline, Schedule, forward_only, make_schedule
-from shardwise.training.pipeline.messages import hidden_shape
-from shardwise.training.precision import PRECISIONS
+from shardwise.training.pipeline.actions import hidden_shape
 from shardwise.training.settings import RunSettings
 
 _BATCHES_PER_STAGE = 8

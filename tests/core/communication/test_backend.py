@@ -9,7 +9,8 @@ import torch.distributed as dist
 from harness.on_pretended_gpu import fake_tensors, join
 
 import shardwise
-from shardwise.core.communication.backend import (
+from shardwise.core.communication.collectives import Transfer, exchange
+from shardwise.core.communication.context import (
     backend_of,
     backends_of,
     default_device,
@@ -17,7 +18,6 @@ from shardwise.core.communication.backend import (
     is_gloo,
     sends_by_tag,
 )
-from shardwise.core.communication.point_to_point import Transfer, exchange
 from shardwise.core.communication.transports import torch_distributed, transport_name
 from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.topology import Topology

@@ -8,18 +8,17 @@ import torch.distributed as dist
 from harness.time_limit import set_time_limit
 from harness.watchdog import wait_until
 
-from shardwise.core.communication import waiting
+from shardwise.core.communication import agreement
 from shardwise.core.communication.agreement import gather_objects
-from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.point_to_point import Transfer, exchange
+from shardwise.core.communication.collectives import Transfer, all_reduce, exchange
 from shardwise.core.communication.transports.shared_memory import channel_of
 from shardwise.core.errors import DesyncError
 
 
 def the_wait_of(thread):
     """The wait that ``thread`` is in, once it is."""
-    wait_until(lambda: thread in waiting.waits(), "the thread waits for somebody")
-    return waiting.waits()[thread]
+    wait_until(lambda: thread in agreement.waits(), "the thread waits for somebody")
+    return agreement.waits()[thread]
 
 
 class Doubled(torch.nn.Module):
@@ -88,7 +87,7 @@ def test_a_wait_names_operation_layer_and_tensor(group):
     found = watched(group, lambda: gather_objects(1, "the weather", group=own), store_of_its_own())
     if group.rank() == 0:
         assert found == ("an exchange of the weather", [0, 1], None)
-    assert waiting.waits() == {}
+    assert agreement.waits() == {}
 
 
 @pytest.mark.ranks(3)
@@ -122,7 +121,7 @@ def test_a_message_waits_for_its_sender_alone(group):
 @pytest.mark.ranks(2)
 def test_who_has_not_come_has_started_fewer_collectives(group, monkeypatch):
     own = dist.new_group([0, 1])
-    before = waiting.num_collectives(own)
+    before = agreement.num_collectives(own)
     for _ in range(3):
         dist.all_reduce(torch.ones(1), group=own)
     # Messages do not count, of which ranks may have different numbers.
@@ -131,10 +130,10 @@ def test_who_has_not_come_has_started_fewer_collectives(group, monkeypatch):
     sends, receives = exchange(*transfers, group=own)
     for pending in [*sends, *receives]:
         pending.wait()
-    assert waiting.num_collectives(own) == before + 3
+    assert agreement.num_collectives(own) == before + 3
     if own.rank() == 0:
         work = dist.all_reduce(torch.ones(1), group=own, async_op=True)
-    assert gather_objects(waiting.num_collectives(own) - before, "numbers", group=group) == [4, 3]
+    assert gather_objects(agreement.num_collectives(own) - before, "numbers", group=group) == [4, 3]
     if own.rank() == 0:
         dist.barrier(group=group)
         work.wait()
@@ -157,5 +156,5 @@ def test_the_error_at_the_time_limit_names_the_layer(group):
 
 
 def test_a_thread_in_no_layer_says_nothing():
-    assert waiting.layer_of(threading.get_ident()) == ""
-    assert waiting.layer_of(-1) == ""
+    assert agreement.layer_of(threading.get_ident()) == ""
+    assert agreement.layer_of(-1) == ""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardwise.core.sharding import Box, boxes_of_interval
 

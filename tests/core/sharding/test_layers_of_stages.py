@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.sharding import balanced_sizes, stage_layers, stages
+from shardwise.core.sharding import balanced, balanced_sizes, stage_layers
 from shardwise.megatron.config import TransformerConfig
 
 
@@ -17,8 +17,8 @@ def in_model_order(dealt):
 
 
 def test_examples():
-    assert doctest.testmod(stages).failed == 0
-    assert doctest.testmod(stages).attempted >= 4
+    assert doctest.testmod(balanced).failed == 0
+    assert doctest.testmod(balanced).attempted >= 4
 
 
 def test_every_layer_is_dealt_out_once_and_in_order():

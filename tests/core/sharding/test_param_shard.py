@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness.parity import assert_bit_equal
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import Interval, ParamLayout, ParamShard, segments

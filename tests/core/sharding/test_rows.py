@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwise.core.sharding.rows import first_row, interval_of_rows, intervals_of_rows, local_rows, set_group_of_rows_
+from shardwise.core.sharding.balanced import (
+    first_row,
+    interval_of_rows,
+    intervals_of_rows,
+    local_rows,
+    set_group_of_rows_,
+)
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(7, 3), (4, 4), (5, 4), (1, 2), (0, 2), (12, 1)])

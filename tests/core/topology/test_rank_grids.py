@@ -5,8 +5,7 @@ import math
 
 import pytest
 from harness.program import run
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.topology import (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import decoders, models
 
 from shardwise.data.tokenizer import TextStream, Tokenizer

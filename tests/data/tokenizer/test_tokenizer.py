@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from harness.program import run
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from shardwise.core.errors import ConfigError, DataError, VocabularyError

@@ -11,8 +11,8 @@ import torch
 from shardwise.megatron.config import TransformerConfig
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
-from shardwise.models.transformer.layer_arguments import ACTIVATIONS
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, local_alibi_slopes
+from shardwise.models.transformer.mlp import ACTIVATIONS
 from shardwise.models.transformer.rotary import RotaryEmbedding
 from shardwise.tensor_parallel.layers import named_param_layouts
 

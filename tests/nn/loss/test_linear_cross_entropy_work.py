@@ -15,7 +15,7 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.collectives import all_reduce_async
 from shardwise.core.sharding import balanced_range
 from shardwise.kernels import loss_reference
-from shardwise.nn.loss import linear_chunked, linear_head
+from shardwise.nn.loss import linear_cross_entropy, linear_head
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 PLANS = ["local_logits", "chunked"]
@@ -226,7 +226,7 @@ def test_memory(group, monkeypatch, dtype, smoothing):
     tokens, width, columns = 256, 32, 8192
     word = dtype.itemsize
     slice_of_logits = 1024 * tokens * word
-    monkeypatch.setitem(linear_chunked._SLICE_BYTES, "cpu", slice_of_logits)
+    monkeypatch.setitem(linear_cross_entropy._SLICE_BYTES, "cpu", slice_of_logits)
     # Of one activation, of all logits, and of the two gradients.
     activation, logits = tokens * width * word, tokens * columns * word
     gradients = activation + columns * width * word

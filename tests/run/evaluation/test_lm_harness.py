@@ -15,7 +15,7 @@ from shardwise.core.errors import ConfigError, DataError, DesyncError
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling
-from shardwise.run.evaluation.lm_harness import ShardwiseLM
+from shardwise.run.lm_harness import ShardwiseLM
 from shardwise.storage.huggingface import load_pretrained
 
 TEMPLATE = (

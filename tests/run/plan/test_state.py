@@ -14,11 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.sharding.rows import local_rows
+from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
 from shardwise.nn import named_param_layouts
-from shardwise.run.build import build_model as build_new_model
-from shardwise.run.build import describe
+from shardwise.run.build import build_model as build_new_model, describe
 from shardwise.run.plan.from_settings import mesh_of, workload_of
 from shardwise.run.plan.memory_plan import make_plan, plan_rank
 from shardwise.run.plan.parameters import parameters_of, parts_of

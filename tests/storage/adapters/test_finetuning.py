@@ -36,7 +36,7 @@ from shardwise.run.settings.finetune_settings import (
 from shardwise.run.tasks import finetuning as finetune_module
 from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.texts import encode_texts, read_data
-from shardwise.storage.adapters.sites import sites_of
+from shardwise.storage.adapters.model import sites_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.setting_groups import CorpusSettings, ParallelSettings, TrainingSettings
 

@@ -1,9 +1,8 @@
 """Parameters in a flat buffer: each in one bucket, and every bucket a whole number of ranks long."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from shardwise.training.gradients.bucket_bounds import place
+from shardwise.training.gradients.bucket import place
 
 sizes = st.lists(st.integers(0, 200), min_size=1, max_size=12)
 

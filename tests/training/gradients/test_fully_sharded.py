@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError
-from shardwise.core.sharding.rows import local_rows
+from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups
 from shardwise.models.bert import Bert
 from shardwise.models.classification import Classification

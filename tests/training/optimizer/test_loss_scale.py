@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.core.errors import ConfigError, DivergenceError
-from shardwise.training.optimizer.loss_scale import DynamicLossScale
+from shardwise.training.optimizer.mixed_precision import DynamicLossScale
 
 
 def test_it_falls_and_rises():

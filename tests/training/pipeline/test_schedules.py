@@ -9,11 +9,18 @@ import re
 import pytest
 
 from shardwise.core.errors import ConfigError
-from shardwise.training.pipeline import SCHEDULE_NAMES, Action, Kind, Schedule, actions, forward_only, make_schedule
-from shardwise.training.pipeline import messages as messages_module
-from shardwise.training.pipeline import schedules as schedules_module
-from shardwise.training.pipeline.actions import DURATIONS
-from shardwise.training.pipeline.messages import Exchange, made_by, needed_by, programs
+from shardwise.training.pipeline import (
+    SCHEDULE_NAMES,
+    Action,
+    Kind,
+    Schedule,
+    actions,
+    actions as messages_module,
+    forward_only,
+    make_schedule,
+    schedules as schedules_module,
+)
+from shardwise.training.pipeline.actions import DURATIONS, Exchange, made_by, needed_by, programs
 
 
 def all_schedules():

@@ -11,8 +11,7 @@ from training.pipeline.pipelines import random_batch, run_whole, staged_gpt
 from shardwise.core.errors import ConfigError, DesyncError, ShardingError
 from shardwise.nn import weight_gradient
 from shardwise.tensor_parallel import checkpoint
-from shardwise.training.pipeline import Kind, Pipeline, make_schedule
-from shardwise.training.pipeline import stage as stage_module
+from shardwise.training.pipeline import Kind, Pipeline, make_schedule, stage as stage_module
 
 ORDER = {
     ("gpipe", 0): "F0 F1 F2 F3 B0 B1 B2 B3",

@@ -1,15 +1,26 @@
-"""What a process group has for as long as it lives, in one place."""
+"""What a process group has for as long as it lives, in one place.
+
+What carries a group's tensors, device by device: the one place that knows PyTorch's backends by their names.
+
+A group may have a backend for each type of device (``"cpu:gloo,cuda:nccl"``), or the one that PyTorch chose by itself.
+``torch.distributed.get_backend`` has one name for all of a group and says neither. ``host_numbers`` puts
+numbers that the host knows on a device without a wait for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cache
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.buffers import GlobalMemoryBuffer, MemoryBlock
@@ -82,3 +93,90 @@ def validated_calls(groups: Iterable[ProcessGroup]) -> Iterator[None]:
     finally:
         for context in contexts:
             context.validates = False
+
+
+# They find a message's receiver by its tag; NCCL and what is made like it by the order of the calls.
+_BY_TAG = ("gloo", "mpi", "ucc")
+
+
+def backends_of(group: ProcessGroup) -> Mapping[str, str]:
+    """The name of the backend that carries tensors between the ranks of ``group``, by type of device."""
+    return _by_device_type(dist.get_backend_config(group))
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> str | None:
+    """The name of the backend that carries tensors on ``device``; None if none does."""
+    return backends_of(group).get(device.type)
+
+
+@cache
+def _by_device_type(config: str) -> dict[str, str]:
+    pairs = (pair.partition(":") for pair in config.split(","))
+    return {device_type: name for device_type, _, name in pairs}
+
+
+def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether gloo carries the tensors: the host does the work, and waits for it up to the group's time limit."""
+    return backend_of(group, device) == "gloo"
+
+
+def time_limit(group: ProcessGroup, device: torch.device) -> datetime.timedelta:
+    """How long the backend that carries tensors on ``device`` waits for another rank."""
+    backend: Any = group._get_backend(device)
+    limit: datetime.timedelta = backend.options._timeout
+    return limit
+
+
+def sends_by_tag(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether messages between two ranks may be exchanged in any order, each found by its tag."""
+    return backend_of(group, device) in _BY_TAG
+
+
+def device_of(group: ProcessGroup) -> torch.device:
+    """Where the tensors lie that ``group`` was made for: the current accelerator, or the CPU.
+
+    The accelerator if it has a backend of its own. A group of gloo alone, which can carry its tensors too, is one of
+    ranks that compute on the CPU.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    own = backend_of(group, accelerator)
+    if own is None or own == backend_of(group, torch.device("cpu")):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def device_of_host_facts(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Where to put what the host knows, tells the other ranks and reads at once: the CPU, if it carries tensors there.
+
+    On a GPU the host would wait for all that it has launched.
+
+    Args:
+        group: the ranks.
+        device: where they compute.
+    """
+    cpu = torch.device("cpu")
+    return device if backend_of(group, cpu) is None else cpu
+
+
+def default_device(group: ProcessGroup | None) -> torch.device:
+    """Where to make what the ranks of ``group`` work with: PyTorch's default device, or if nobody chose one, theirs."""
+    default = torch.get_default_device()
+    return default if group is None or default != torch.device("cpu") else device_of(group)
+
+
+def host_numbers(values: Sequence[float], like: Tensor) -> Tensor:
+    """A vector of ``values``, of the dtype and on the device of ``like``.
+
+    On a GPU a kernel writes each run of equal values. Nothing is copied, so that the host does not wait, and a CUDA
+    graph can be captured.
+    """
+    if like.is_cpu or torch.compiler.is_compiling():
+        return like.new_tensor(values)
+    vector, start = like.new_empty(len(values)), 0
+    for value, run in groupby(values):
+        stop = start + len(list(run))
+        vector[start:stop].fill_(value)
+        start = stop
+    return vector

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import gather_objects
-from shardwise.core.communication.backend import device_of
 from shardwise.core.communication.buffers import MemoryBlock, OrdinaryMemory
-from shardwise.core.communication.context import context_of
+from shardwise.core.communication.context import context_of, device_of
 from shardwise.core.processes import machine
 
 T = TypeVar("T")

@@ -2,7 +2,9 @@
 
 from shardwise.data.tokenizer.chat_template import ChatTemplate as ChatTemplate
 from shardwise.data.tokenizer.streaming import TextStream as TextStream
-from shardwise.data.tokenizer.tokenizer import END_OF_TEXT as END_OF_TEXT
-from shardwise.data.tokenizer.tokenizer import PaddedTokenizer as PaddedTokenizer
-from shardwise.data.tokenizer.tokenizer import TextSource as TextSource
-from shardwise.data.tokenizer.tokenizer import Tokenizer as Tokenizer
+from shardwise.data.tokenizer.tokenizer import (
+    END_OF_TEXT as END_OF_TEXT,
+    PaddedTokenizer as PaddedTokenizer,
+    TextSource as TextSource,
+    Tokenizer as Tokenizer,
+)

@@ -23,9 +23,8 @@ import jinja2.nodes
 import jinja2.parser
 
 from shardwise.core.errors import DataError
-from shardwise.core.files import read_regular
-from shardwise.core.json_files import MAX_CONFIG_BYTES, read_json
-from shardwise.data.tokenizer.declared_tokens import CONFIG_NAME, DeclaredTokens
+from shardwise.core.files import MAX_CONFIG_BYTES, read_json, read_regular
+from shardwise.data.tokenizer.library import CONFIG_NAME, DeclaredTokens
 from shardwise.data.tokenizer.template_limits import LimitedEnvironment, render
 from shardwise.data.tokenizer.template_meter import LimitError
 

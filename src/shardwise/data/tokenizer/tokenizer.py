@@ -18,11 +18,9 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from shardwise.core.errors import ConfigError, DataError, VocabularyError
-from shardwise.core.files import read_regular, write_atomically
-from shardwise.core.json_files import read_json
+from shardwise.core.files import read_json, read_regular, write_atomically
 from shardwise.data.tokenizer import library
-from shardwise.data.tokenizer.declared_tokens import CONFIG_NAME, DeclaredTokens
-from shardwise.data.tokenizer.library import panics_as_errors, shown
+from shardwise.data.tokenizer.library import CONFIG_NAME, DeclaredTokens, panics_as_errors, shown
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -138,7 +138,7 @@ class ModelConfig(LayerConfig, RecomputeConfig):
         if not callable(self.activation_func):
             raise ConfigError(
                 f"activation_func is {self.activation_func!r}; it must be a function (by name they are in "
-                "shardwise.models.transformer.layer_arguments.ACTIVATIONS)"
+                "shardwise.models.transformer.mlp.ACTIVATIONS)"
             )
         self._check_norm_position()
         self._check_recompute_()

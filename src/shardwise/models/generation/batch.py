@@ -14,7 +14,7 @@ from shardwise.models.generation.cache import PreallocatedCache
 from shardwise.models.generation.generation import check_arguments, evaluation_mode, generate
 from shardwise.models.generation.sampling import Sampling, checked_choice, choose_next_token
 from shardwise.models.gpt import GPT
-from shardwise.models.padding import positions_of
+from shardwise.models.token_embedding import positions_of
 
 
 def generate_batch(

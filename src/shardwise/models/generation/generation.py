@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from shardwise.core.communication.agreement import check_same
 from shardwise.core.errors import ConfigError, VocabularyError
 from shardwise.core.sharding import balanced_range
-from shardwise.models.generation.cache import PreallocatedCache
+from shardwise.models.generation.cache import PreallocatedCache, PrefixCache
 from shardwise.models.generation.decoding import DecodeStep
-from shardwise.models.generation.prefix import PrefixCache
 from shardwise.models.generation.sampling import Sampling, checked_choice, choose_next_token
 from shardwise.models.gpt import GPT
 

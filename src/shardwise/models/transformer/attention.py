@@ -23,8 +23,8 @@ from shardwise.kernels.elementwise import split, split_and_rotate
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_backend import attention_kernels, kernels_on_a_cache
 from shardwise.models.transformer.heads import HeadSplit, split_heads
-from shardwise.models.transformer.layer_arguments import layer_arguments, make_norm, softcap
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.models.transformer.mlp import layer_arguments, make_norm, softcap
 from shardwise.models.transformer.rotary import apply_rotary
 from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, norm_heads, parameter_device
 from shardwise.nn.dropout import sharded_dropout

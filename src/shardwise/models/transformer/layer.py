@@ -12,8 +12,7 @@ from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sharding import balanced_sizes
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention import SelfAttention
-from shardwise.models.transformer.layer_arguments import make_norm
-from shardwise.models.transformer.mlp import MLP
+from shardwise.models.transformer.mlp import MLP, make_norm
 from shardwise.nn import GroupModule, add_and_norm, apply_norm, parameter_device
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import OutputRecomputation, recomputed

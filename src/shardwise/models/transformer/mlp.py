@@ -1,18 +1,99 @@
-"""The MLP of a transformer layer: column-parallel up, row-parallel down."""
+"""The MLP of a transformer layer: column-parallel up, row-parallel down.
 
+From a model's config to the arguments, norms and activations of its layers: the one place that knows both.
+"""
+
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.layout import Layout
 from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.elementwise import swiglu
-from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.layer_arguments import layer_arguments
+from shardwise.models.config import LayerConfig, ModelConfig
 from shardwise.nn import ColumnLinear, GroupModule, RowLinear
+from shardwise.nn.norm import NORMS
 from shardwise.nn.recompute import OutputRecomputation
+
+
+def layer_arguments(config: LayerConfig, *, group: ProcessGroup, linear: bool = True) -> dict[str, Any]:
+    """What a layer of a model is made with, beside its sizes and initial values.
+
+    Args:
+        config: of the model.
+        group: the ranks that share the layer.
+        linear: for a ColumnLinear or a RowLinear; else for another layer with parameters.
+    """
+    arguments: dict[str, Any] = {
+        "group": group,
+        "dtype": config.params_dtype,
+        "initialize": config.perform_initialization,
+        "init_on_cpu": config.use_cpu_initialization,
+    }
+    if linear:
+        arguments |= {
+            "sequence_parallel": config.sequence_parallel,
+            "overlap": config.tp_comm_overlap,
+            "fuse_weight_gradient": config.gradient_accumulation_fusion,
+            "delay_weight_gradient": config.delay_wgrad_compute,
+        }
+    return arguments
+
+
+def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """The norm that ``config`` names, on PyTorch's default device.
+
+    Every rank holds its parameters whole. With sequence parallelism each rank sees only a part of the tokens, so their
+    gradients are partial sums (``param.sequence_parallel``).
+
+    Args:
+        config: kind, epsilon, dtype and sequence parallelism.
+        width: of what is normalised; ``hidden_size`` if None.
+    """
+    kind = NORMS[config.normalization, config.layernorm_zero_centered_gamma]
+    norm = kind(width or config.hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
+    for param in norm.parameters():
+        # By parts a gradient is whole as soon as it is made.
+        param.sequence_parallel = config.sequence_parallel and config.exact_parts is None  # type: ignore[attr-defined]
+    return norm
+
+
+def gelu_tanh(input_: Tensor) -> Tensor:
+    """GELU with the normal distribution function replaced by a tanh (GPT-2, BLOOM).
+
+    Source: Hendrycks & Gimpel 2016 (arXiv:1606.08415), section 2.
+    """
+    return F.gelu(input_, approximate="tanh")
+
+
+def quick_gelu(input_: Tensor) -> Tensor:
+    """GELU with the normal distribution function replaced by ``sigmoid(1.702 x)``; the same source."""
+    return input_ * (1.702 * input_).sigmoid()
+
+
+def squared_relu(input_: Tensor) -> Tensor:
+    """``relu(x) ** 2`` (So et al. 2021, arXiv:2109.08668)."""
+    return F.relu(input_).square()
+
+
+def softcap(input_: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)``, which keeps scores and logits under ``cap`` (Gemma 2, arXiv:2408.00118, section 2)."""
+    return (input_ / cap).tanh() * cap
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "squared_relu": squared_relu,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+"""For ``ModelConfig.activation_func``; ``silu`` with ``gated_linear_unit`` is SwiGLU, ``gelu`` GeGLU."""
 
 
 class MLP(GroupModule):

@@ -1,12 +1,18 @@
 """Losses and other functions of a vocabulary that is split over the ranks; none gathers the logits."""
 
-from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from shardwise.nn.loss.cross_entropy import vocab_parallel_log_probs as vocab_parallel_log_probs
-from shardwise.nn.loss.entropy import vocab_parallel_entropy as vocab_parallel_entropy
-from shardwise.nn.loss.kl_div import vocab_parallel_kl_div as vocab_parallel_kl_div
+from shardwise.nn.loss.cross_entropy import (
+    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+    vocab_parallel_log_probs as vocab_parallel_log_probs,
+)
+from shardwise.nn.loss.entropy import (
+    vocab_parallel_entropy as vocab_parallel_entropy,
+    vocab_parallel_kl_div as vocab_parallel_kl_div,
+)
 from shardwise.nn.loss.linear_cross_entropy import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
 from shardwise.nn.loss.preference_loss import preference_loss as preference_loss
-from shardwise.nn.loss.topk import vocab_parallel_argmax as vocab_parallel_argmax
-from shardwise.nn.loss.topk import vocab_parallel_topk as vocab_parallel_topk
+from shardwise.nn.loss.vocabulary import (
+    vocab_parallel_argmax as vocab_parallel_argmax,
+    vocab_parallel_topk as vocab_parallel_topk,
+)

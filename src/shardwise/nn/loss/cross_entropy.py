@@ -43,17 +43,17 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.trees import exact_parts
 from shardwise.core.sharding import Interval
 from shardwise.kernels.dispatch import loss_kernels
-from shardwise.nn.loss.checks import LossChecks
-from shardwise.nn.loss.combine import combine, gather_statistics
-from shardwise.nn.loss.options import LossOptions, Reduction
+from shardwise.nn.loss.options import LossChecks, LossOptions, Reduction
 from shardwise.nn.loss.vocabulary import (
     IGNORE_INDEX,
     check_target_shape,
     column_parts,
     columns_between,
     columns_of,
+    combine,
     equal_ranges,
     flat_rows,
+    gather_statistics,
     vocab_ranges,
     with_size,
     without_sizes,

@@ -1,17 +1,22 @@
-"""The options of every form of the loss: how logits enter it, which tokens count, how their losses are reduced."""
+"""The options of every form of the loss: how logits enter it, which tokens count, how their losses are reduced.
+
+What can be wrong with the logits and the targets: found from what the ranks exchange anyway, told alike on all.
+"""
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
 from shardwise.core.communication.agreement import check_ids_alike
-from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.communication.collectives import all_gather, all_reduce
+from shardwise.core.errors import AssertedConfigError, ConfigError, DesyncError, DivergenceError
+from shardwise.core.sharding import Interval
 from shardwise.core.validation import validation_applies
 
 
@@ -114,3 +119,141 @@ class Reduction:
                 stacklevel=stacklevel,
             )
         return loss.sum() / count.clamp(min=1.0).to(loss.dtype)
+
+
+@dataclass(frozen=True)
+class LossChecks:
+    """What a loss looks for in its logits and targets.
+
+    All is decided from the ranks' gathered statistics, which are the same numbers on every rank. Only where they say
+    that something is wrong is there another collective.
+
+    Attributes:
+        logits: look for NaN and inf in the logits, and compare the targets. The host waits for a GPU.
+        targets: on a CPU, compare the targets.
+    """
+
+    logits: bool
+    targets: bool
+
+    def mark_ignored_(self, own: Tensor, ignored: Tensor, group: ProcessGroup) -> None:
+        """Let this rank's statistics say which tokens it ignores, where the targets are compared.
+
+        Args:
+            own: ``[n, k]``, this rank's ``row_statistics``; +inf takes the place of the target's logit where the token
+                is ignored, whose loss and gradient are 0 whatever stands there.
+            ignored: ``[n]``, this rank's tokens that do not count.
+            group: the ranks that split the vocabulary.
+        """
+        if self._compares_targets(own, group):
+            own[:, 2].masked_fill_(ignored, torch.inf)
+
+    def run(
+        self,
+        every: Tensor,
+        row_of: Callable[[int], Tensor],
+        target: Tensor,
+        ignored: Tensor,
+        interval: Interval,
+        group: ProcessGroup,
+    ) -> None:
+        """Raise what is wrong, the same on every rank. Does nothing where ``validation_applies`` is False.
+
+        Args:
+            every: ``[t, n, k]``, all ranks' ``row_statistics``, or ``[t p, n, k]`` of their parts; marked.
+            row_of: this rank's logits ``[v]`` of a token, asked for only where something is wrong.
+            target: ``[...]``, this rank's targets; positions are told in its shape.
+            ignored: ``[n]``, this rank's tokens that do not count.
+            interval: this rank's ids.
+            group: the ranks that split the vocabulary.
+
+        Raises:
+            DesyncError: the ranks have different targets.
+            DivergenceError: with ``logits``, a logit of a token that counts is NaN or inf, or all of its are -inf (one
+                -inf is a forbidden id).
+        """
+        compares = self._compares_targets(every, group)
+        if not (self.logits or compares) or not validation_applies() or every.numel() == 0:
+            return
+        disputed = ignored.new_zeros(())
+        if compares:
+            disputed, ignored = _disputed(every[..., 2])
+            disputed = disputed.any()
+        if not self.logits:
+            # A target's logit may also be -inf.
+            if disputed:
+                check_same_targets(target, group)
+            return
+        maximum, sum_exp = every[..., 0], every[..., 1]
+        wrong = (maximum.isnan() | sum_exp.isnan() | (maximum == torch.inf)) & ~ignored
+        forbidden = (maximum == -torch.inf).all(dim=0) & ~ignored
+        not_finite = wrong.any() | forbidden.any()
+        # The one look at a GPU, unless something is wrong.
+        if not (disputed | not_finite):
+            return
+        if disputed:
+            check_same_targets(target, group)
+        if not_finite:
+            _raise_not_finite(wrong, forbidden, row_of, target.shape, interval, group)
+
+    def _compares_targets(self, statistics: Tensor, group: ProcessGroup) -> bool:
+        if group.size() == 1 or not validation_applies() or type(statistics) is not Tensor:
+            return False
+        return self.logits or (self.targets and statistics.is_cpu)
+
+
+def _disputed(at_target: Tensor) -> tuple[Tensor, Tensor]:
+    """Of which tokens the ranks' marked statistics ``[t, n]`` of the target do not fit together, and which all ignore.
+
+    A token fits if all ranks ignore it, or one rank has its target, and none ignores it.
+    """
+    ignores = at_target == torch.inf
+    ignored = ignores.all(dim=0)
+    holders = (at_target != -torch.inf).sum(dim=0)
+    return ~ignored & ((holders != 1) | ignores.any(dim=0)), ignored
+
+
+def check_same_targets(target: Tensor, group: ProcessGroup) -> None:
+    """Raise DesyncError on every rank unless all have the same targets. Collective, and the host waits for a GPU."""
+    every = all_gather(target.reshape(1, -1).long(), group=group, dim=0)
+    differs = every != every[0]
+    if not differs.any():
+        return
+    token = int(differs.any(dim=0).nonzero()[0])
+    rank = int(differs[:, token].nonzero()[0])
+    first, other = every[[0, rank], token].tolist()
+    raise DesyncError(
+        f"the ranks have different targets: at token {_position(token, target.shape)} rank 0 has {first}, rank {rank} "
+        f"has {other}; ranks that split the vocabulary must have the same batch: seed what shuffles it alike on all of "
+        "them, or let one of them send it to the others (tensor_parallel.broadcast_data)"
+    )
+
+
+def _raise_not_finite(
+    wrong: Tensor,
+    forbidden: Tensor,
+    row_of: Callable[[int], Tensor],
+    shape: torch.Size,
+    interval: Interval,
+    group: ProcessGroup,
+) -> None:
+    """Tell the first token that is ``wrong``, ``[t p, n]``, or ``forbidden``, ``[n]``; one collective for the id."""
+    if wrong.any():
+        token = int(wrong.any(dim=0).nonzero()[0])
+        rank = int(wrong[:, token].nonzero()[0]) * group.size() // wrong.size(0)
+        row = row_of(token)
+        columns = (row.isnan() | (row == torch.inf)).nonzero().flatten()
+        id_, is_nan = -1, 0
+        if group.rank() == rank and columns.numel():
+            id_, is_nan = interval[0] + int(columns[0]), int(row[columns[0]].isnan())
+        told = torch.tensor([id_, is_nan], dtype=torch.float64, device=wrong.device)
+        id_, is_nan = (int(x) for x in all_reduce(told, group=group, op=ReduceOp.MAX).tolist())
+        what = f"the logit of id {id_} on rank {rank} is {'nan' if is_nan else 'inf'}"
+    else:
+        token = int(forbidden.nonzero()[0])
+        what = "every logit is -inf"
+    raise DivergenceError(f"at token {_position(token, shape)} {what}; the loss is NaN, the model has diverged")
+
+
+def _position(token: int, shape: torch.Size) -> list[int]:
+    return [int(index) for index in torch.unravel_index(torch.tensor(token), shape)]

@@ -5,17 +5,33 @@ There is one part for each rank, or several in a group that sums over parts.
 A caller may give no size of the vocabulary. Then each rank takes every other's shard to be as large as its own, which
 is wrong where the vocabulary does not divide by the ranks, or is split in another way. So each rank's size travels with
 its statistics, as one more row of them, and ranks whose sizes differ never get as far as a loss.
+
+From what every rank knows of its logits to the loss, and to the numbers that the gradient needs.
+
+``cross_entropy`` has the formula.
+
+The largest logits of a split vocabulary and their ids: every rank sends its own largest, and each picks from all.
+
+A logit travels with its id, both in the same number of bytes: fp32 with int32, fp64 with int64.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardwise.core.communication.collectives import all_gather
+from shardwise.core.communication.context import host_numbers
 from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes
+from shardwise.kernels.loss_reference import compute_dtype
+from shardwise.nn.loss.options import LossOptions
 
 IGNORE_INDEX = -100
 
@@ -160,3 +176,176 @@ def without_sizes(every: Tensor, local_size: int) -> Tensor:
         if local_size == 0:
             raise ShardingError("no rank holds any logits; a vocabulary needs at least 1 id")
     return every.narrow(1, 0, every.size(1) - 1)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The loss of each token, and what its gradient needs beside the logits; all ``[n]``.
+
+    Attributes:
+        loss: 0 for ignored tokens.
+        maximum: largest ``y`` of all ranks.
+        weight: of ``exp(y - maximum)`` in the gradient, 0 for ignored tokens.
+        at_target: the gradient in the target's column, 0 for ignored tokens.
+        rest: the part of the gradient that is the same in all other columns, with its sign turned; None if there is
+            none.
+    """
+
+    loss: Tensor
+    maximum: Tensor
+    weight: Tensor
+    at_target: Tensor
+    rest: Tensor | None
+
+
+def gather_statistics(own: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's ``[n, k]``, or ``[p, n, k]`` of its parts, as ``[t p, n, k]``; the one collective of the loss."""
+    return all_gather(own if own.dim() == 3 else own.unsqueeze(0), group=group, dim=0)
+
+
+def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options: LossOptions) -> Combined:
+    """The loss from all ranks' statistics.
+
+    Args:
+        every: ``[t, n, 3]``, or ``[t, n, 4]`` with label smoothing: each rank's ``row_statistics``.
+        ranges: every rank's ids.
+        ignored: ``[n]``, the tokens that cost nothing.
+        options: of the loss.
+    """
+    vocab_size, smoothing, z_loss = ranges[-1][1], options.label_smoothing, options.z_loss
+    maximum = every[..., 0].amax(dim=0)
+    below = every[..., 0] - maximum
+    sum_exp = (every[..., 1] * below.exp()).sum(dim=0)
+    log_sum_exp = sum_exp.log()
+    nll = log_sum_exp - (every[..., 2] + below).amax(dim=0)
+
+    loss, weight = nll, sum_exp.reciprocal()
+    # Where the target is nearly certain, its probability minus 1 has digits that the probability has lost.
+    at_target = torch.expm1(-nll) + smoothing
+    rest = None
+    if smoothing > 0:
+        counts = host_numbers([float(stop - start) for start, stop in ranges], every)
+        # Empty shards have no maximum: nothing of theirs enters the sum.
+        differences = (every[..., 3] + counts[:, None] * below.nan_to_num(neginf=0.0)).sum(dim=0)
+        of_others = smoothing / (vocab_size - 1)
+        loss = (1.0 - smoothing - of_others) * nll + of_others * (vocab_size * log_sum_exp - differences)
+        rest = torch.full_like(nll, of_others).masked_fill_(ignored, 0.0)
+    if z_loss > 0:
+        log_normalizer = maximum + log_sum_exp
+        loss = loss + z_loss * log_normalizer.square()
+        slope = 2.0 * z_loss * log_normalizer
+        weight = weight * (1.0 + slope)
+        at_target = at_target + slope * torch.exp(-nll)
+    loss, weight, at_target = (x.masked_fill(ignored, 0.0) for x in (loss, weight, at_target))
+    return Combined(loss, maximum, weight, at_target, rest)
+
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _gather_candidates(values: Tensor, ids: Tensor, sizes: list[int], group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Every rank's ``[n, c]`` values and ids as ``[n, Σ c]``, in rank order; one collective."""
+    integers = _INTEGERS[values.dtype]
+    packed = torch.stack([values.contiguous().view(integers), ids.to(integers)], dim=2)
+    every = all_gather(packed, group=group, dim=1, sizes=sizes)
+    return every[..., 0].contiguous().view(values.dtype), every[..., 1].long()
+
+
+class _VocabParallelTopk(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, k: int, ranges: list[Interval], group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        start, stop = ranges[group.rank()]
+        flat = flat_rows(logits)[:, : stop - start]
+        own = flat.topk(min(k, stop - start), dim=1)
+        # By id, so that the sort below, which keeps the order of equal values, prefers the smallest.
+        columns = own.indices.sort(dim=1).values
+        values = flat.gather(1, columns).to(compute_dtype(logits.dtype))
+        sizes = [min(k, last - first) for first, last in ranges]
+        values, ids = _gather_candidates(values, columns + start, sizes, group)
+        values, order = values.sort(dim=1, descending=True, stable=True)
+        values, ids = values[:, :k].contiguous(), ids.gather(1, order[:, :k])
+        ctx.save_for_backward(ids)
+        ctx.mark_non_differentiable(ids)
+        ctx.interval, ctx.shape, ctx.dtype = (start, stop), logits.shape, logits.dtype
+        shape = (*logits.shape[:-1], k)
+        return values.view(shape).detach(), ids.view(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_values: Tensor, _: Any) -> Any:
+        (ids,) = ctx.saved_tensors
+        start, stop = ctx.interval
+        gradient = torch.zeros(ids.size(0), ctx.shape[-1], dtype=ctx.dtype, device=ids.device)
+        if gradient.size(1):
+            owned = (ids >= start) & (ids < stop)
+            own = torch.where(owned, grad_values.reshape(ids.shape).to(ctx.dtype), 0.0)
+            gradient.scatter_add_(1, torch.where(owned, ids - start, 0), own)
+        return gradient.view(ctx.shape), None, None, None
+
+
+def vocab_parallel_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    group: ProcessGroup,
+    vocab_size: int,
+    padded_vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest logits of each token, largest first, and their ids; of equal ones the smaller id comes first.
+
+    Layout V -> I: one all-gather of ``8 k`` bytes per token and rank (16 for fp64 logits), none in the backward. The
+    values have a gradient. Where more logits than fit are equal to the smallest, any of them may be left out.
+
+    Args:
+        logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified.
+        k: how many; at most the size of the vocabulary.
+        group: the ranks that split the vocabulary.
+        vocab_size: true size of the vocabulary.
+        padded_vocab_size: size that was split, where padding was added; padded columns are left out.
+
+    Returns:
+        Values ``[..., k]``, fp32 (fp64 for fp64 logits), and int64 ids ``[..., k]``, the same on every rank.
+
+    Raises:
+        ConfigError: ``k`` is under 1 or over the size of the vocabulary.
+        ShardingError: the shard does not fit the vocabulary.
+    """
+    ranges = vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group)
+    if not 1 <= k <= ranges[-1][1]:
+        raise ConfigError(f"k is {k}; it must be at least 1 and at most the {ranges[-1][1]} ids of the vocabulary")
+    result: tuple[Tensor, Tensor] = _VocabParallelTopk.apply(logits, k, ranges, group)
+    return result
+
+
+def vocab_parallel_argmax(
+    logits: Tensor,
+    *,
+    group: ProcessGroup,
+    vocab_size: int,
+    padded_vocab_size: int | None = None,
+) -> Tensor:
+    """The id of each token's largest logit, the smallest of them if several are equal; NaN counts as the largest.
+
+    One all-gather of 8 bytes per token and rank (16 for fp64 logits); no gradient.
+
+    Args:
+        logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified.
+        group: the ranks that split the vocabulary.
+        vocab_size: true size of the vocabulary.
+        padded_vocab_size: size that was split, where padding was added; padded columns are left out.
+
+    Returns:
+        int64 ids ``[...]``, the same on every rank.
+
+    Raises:
+        ShardingError: the shard does not fit the vocabulary.
+    """
+    ranges = vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group)
+    start, stop = ranges[group.rank()]
+    flat = flat_rows(logits)[:, : stop - start]
+    # PyTorch's argmax is the first of several.
+    columns = flat.argmax(dim=1, keepdim=True) if stop > start else flat.new_zeros(flat.shape, dtype=torch.long)
+    values = flat.gather(1, columns).to(compute_dtype(logits.dtype))
+    sizes = [min(1, last - first) for first, last in ranges]
+    values, ids = _gather_candidates(values, columns + start, sizes, group)
+    return ids.gather(1, values.argmax(dim=1, keepdim=True)).view(logits.shape[:-1])

@@ -12,8 +12,7 @@ import torch
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.core.files import read_regular
-from shardwise.core.json_files import MAX_CONFIG_BYTES
+from shardwise.core.files import MAX_CONFIG_BYTES, read_regular
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
@@ -25,18 +24,18 @@ from shardwise.run.commands.opened_model import (
     open_checkpoint,
     open_model,
 )
-from shardwise.run.out_folder import hold_folder
 from shardwise.run.processes.ranks import Ranks, open_ranks
+from shardwise.run.saves import hold_folder
 from shardwise.run.tasks.model_card import model_card, of_merged
 from shardwise.storage import checkpoint as checkpoints
 from shardwise.storage.adapters import merge_lora_, remove_lora_
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
-from shardwise.storage.huggingface.architectures.classifier import label_fields, label_names
-from shardwise.storage.huggingface.companion_files import README_NAME, copy_companion_files
+from shardwise.storage.huggingface.architectures.architecture import label_fields, label_names
 from shardwise.storage.huggingface.exporting import check_target
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import ADAPTER_CONFIG_NAME, PretrainedFolder
+from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files
 from shardwise.training.bounds import DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
 from shardwise.training.settings import Settings
 

@@ -15,11 +15,11 @@ from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
 from shardwise.core.files import write_atomically
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.data.tokenizer.declared_tokens import DeclaredTokens
+from shardwise.data.tokenizer.library import DeclaredTokens
 from shardwise.models.gpt import GPT
 from shardwise.run.commands.opened_model import OpenCheckpoint, as_tuple
 from shardwise.run.commands.text_generation import open_causal
-from shardwise.run.evaluation.lm_harness import ShardwiseLM, harness
+from shardwise.run.lm_harness import ShardwiseLM, harness
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, TIMEOUT, Range, checks_arguments
 

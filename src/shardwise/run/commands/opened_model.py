@@ -11,7 +11,7 @@ import torch
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
-from shardwise.core.json_files import shown
+from shardwise.core.files import shown
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer
@@ -34,7 +34,7 @@ from shardwise.storage.huggingface.pretrained_folder import (
     no_folder,
 )
 from shardwise.storage.huggingface.tensor_folder import read_json
-from shardwise.training.precision import PRECISIONS
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.settings import Settings
 
 _USUAL_SEQUENCE_LENGTH = 512

@@ -1,20 +1,33 @@
-"""Continue a text with a trained model."""
+"""Continue a text with a trained model.
+
+A look at what is trained on: ids, text and mask of samples, in colours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from os import PathLike
 from typing import Annotated, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError, DataError
+from shardwise.data import TokenDataset, UnusableExampleError
+from shardwise.data.labelled import counted
 from shardwise.data.tokenizer import TextStream, Tokenizer
-from shardwise.models.generation import generate as generate_ids
-from shardwise.models.generation import on_layers
+from shardwise.models.generation import generate as generate_ids, on_layers
 from shardwise.models.gpt import GPT
 from shardwise.run.commands.opened_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
+from shardwise.run.commands.train import recipe_of
 from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.settings.finetune_settings import FinetuneSettings
+from shardwise.run.tasks.classifier_tuning import Classifying
+from shardwise.run.tasks.finetuning import Finetuning
+from shardwise.run.tasks.texts import Texts
 from shardwise.storage.huggingface.generation_config import GenerationChoice
 from shardwise.training.bounds import DEFAULT_TIMEOUT, SEED, STEPS, TEMPERATURE, TIMEOUT, TOP_P, checks_arguments
 
@@ -224,3 +237,125 @@ class ShownText:
 
     def __str__(self) -> str:
         return "".join(self._pieces)
+
+
+# Of one sample: more are a wall of text.
+_MOST_TOKENS = 2000
+_LEARNED, _READ, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
+
+
+def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> Iterator[str]:
+    """The first ``count`` samples as a run would train on them, and what is wrong with those that it leaves out.
+
+    Args:
+        settings: of the run.
+        count: how many samples, pairs or texts with labels.
+        colours: mark what is learned by colours of a terminal, else by brackets.
+
+    Yields:
+        A head, and a paragraph for each sample.
+
+    Raises:
+        ShardwiseError: what a run would raise; or no sample can be trained on.
+    """
+    recipe = recipe_of(settings)(settings)
+    if isinstance(recipe, Classifying):
+        yield from _labelled(recipe, count)
+    else:
+        yield from _samples(recipe, count, colours)
+
+
+def _samples(recipe: Finetuning, count: int, colours: bool) -> Iterator[str]:
+    """Samples of texts and chats, or pairs of answers."""
+    settings = recipe.settings
+    examples, longest = recipe.to_show(), recipe.settings.sequence_length + 1
+    key = f"{_LEARNED}learned{_PLAIN}, {_READ}only read{_PLAIN}" if colours else "[[learned]], only read"
+    if isinstance(examples, Texts):
+        yield from _stream(examples, longest - 1, count, key, colours)
+        return
+    encoder = recipe.encoder()
+    yield f"{counted(len(examples), 'sample')} in {', '.join(settings.data)}; {key}"
+    shown = 0
+    for number, example in enumerate(examples, 1):
+        try:
+            encoded = encoder.encode_all(example)
+        except UnusableExampleError as error:
+            yield f"\nsample {number} ({_printable(example.where)}) is left out: {_printable(str(error))}"
+            continue
+        for name, each in zip(("",) if len(encoded) == 1 else (", chosen", ", rejected"), encoded, strict=True):
+            ids, learned = each.ids, each.learned
+            length, past = len(ids), settings.samples.too_long
+            too_long = f"; more than {longest}: --too-long {past}" if length > longest else ""
+            if past == "cut" and not name:
+                ids, learned = ids[:longest], learned[:longest]
+            yield (
+                f"\nsample {number} ({_printable(example.where)}){name}: {counted(length, 'token')}, {learned.sum():,} "
+                f"of them learned{too_long}\n{_tokens(ids, learned, encoder.tokenizer, colours)}"
+            )
+        shown += 1
+        if shown == count:
+            return
+    if not shown:
+        raise DataError(f"nothing can be learned from any of the {counted(len(examples), 'sample')}")
+
+
+def _stream(texts: Texts, length: int, count: int, key: str, colours: bool) -> Iterator[str]:
+    """Samples of so many tokens, cut from texts one after the other."""
+    dataset = TokenDataset(texts.train_tokens, length)
+    yield (
+        f"{texts.name}: texts one after the other, cut into {counted(len(dataset), 'sample')} of "
+        f"{counted(length, 'token')}, elsewhere in each pass over them (--packing keeps them apart); {key}"
+    )
+    for number in range(min(count, len(dataset))):
+        ids, labels = dataset[number]
+        ids = np.append(ids, labels[-1:])
+        learned = np.arange(len(ids)) > 0
+        yield f"\nsample {number + 1}:\n{_tokens(ids, learned, texts.tokenizer, colours)}"
+
+
+def _labelled(recipe: Classifying, count: int) -> Iterator[str]:
+    """Texts with labels."""
+    name, texts = recipe.labelled_texts(recipe.settings.data)
+    labels = recipe.labels_of(texts)
+    yield f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}"
+    encoded = recipe.encoded(texts[:count], labels)
+    for index, text in enumerate(encoded.texts):
+        ids, label, *_ = encoded.rows.row(index)
+        shown = _printable(recipe.tokenizer.decode(ids.tolist()))
+        yield f"\nsample {index + 1} ({_printable(text.where)}): label {label.tolist()}\n{shown}\n{ids.tolist()}"
+
+
+def _tokens(ids: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Tokenizer, colours: bool) -> str:
+    """The text of a sample, and its ids below; of a long one the first and the last."""
+    parts, left_out = [_runs(ids, learned)], len(ids) - _MOST_TOKENS
+    if left_out > 0:
+        half = _MOST_TOKENS // 2
+        parts = [_runs(ids[:half], learned[:half]), _runs(ids[-half:], learned[-half:])]
+    texts = (
+        "".join(_marked(_printable(tokenizer.decode(run)), is_learned, colours) for is_learned, run in part)
+        for part in parts
+    )
+    numbers = (
+        " ".join(_marked(" ".join(map(str, run)), is_learned, colours) for is_learned, run in part) for part in parts
+    )
+    gap = f"\n... {counted(left_out, 'token')} not shown ...\n"
+    return f"{gap.join(texts)}\n{gap.join(numbers)}"
+
+
+def _runs(ids: NDArray[np.int64], learned: NDArray[np.bool_]) -> list[tuple[bool, list[int]]]:
+    """Tokens, one run after the other of those that are learned and of those that are not."""
+    pairs = zip(learned.tolist(), ids.tolist(), strict=True)
+    return [(learned, [token for _, token in run]) for learned, run in groupby(pairs, key=lambda pair: pair[0])]
+
+
+def _marked(text: str, learned: bool, colours: bool) -> str:
+    if not colours:
+        return f"[[{text}]]" if learned else text
+    colour = _LEARNED if learned else _READ
+    # Begun anew on each line, for pagers that read one line at a time.
+    return "\n".join(f"{colour}{line}{_PLAIN}" if line else "" for line in text.split("\n"))
+
+
+def _printable(text: str) -> str:
+    """The text with control characters, by which it could do things to a terminal, spelt out."""
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)

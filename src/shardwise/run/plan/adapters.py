@@ -9,14 +9,19 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardwise.core.sharding import ParamLayout, holders
+from shardwise.models.adapters.adapter import section_layout
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.models.adapters.sections import section_layout
 from shardwise.nn.quantization import QUANTIZATIONS, Quantization
 from shardwise.run.plan.parameters import Parameter, Part, parameters_of, parts_of
-from shardwise.run.plan.state import StateBytes, has_buffers, rows_of_first_rank, state_bytes
-from shardwise.run.plan.state import buffer_elements as buffered
+from shardwise.run.plan.state import (
+    StateBytes,
+    buffer_elements as buffered,
+    has_buffers,
+    rows_of_first_rank,
+    state_bytes,
+)
 from shardwise.run.plan.workload import Adaptation, Mesh, Workload
-from shardwise.storage.adapters.targets import check_targets, trained_tensors
+from shardwise.storage.adapters.config_file import check_targets, trained_tensors
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.mapping import Composition, compose

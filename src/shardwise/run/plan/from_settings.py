@@ -14,7 +14,7 @@ from shardwise.run.settings.plan_settings import PlanSettings
 from shardwise.storage.adapters.config_file import read_adapter_config
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.pretrained import config_to_json, read_config
-from shardwise.training.precision import PRECISIONS
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.setting_groups import ModelSettings
 from shardwise.training.settings import RunSettings
 

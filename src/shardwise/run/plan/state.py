@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.run.plan.parameters import Parameter, Part
-from shardwise.run.plan.shares import shares_of
-from shardwise.run.plan.workload import Mesh, Workload
-from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE
-from shardwise.training.gradients.bucket_bounds import place
+from shardwise.run.plan.workload import Mesh, Workload, shares_of
+from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, place
 
 # A number of steps for each parameter, in fp32.
 _STEP_BYTES = 4

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from shardwise.run.plan.kept import Share
 from shardwise.run.plan.parameters import Parameter, Part
-from shardwise.run.plan.shares import is_tied, shares_of
 from shardwise.run.plan.state import buffer_elements, rows_of_first_rank, units_of
-from shardwise.run.plan.workload import Mesh, Workload
+from shardwise.run.plan.workload import Mesh, Workload, is_tied, shares_of
 
 
 @dataclass

@@ -1,14 +1,23 @@
-"""Where a rank computes, why not on a GPU, and what CUDA is told before it begins."""
+"""Where a rank computes, why not on a GPU, and what CUDA is told before it begins.
+
+How the ranks of several hosts find each other: the network interface, and the first connection.
+"""
 
 from __future__ import annotations
 
 import datetime
+import fcntl
+import ipaddress
 import os
+import re
+import socket
+import struct
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, LaunchError
 
 OVERLAP_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
 """What lets collectives run beside products: one queue, so that a collective that is launched first begins first, and
@@ -89,3 +98,140 @@ def refuse_shared_gpus(store: Any, own_gpu: str, *, rank: int, local_rank: int, 
 
 def _gpus(number: int) -> str:
     return "1 GPU" if number == 1 else f"{number} GPUs"
+
+
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Linux's request for the address of an interface, and where in its answer it stands.
+_SIOCGIFADDR = 0x8915
+_ADDRESS = slice(20, 24)
+
+
+def process_group_of(device: torch.device, num_ranks: int) -> dict[str, Any]:
+    """The arguments of ``init_process_group`` for ``num_ranks`` ranks that compute on ``device``.
+
+    On GPUs NCCL carries what is there, and gloo what the hosts tell each other, for which they need not wait for the
+    GPUs. With the device known, NCCL's communicators are made when their groups are, in one order on all ranks, and
+    not in that of their first collectives. One rank alone needs none.
+    """
+    if device.type == "cpu":
+        return {"backend": "gloo"}
+    return {"backend": "cpu:gloo,cuda:nccl"} | ({"device_id": device} if num_ranks > 1 else {})
+
+
+def join(device: torch.device, *, local_rank: int, num_local: int, timeout: datetime.timedelta) -> None:
+    """``init_process_group`` as the launcher says, over the interface that reaches the other hosts.
+
+    Without being told, gloo listens where this host's name points, which on Debian is the loopback address 127.0.1.1:
+    no other host gets there. So ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set, unless the user did, if
+    there are several hosts and the interface can be told.
+
+    Args:
+        device: where this rank computes.
+        local_rank: this rank among those of this host.
+        num_local: ranks on this host.
+        timeout: for the other ranks to come.
+
+    Raises:
+        ConfigError: RANK and WORLD_SIZE are set, but not where the ranks meet; two ranks have the same GPU.
+        LaunchError: the other ranks cannot be reached, or do not come.
+    """
+    _check_variables()
+    master = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]  # not in its stubs
+        if num_local < world_size:
+            _choose_interface(store, rank, world_size)
+        if device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+            refuse_shared_gpus(store, gpu, rank=rank, local_rank=local_rank, num_local=num_local)
+        dist.init_process_group(
+            **process_group_of(device, world_size), store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    except ConfigError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise LaunchError(
+            f"rank {rank} of {world_size} could not join the others at {master}{_hint()}; if no launcher set RANK and "
+            f"WORLD_SIZE, unset them: {error}"
+        ) from error
+
+
+def _check_variables() -> None:
+    """Check what a launcher sets beside RANK and WORLD_SIZE: without it these two are left over from something else."""
+    ranks = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}"
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
+        if not value:
+            raise ConfigError(
+                f"the environment has {ranks} but no {name}, which a launcher sets too; unset RANK and WORLD_SIZE to "
+                "have the ranks started here"
+            )
+    if not re.fullmatch(r"\d{1,5}", port or "") or not 0 <= int(port or 0) < 1 << 16:
+        raise ConfigError(f"the environment has MASTER_PORT={port}, which is no port; a number from 0 to 65535 is")
+
+
+def _hint() -> str:
+    """What the user can do if the interface is a wrong one."""
+    chosen = os.environ.get(_INTERFACE_VARIABLES[0])
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    return (
+        f" (through the network interface {chosen or 'that the name of this host points to'}; if other hosts are not "
+        f"reached through that, set {_INTERFACE_VARIABLES[0]} to one of {names})"
+    )
+
+
+def _choose_interface(store: Any, rank: int, world_size: int) -> None:
+    """Set the variables that the user did not, if the interface that reaches the other hosts can be told."""
+    if all(os.environ.get(name) for name in _INTERFACE_VARIABLES):
+        return
+    here, there = addresses_towards(os.environ["MASTER_ADDR"])
+    # Where the master's own name points to its loopback address, the other hosts know which of its addresses they use.
+    store.set(f"shardwise/master-address/{rank}", "" if _is_loopback(there) else there)
+    if _is_loopback(here):
+        seen = (store.get(f"shardwise/master-address/{other}").decode() for other in range(world_size))
+        here = next(filter(None, seen), here)
+    interface = interface_of(here)
+    if interface is not None:
+        for name in _INTERFACE_VARIABLES:
+            os.environ.setdefault(name, interface)
+
+
+def addresses_towards(host: str) -> tuple[str, str]:
+    """This host's address on the way to ``host``, and that host's; nothing is sent.
+
+    Raises:
+        OSError: there is no such host, or no way to it.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as datagrams:
+        datagrams.connect(address)
+        return str(datagrams.getsockname()[0]), str(datagrams.getpeername()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has ``address``; None if there is none, or the system does not tell."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if wanted in _addresses_of(name)), None)
+
+
+def _addresses_of(interface: str) -> list[Any]:
+    """An interface's first IPv4 address, and its IPv6 addresses; as far as Linux tells them."""
+    found: list[Any] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            found.append(ipaddress.ip_address(answer[_ADDRESS]))
+        except OSError:
+            pass
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as table:
+            rows = [line.split() for line in table]
+    except OSError:
+        return found
+    return found + [ipaddress.ip_address(bytes.fromhex(row[0])) for row in rows if row[-1] == interface]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

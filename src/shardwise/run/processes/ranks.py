@@ -16,10 +16,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.backend import backends_of
+from shardwise.core.communication.context import backends_of
 from shardwise.core.errors import ConfigError
-from shardwise.run.processes.devices import choose_device, prepare_overlap
-from shardwise.run.processes.network import join, process_group_of
+from shardwise.run.processes.devices import choose_device, join, prepare_overlap, process_group_of
 from shardwise.run.processes.watch import Watch
 from shardwise.training.bounds import DEFAULT_TIMEOUT, launcher_number
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from shardwise.core.communication import waiting
+from shardwise.core.communication import agreement
 from shardwise.core.errors import DesyncError
 from shardwise.run.processes.heartbeats import Beat, Cause, Heard, cause_of_waiting, ranks_behind
 
@@ -148,7 +148,7 @@ class Watch:
             self._answered = self._progressed = self._awake = now
             self._listened = dict.fromkeys(self._listened, now)
         self._looked = now
-        thread, wait = min(waiting.waits().items(), key=lambda item: item[1].since, default=(0, None))
+        thread, wait = min(agreement.waits().items(), key=lambda item: item[1].since, default=(0, None))
         try:
             own = self._observe(thread, wait, now)
         except (RuntimeError, ValueError):
@@ -165,7 +165,7 @@ class Watch:
                 self._wake(cause)
                 raise DesyncError(cause.text)
 
-    def _observe(self, thread: int, wait: waiting.Wait | None, now: float) -> Beat:
+    def _observe(self, thread: int, wait: agreement.Wait | None, now: float) -> Beat:
         """This rank's next beat."""
         collectives = _collectives()
         progress = (self._doing, collectives, None if wait is None else wait.since)
@@ -247,5 +247,5 @@ def _collectives() -> dict[str, int]:
     numbers = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(RuntimeError):
-            numbers[str(group.group_name)] = waiting.num_collectives(group)
+            numbers[str(group.group_name)] = agreement.num_collectives(group)
     return numbers

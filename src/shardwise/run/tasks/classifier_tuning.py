@@ -30,7 +30,7 @@ from shardwise.data import (
 )
 from shardwise.data.labelled import ProblemType, counted, usual_problem
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.data.tokenizer.declared_tokens import DeclaredTokens
+from shardwise.data.tokenizer.library import DeclaredTokens
 from shardwise.models.adapters import LoraConfig
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.classification import Classification, Task
@@ -40,7 +40,7 @@ from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.labelling import Labelling
 from shardwise.run.tasks.samples import held_out_indices
 from shardwise.storage.huggingface import config_to_json, describe_model, load_pretrained
-from shardwise.storage.huggingface.architectures.classifier import label_fields, label_names, usual_names
+from shardwise.storage.huggingface.architectures.architecture import label_fields, label_names, usual_names
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME

@@ -22,7 +22,7 @@ from shardwise.core.topology import Groups
 from shardwise.data import Example, ExampleEncoder, example_of, read_records
 from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.json_records import Record
-from shardwise.data.preferences import is_preference
+from shardwise.data.pair_rows import is_preference
 from shardwise.data.reading import corpus_of
 from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer
 from shardwise.models.adapters import LoraConfig
@@ -46,10 +46,10 @@ from shardwise.storage.adapters import (
 )
 from shardwise.storage.adapters.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained, save_pretrained
-from shardwise.storage.huggingface.companion_files import README_NAME, copy_companion_files
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files
 from shardwise.training.settings import check_exact_length
 
 _LOOKED_AT_BYTES = 1 << 20

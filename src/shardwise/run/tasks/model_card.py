@@ -16,7 +16,7 @@ import torch
 
 import shardwise
 from shardwise.run.metrics import read_metrics
-from shardwise.storage.huggingface.companion_files import BASE_README_NAME, README_NAME
+from shardwise.storage.huggingface.tensor_folder import BASE_README_NAME, README_NAME
 
 _LARGEST_README = 16 << 20
 _COMMANDS = ("train", "finetune", "dpo", "distill")

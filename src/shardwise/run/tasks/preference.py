@@ -1,23 +1,257 @@
-"""Direct preference optimization: from pairs of answers to a model that prefers the better ones."""
+"""Direct preference optimization: from pairs of answers to a model that prefers the better ones.
+
+Preferences from ``--data`` to pairs: split, encoded, fitted to the sequence length.
+
+The reference of a run on preferences: what the model that it begins with says of every answer, kept on disk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import safetensors
+import safetensors.numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.core.communication.agreement import agree, decide
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.errors import CheckpointError, DivergenceError
+from shardwise.core.files import open_regular, write_atomically
 from shardwise.core.topology import Groups
-from shardwise.data import IGNORE_INDEX, Batch, Example, PreferenceEncoder, Windows, preference_of, read_records
-from shardwise.data.tokenizer import ChatTemplate
+from shardwise.data import (
+    IGNORE_INDEX,
+    Batch,
+    EvaluationPairs,
+    Example,
+    PairDataset,
+    PreferenceEncoder,
+    SampleLoader,
+    Windows,
+    preference_of,
+    read_records,
+)
+from shardwise.data.encoding import UnusableExampleError, common_length
+from shardwise.data.labelled import counted
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.nn.loss.preference_loss import preference_loss
-from shardwise.run.settings.finetune_settings import DpoSettings, PreferenceSettings
+from shardwise.run.settings.finetune_settings import DpoSettings, PreferenceSettings, SampleSettings
 from shardwise.run.tasks.finetuning import Finetuning
-from shardwise.run.tasks.pairs import Pairs, prepare_pairs
 from shardwise.run.tasks.recipe import Session
-from shardwise.run.tasks.reference import set_reference_
+from shardwise.run.tasks.samples import LOOKED_AT, encode_parts, template_digest
 from shardwise.training.objective import Objective, model_inputs
+from shardwise.training.settings import RunSettings
+from shardwise.training.trainer import Trainer
+
+FILE_NAME = "reference_log_probs.safetensors"
+_PARTS = ("train", "held_out")
+_WIDTHS, _BATCHES_OF_A_WIDTH = 8, 8
+
+_Values = dict[str, NDArray[np.float64]]
+
+
+def set_reference_(session: Session, model: Mapping[str, str]) -> None:
+    """Give all pairs of a run their reference: what an earlier start of it computed, or else the model as it is now.
+
+    Every rank calls, before the first step and before a checkpoint is loaded.
+
+    Args:
+        session: the run; its pairs are modified.
+        model: what says which model it begins with.
+
+    Raises:
+        CheckpointError: the run's folder has log-probabilities of another model or of other pairs, or damaged ones.
+        DivergenceError: the model gives an answer no finite log-probability.
+        UnwritableError: they cannot be kept.
+    """
+    loader, windows = session.loader, session.windows
+    assert isinstance(windows, EvaluationPairs)
+    assert isinstance(loader.dataset, PairDataset)
+    datasets = dict(zip(_PARTS, (loader.dataset, windows.dataset), strict=True))
+    path, control = session.out / FILE_NAME, session.ranks.control
+    shapes = {name: dataset.reference.shape for name, dataset in datasets.items()}
+    identity = dict(model) | {name: dataset.sha256 for name, dataset in datasets.items()}
+    restarts = session.settings.resume == "restart"
+
+    def kept() -> _Values | None:
+        return _read(path, identity, shapes) if session.ranks.is_first and not restarts else None
+
+    values = decide(kept, lambda of_ranks: of_ranks[0], group=control)
+    if values is None:
+        if session.ranks.is_first:
+            count = sum(map(len, datasets.values()))
+            print(f"reference log-probabilities of {counted(count, 'pair')} are computed once, for {path}", flush=True)
+        with session.ranks.phase("computing the reference's log-probabilities"):
+            values = {name: log_probs(session.trainer, dataset) for name, dataset in datasets.items()}
+        found = values
+
+        def keep() -> None:
+            for name, each in found.items():
+                _check_finite(name, each)
+            if session.ranks.is_first:
+                content = safetensors.numpy.save(found, metadata=identity)
+                write_atomically(path, lambda file: file.write(content))
+
+        agree(keep, group=control)
+    for name, dataset in datasets.items():
+        dataset.reference = values[name]
+
+
+def log_probs(trainer: Trainer, dataset: PairDataset) -> NDArray[np.float64]:
+    """Log-probability of both answers of each pair, by the trainer's model as it is; every rank calls.
+
+    Returns:
+        ``[pairs, 2]``, the same on every rank.
+    """
+    micro = trainer.settings.micro_batch_size(trainer.dp_group.size())
+    together = trainer.dp_group.size() * micro
+    values = np.empty((len(dataset), 2))
+    # Pairs that need few places are not filled up to those of the longest, if there are batches enough.
+    for part in dataset.by_width(min(_WIDTHS, max(1, len(dataset) // (_BATCHES_OF_A_WIDTH * together)))):
+        values[part] = _log_probs(trainer, EvaluationPairs(dataset, part), micro)
+    return values
+
+
+def _log_probs(trainer: Trainer, pairs: EvaluationPairs, micro: int) -> NDArray[np.float64]:
+    own: list[Tensor] = []
+
+    def add(output: Tensor, _: Batch) -> None:
+        own.append(-output.sum(-1, dtype=torch.float64).view(-1, 2))
+
+    trainer.measure(pairs, add)
+    num_ranks = trainer.dp_group.size()
+    num_batches = -(-len(pairs) // (num_ranks * micro))
+    # Of each batch of all ranks, this rank's part; zeros where others are.
+    every = torch.zeros(num_batches, num_ranks, micro, 2, dtype=torch.float64, device=trainer.device)
+    if own:
+        every[:, trainer.dp_group.rank()] = torch.stack(own)
+    for group in (trainer.dp_group, trainer.pp_group):
+        if group is not None:
+            every = all_reduce(every, group=group)
+    values: NDArray[np.float64] = every.view(-1, 2)[: len(pairs)].cpu().numpy()
+    return values
+
+
+def _check_finite(name: str, values: NDArray[np.float64]) -> None:
+    wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    if len(wrong):
+        raise DivergenceError(
+            f"the model that the run begins with gives {len(wrong)} of {len(values)} pairs ({name}) no finite "
+            f"log-probability, such as {values[wrong[0]].tolist()}; its weights are broken, or too large for "
+            "--training.dtype"
+        )
+
+
+def _read(path: Path, identity: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> _Values | None:
+    """What an earlier start of the run kept; None if there is nothing."""
+    if not path.exists():
+        return None
+    hint = "remove it to compute them again, or choose another --out"
+    try:
+        with open_regular(path), safetensors.safe_open(path, "numpy") as file:
+            header: dict[str, str] = file.metadata() or {}
+            values: _Values = {name: file.get_tensor(name) for name in _PARTS}
+    except Exception as error:  # the library raises its own kinds
+        raise CheckpointError(f"{path} is damaged ({error}); {hint}") from error
+    for name, now in identity.items():
+        if header.get(name) != now:
+            what = "of other pairs than this run's" if name in _PARTS else "of another model"
+            raise CheckpointError(
+                f"{path} has log-probabilities {what} ({name} was {str(header.get(name))[:12]}, and is {now[:12]}); "
+                f"{hint}"
+            )
+    for name, shape in shapes.items():
+        if values[name].shape != shape or values[name].dtype != np.float64 or not np.isfinite(values[name]).all():
+            raise CheckpointError(f"{path} is damaged: {name} is not {list(shape)} finite fp64 numbers; {hint}")
+    return values
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of answers that a run trains and measures on.
+
+    Attributes:
+        name: what people call them.
+        sha256: hex digest of the records.
+        tokenizer: of the model.
+        train, held_out: pairs to train and to measure on.
+        notes: what was left out or cut, and why.
+        identity: how records became pairs.
+        held_out_bytes: nothing; no compressor prefers an answer.
+        bits_per_nat: 0; a loss of pairs is none of bytes.
+    """
+
+    name: str
+    sha256: str
+    tokenizer: Tokenizer
+    train: PairDataset
+    held_out: PairDataset
+    notes: tuple[str, ...]
+    identity: Mapping[str, Any]
+    held_out_bytes: bytes = b""
+    bits_per_nat: float = 0.0
+
+    def loader(self, settings: RunSettings) -> SampleLoader:
+        """The training batches."""
+        return SampleLoader(self.train, settings.training.global_batch_size, settings.training.seed)
+
+    def windows(self, settings: RunSettings) -> EvaluationPairs:
+        """The held-out pairs."""
+        return EvaluationPairs(self.held_out)
+
+
+def prepare_pairs(
+    name: str,
+    examples: Sequence[Example],
+    held_out: Sequence[Example] | None,
+    encoder: PreferenceEncoder,
+    settings: SampleSettings,
+    *,
+    sequence_length: int,
+    held_out_fraction: float,
+) -> Pairs:
+    """Split and encode, or take from the cache what an earlier run left; arguments and errors: ``prepare_samples``."""
+    parts = encode_parts(name, examples, held_out, encoder, held_out_fraction)
+    notes, datasets = [*parts.notes, *_notes_on_prompts(encoder, examples)], []
+    assert settings.too_long != "split"
+    for samples, what in zip(parts.samples, ("to train on", "held out"), strict=True):
+        dataset = PairDataset(
+            samples, sequence_length, too_long=settings.too_long, beginning=encoder.tokenizer.beginning
+        )
+        datasets.append(dataset)
+        if dataset.num_too_long:
+            past = "cut" if settings.too_long == "cut" else "dropped"
+            notes.append(
+                f"{dataset.num_too_long} of {counted(len(samples) // 2, 'pair')} {what} {past}, as they are longer "
+                f"than {sequence_length + 1} tokens (--too-long, --model.sequence-length)"
+            )
+        if dataset.num_equal:
+            notes.append(f"{counted(dataset.num_equal, 'pair')} {what} left out since the cut leaves no difference")
+    train, measured = datasets
+    identity = {"too_long": settings.too_long, "chat_template_sha256": template_digest(encoder)}
+    shown = f"{name}, {counted(len(examples), 'pair')}"
+    return Pairs(shown, parts.sha256, encoder.tokenizer, train, measured, tuple(dict.fromkeys(notes)), identity)
+
+
+def _notes_on_prompts(encoder: PreferenceEncoder, examples: Sequence[Example]) -> list[str]:
+    """What the first pairs say of prompts that do not end where a token does."""
+    for example in examples[:LOOKED_AT]:
+        try:
+            chosen, _ = encoder.encode_all(example)
+            alone = encoder.prompt_of(example)
+        except UnusableExampleError:
+            continue
+        if common_length(alone, chosen.ids[~chosen.learned].tolist()) < len(alone):
+            return [
+                f"the last tokens of a prompt are others once an answer follows (first: {example.where}), and are "
+                "compared as a part of the answer"
+            ]
+    return []
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from shardwise.core.communication.overlap import Pass, Way
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, SampleLoader, Windows
 from shardwise.run.build import build_model, describe
-from shardwise.run.plan.shortage import Shortage
+from shardwise.run.plan.report import Shortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.tasks.texts import TrainingData, prepare_texts, share_texts
 from shardwise.run.utilisation import Utilisation

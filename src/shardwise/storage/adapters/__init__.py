@@ -1,11 +1,12 @@
 """Adapters of a model in the files of the ``peft`` library: read, write, put into a model, merge."""
 
-from shardwise.storage.adapters.adapter_files import load_adapter_ as load_adapter_
-from shardwise.storage.adapters.adapter_files import save_adapter as save_adapter
+from shardwise.storage.adapters.adapter_files import load_adapter_ as load_adapter_, save_adapter as save_adapter
 from shardwise.storage.adapters.config_file import read_adapter_config as read_adapter_config
-from shardwise.storage.adapters.model import add_lora_ as add_lora_
-from shardwise.storage.adapters.model import lora_disabled as lora_disabled
-from shardwise.storage.adapters.model import lora_layers as lora_layers
-from shardwise.storage.adapters.model import merge_lora_ as merge_lora_
-from shardwise.storage.adapters.model import remove_lora_ as remove_lora_
-from shardwise.storage.adapters.model import unmerge_lora_ as unmerge_lora_
+from shardwise.storage.adapters.model import (
+    add_lora_ as add_lora_,
+    lora_disabled as lora_disabled,
+    lora_layers as lora_layers,
+    merge_lora_ as merge_lora_,
+    remove_lora_ as remove_lora_,
+    unmerge_lora_ as unmerge_lora_,
+)

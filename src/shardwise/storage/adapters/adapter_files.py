@@ -24,16 +24,28 @@ from shardwise.core.files import write_atomically
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.tensor_files import StoredTensor, read_box, read_header
-from shardwise.core.topology.view import gather_from_stages, model_groups
+from shardwise.core.topology.groups import gather_from_stages, model_groups
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLayer
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import VocabEmbedding
-from shardwise.storage.adapters.config_file import CONFIG_NAME, config_json, read_adapter_config
-from shardwise.storage.adapters.model import add_adapters_, check_without_adapters
-from shardwise.storage.adapters.sites import Site, all_paths, all_tensors, outer_paths, sites_of
-from shardwise.storage.adapters.targets import chosen_paths, trained_tensors
+from shardwise.storage.adapters.config_file import (
+    CONFIG_NAME,
+    chosen_paths,
+    config_json,
+    read_adapter_config,
+    trained_tensors,
+)
+from shardwise.storage.adapters.model import (
+    Site,
+    add_adapters_,
+    all_paths,
+    all_tensors,
+    check_without_adapters,
+    outer_paths,
+    sites_of,
+)
 from shardwise.storage.adapters.trained import base_parameters, trained_of
 from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.tensor_folder import weight_dtype

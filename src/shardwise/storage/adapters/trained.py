@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout
-from shardwise.core.sharding.rows import first_row, is_sharded, local_rows
+from shardwise.core.sharding.balanced import first_row, is_sharded, local_rows
 from shardwise.models.adapters.lora_layers import LoraColumn
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.quantization import QuantizedTensor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.errors import CheckpointError
-from shardwise.core.json_files import shown
+from shardwise.core.files import shown
 from shardwise.core.tensor_files import MAX_ELEMENTS, is_shape
 
 Box = tuple[Sequence[int], Sequence[int]]

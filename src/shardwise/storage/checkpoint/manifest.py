@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.core.errors import CheckpointError
-from shardwise.core.files import can_be_a_name, open_regular, read_regular
-from shardwise.core.json_files import MAX_TABLE_BYTES, parse_json, shown
+from shardwise.core.files import MAX_TABLE_BYTES, can_be_a_name, open_regular, parse_json, read_regular, shown
 from shardwise.storage.checkpoint.entry import Entry, check_chunks
 
 MANIFEST_NAME = "meta.json"

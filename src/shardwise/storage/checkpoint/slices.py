@@ -26,9 +26,8 @@ from torch.futures import Future
 
 from shardwise.core.errors import CheckpointError
 from shardwise.core.tensor_files import StoredTensor, read_box, read_header
-from shardwise.storage.checkpoint.checksum import MODULUS, slice_checksum
 from shardwise.storage.checkpoint.manifest import REMEDY, ChunkRecord, Manifest, damaged
-from shardwise.storage.checkpoint.storage import FolderStorage
+from shardwise.storage.checkpoint.storage import MODULUS, FolderStorage, slice_checksum
 
 
 class Slice(NamedTuple):

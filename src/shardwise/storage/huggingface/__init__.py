@@ -4,14 +4,18 @@
 only the slices that it holds; writing, no rank holds more than one whole parameter.
 """
 
-from shardwise.storage.huggingface.building import build_model as build_model
-from shardwise.storage.huggingface.building import describe_model as describe_model
-from shardwise.storage.huggingface.building import model_config as model_config
+from shardwise.storage.huggingface.building import (
+    build_model as build_model,
+    describe_model as describe_model,
+    model_config as model_config,
+)
 from shardwise.storage.huggingface.description import ModelDescription as ModelDescription
 from shardwise.storage.huggingface.exporting import save_pretrained as save_pretrained
 from shardwise.storage.huggingface.loading import load_pretrained as load_pretrained
-from shardwise.storage.huggingface.pretrained import PretrainedConfig as PretrainedConfig
-from shardwise.storage.huggingface.pretrained import config_from_json as config_from_json
-from shardwise.storage.huggingface.pretrained import config_to_json as config_to_json
-from shardwise.storage.huggingface.pretrained import read_config as read_config
+from shardwise.storage.huggingface.pretrained import (
+    PretrainedConfig as PretrainedConfig,
+    config_from_json as config_from_json,
+    config_to_json as config_to_json,
+    read_config as read_config,
+)
 from shardwise.storage.huggingface.quantizing import BaseQuantization as BaseQuantization

@@ -16,7 +16,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.layer import TransformerLayerSpec
-from shardwise.models.transformer.layer_arguments import ACTIVATIONS
+from shardwise.models.transformer.mlp import ACTIVATIONS
 from shardwise.storage.huggingface.description import ModelDescription
 
 Model = GPT | Bert

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.classification import Classification
-from shardwise.models.transformer.rotary_scaling import RotaryScaling
+from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.storage.huggingface.mapping import Heads
 
 # A larger size is a mistake, and is refused before anyone waits for it or runs out of memory.

@@ -22,19 +22,24 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.folder_lock import FolderLock, lock_of_target
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamShard
-from shardwise.core.sharding.rows import is_sharded
+from shardwise.core.sharding.balanced import is_sharded
 from shardwise.core.tensor_files import TensorFile, write_errors
 from shardwise.core.topology import Groups
-from shardwise.core.topology.view import gather_from_stages, model_groups
+from shardwise.core.topology.groups import gather_from_stages, model_groups
 from shardwise.models.chunks import ModelChunks
 from shardwise.nn.quantization import QuantizedTensor
 from shardwise.storage.checkpoint.folder import fsync
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.building import Model, describe_model
-from shardwise.storage.huggingface.companion_files import README_NAME, companion_files
 from shardwise.storage.huggingface.mapping import Composition, Shape, compose
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME, config_to_json
-from shardwise.storage.huggingface.tensor_folder import INDEX_NAME, WEIGHTS_NAME, read_json
+from shardwise.storage.huggingface.tensor_folder import (
+    INDEX_NAME,
+    README_NAME,
+    WEIGHTS_NAME,
+    companion_files,
+    read_json,
+)
 
 DEFAULT_MAX_FILE_SIZE = 5_000_000_000
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.json_files import shown
+from shardwise.core.files import shown
 from shardwise.models.generation import Sampling
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from shardwise.core.communication.agreement import agree
-from shardwise.core.communication.backend import default_device
+from shardwise.core.communication.context import default_device
 from shardwise.core.errors import CheckpointError
 from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sharding import ParamShard
 from shardwise.core.topology import Groups
-from shardwise.core.topology.view import gather_from_stages, model_groups
+from shardwise.core.topology.groups import gather_from_stages, model_groups
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.classification import Classification
 from shardwise.nn import ReplicatedLinear

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_gather, reduce_scatter
-from shardwise.core.sharding.rows import first_row, intervals_of_rows, is_sharded, local_rows, set_group_of_rows_
+from shardwise.core.sharding.balanced import first_row, intervals_of_rows, is_sharded, local_rows, set_group_of_rows_
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.training.gradients.parameter_buffers import Division

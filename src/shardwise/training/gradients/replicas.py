@@ -16,11 +16,11 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import accounting
 from shardwise.core.communication.agreement import agree, gather_objects
-from shardwise.core.communication.backend import default_device, device_of_host_facts
 from shardwise.core.communication.collectives import all_gather, all_reduce
+from shardwise.core.communication.context import default_device, device_of_host_facts
 from shardwise.core.errors import DesyncError
-from shardwise.core.philox import philox
-from shardwise.core.sharding.rows import is_sharded, local_rows
+from shardwise.core.initialization import philox
+from shardwise.core.sharding.balanced import is_sharded, local_rows
 from shardwise.nn import named_param_layouts
 
 # Elements that are multiplied by the same numbers as others, and how many are at a time: on a CPU few enough for its

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.core.communication.backend import device_of_host_facts
 from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.context import device_of_host_facts
 from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout, ParamShard, has_copies, holders, segments
-from shardwise.core.sharding.rows import first_row, group_of_rows, local_rows
+from shardwise.core.sharding.balanced import first_row, group_of_rows, local_rows
 from shardwise.nn import named_param_layouts
 from shardwise.training.gradients import Share
 from shardwise.training.optimizer.exact_norm import exact_norm

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardwise.core.sharding import ParamLayout, ParamShard
-from shardwise.core.sharding.rows import interval_of_rows, local_rows
+from shardwise.core.sharding.balanced import interval_of_rows, local_rows
 from shardwise.training.gradients import Division
 
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from shardwise.core.sharding import Interval, ParamLayout
 from shardwise.training.gradients import Division, GradientBuffers, GradientTrees, ParameterBuffers
-from shardwise.training.optimizer.master_weights import MasterWeights
+from shardwise.training.optimizer.mixed_precision import MasterWeights
 from shardwise.training.optimizer.optimizer import ShardedOptimizer
 
 

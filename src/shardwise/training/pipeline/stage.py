@@ -16,13 +16,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import agree, check_same
-from shardwise.core.communication.backend import device_of_host_facts
-from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.point_to_point import Transfer, exchange
+from shardwise.core.communication.collectives import Transfer, all_reduce, exchange
+from shardwise.core.communication.context import device_of_host_facts
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError, ShardingError
-from shardwise.training.pipeline.actions import Action, Kind, Schedule
-from shardwise.training.pipeline.messages import Exchange, Message, Program, made_by, needed_by, programs
+from shardwise.training.pipeline.actions import (
+    Action,
+    Exchange,
+    Kind,
+    Message,
+    Program,
+    Schedule,
+    made_by,
+    needed_by,
+    programs,
+)
 
 T = TypeVar("T")
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.core.communication.backend import backend_of
-from shardwise.core.communication.context import context_of
+from shardwise.core.communication.context import backend_of, context_of
 from shardwise.core.communication.transports import torch_distributed, traced
 from shardwise.core.communication.transports.shared_memory import CARRIED, REDUCTIONS, channel_of
 from shardwise.core.communication.transports.transport import Transport

@@ -17,12 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import accounting
-from shardwise.core.communication.agreement import check_same, gather_objects
-from shardwise.core.communication.backend import is_gloo, time_limit
+from shardwise.core.communication.agreement import Wait, check_same, gather_objects
 from shardwise.core.communication.buffers import GlobalMemoryBuffer, gather_buffer
-from shardwise.core.communication.context import context_of
+from shardwise.core.communication.context import context_of, is_gloo, time_limit
 from shardwise.core.communication.transports.transport import Pending, check_exchange
-from shardwise.core.communication.waiting import Wait
 from shardwise.core.errors import DesyncError
 
 # PyTorch 2.13 renamed these two and warns about the old names.

@@ -2,15 +2,18 @@
 
 from shardwise.storage.huggingface.architectures.architecture import Architecture
 from shardwise.storage.huggingface.architectures.bert import BERT
-from shardwise.storage.huggingface.architectures.bloom import BLOOM
 from shardwise.storage.huggingface.architectures.gemma import GEMMA2, GEMMA3
-from shardwise.storage.huggingface.architectures.gpt2 import GPT2
-from shardwise.storage.huggingface.architectures.gpt_neox import GPT_NEOX
-from shardwise.storage.huggingface.architectures.llama import GRANITE, LLAMA, MISTRAL, OLMO2
-from shardwise.storage.huggingface.architectures.opt import OPT
-from shardwise.storage.huggingface.architectures.phi3 import PHI3
-from shardwise.storage.huggingface.architectures.qwen import QWEN2, QWEN3
-from shardwise.storage.huggingface.architectures.smollm3 import SMOLLM3
+from shardwise.storage.huggingface.architectures.gpt import BLOOM, GPT2, GPT_NEOX, OPT
+from shardwise.storage.huggingface.architectures.llama import (
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    OLMO2,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+)
 
 _ALL = (
     GPT2,

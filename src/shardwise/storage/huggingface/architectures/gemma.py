@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting
-from shardwise.storage.huggingface.architectures.classifier import classifiers
+from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting, classifiers
 from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
     TABLE,
@@ -16,9 +15,8 @@ from shardwise.storage.huggingface.architectures.llama import (
     read_layer_types,
 )
 from shardwise.storage.huggingface.description import ModelDescription
-from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
 from shardwise.storage.huggingface.mapping import whole
-from shardwise.storage.huggingface.rope import read_rope, rope_json
 
 _LAYER, _STORED = "decoder.layers.{layer}.", "model.layers.{layer}."
 _NESTED = {"full_attention": "rope_scaling", "sliding_attention": None}

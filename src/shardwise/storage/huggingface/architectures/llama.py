@@ -2,18 +2,27 @@
 
 Granite 3 is Llama with factors on the embedding, the residual branches, the scores and the logits. OLMo 2 is Llama with
 norms after attention and MLP instead of before, and norms of all queries and of all keys.
+
+Phi-3 and Phi-4: Llama with joint tensors (query, key and value; gate and up), and a share of each head rotated.
+
+Qwen 2, Llama with biases on query, key and value; and Qwen 3, Llama with norms of each head's query and key.
+
+SmolLM 3: Llama of which some layers rotate nothing, and some have a window.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
-from shardwise.storage.huggingface.architectures.classifier import classifiers
+from shardwise.storage.huggingface.architectures.architecture import (
+    ActivationSetting,
+    Architecture,
+    Setting,
+    classifiers,
+)
 from shardwise.storage.huggingface.description import ModelDescription
-from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.mapping import Table, separate_qkv, stacked, whole
-from shardwise.storage.huggingface.rope import read_rope, rope_json
+from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
+from shardwise.storage.huggingface.mapping import Table, joint_qkv, separate_qkv, stacked, whole
 
 _LAYER = "decoder.layers.{layer}."
 _STORED = "model.layers.{layer}."
@@ -204,4 +213,162 @@ OLMO2 = Decoder(
         _LAYER + "self_attention.q_layernorm.*": whole(_STORED + "self_attn.q_norm.*"),
         _LAYER + "self_attention.k_layernorm.*": whole(_STORED + "self_attn.k_norm.*"),
     },
+)
+
+
+_LAYER, _STORED = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+class _Phi3(Decoder):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        dropout = fields.get(float, "embd_pdrop", default=0.0)
+        if dropout != values["hidden_dropout"]:
+            raise fields.error("embd_pdrop", dropout, f"resid_pdrop, {values['hidden_dropout']}")
+        return super().read_others(fields, values)
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        # The default of padding is an id that smaller vocabularies lack.
+        return {"embd_pdrop": model.hidden_dropout, "pad_token_id": None, **super().write_others(model)}
+
+    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+        return fields.optional(int, "sliding_window"), None
+
+    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
+        return {"sliding_window": window}
+
+    def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
+        return read_rope(fields, longest, share=1.0)
+
+    def write_positions(self, model: ModelDescription) -> dict[str, Any]:
+        written = rope_json(model)
+        context = None if model.rope_scaling is None else model.rope_scaling.original_max_position_embeddings
+        # Readers take it from here, and not from beside the factors.
+        return written if context is None else {"original_max_position_embeddings": context, **written}
+
+
+PHI3 = _Phi3(
+    model_type="phi3",
+    classes=("Phi3ForCausalLM", "Phi3Model"),
+    classifiers=classifiers("Phi3"),
+    settings={
+        **decoder_settings(intermediate_size=8192, vocab_size=32064, max_position_embeddings=4096),
+        "hidden_size": Setting("hidden_size", 3072),
+        "layernorm_epsilon": Setting("rms_norm_eps", 1e-5),
+        "hidden_dropout": Setting("resid_pdrop", 0.0),
+    },
+    table=TABLE
+    | {
+        _LAYER + "self_attention.linear_qkv.*": joint_qkv(_STORED + "self_attn.qkv_proj.*"),
+        _LAYER + "mlp.linear_fc1.*": whole(_STORED + "mlp.gate_up_proj.*"),
+    },
+)
+
+
+_SETTINGS = decoder_settings(intermediate_size=22016, vocab_size=151936, max_position_embeddings=32768)
+_LAYER, _STORED = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
+
+
+class _Qwen(Decoder):
+    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+        window = fields.optional(int, "sliding_window", 4096)
+        if not fields.get(bool, "use_sliding_window", default=False):
+            return None, None
+        first = fields.get(int, "max_window_layers", default=28)
+        return read_layer_types(fields, window, [layer >= first for layer in range(num_layers)])
+
+    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
+        if window is None:
+            return {"use_sliding_window": False, "sliding_window": None}
+        first = next(index for index, windowed in enumerate(layers) if windowed)
+        return {
+            "use_sliding_window": True,
+            "sliding_window": window,
+            "max_window_layers": first,
+            "layer_types": layer_types(layers),
+        }
+
+
+QWEN2 = _Qwen(
+    model_type="qwen2",
+    classes=("Qwen2ForCausalLM", "Qwen2Model"),
+    classifiers=classifiers("Qwen2"),
+    settings=_SETTINGS,
+    fixed={**LLAMA.fixed, "qkv_bias": True},
+    num_key_value_heads=32,
+)
+
+QWEN3 = _Qwen(
+    model_type="qwen3",
+    classes=("Qwen3ForCausalLM", "Qwen3Model"),
+    classifiers=classifiers("Qwen3"),
+    settings=_SETTINGS | {"attention_bias": Setting("attention_bias", False)},
+    fixed={**LLAMA.fixed, "qk_layernorm": True},
+    table=TABLE
+    | {
+        _LAYER + "q_layernorm.*": whole(_STORED + "q_norm.*"),
+        _LAYER + "k_layernorm.*": whole(_STORED + "k_norm.*"),
+    },
+    num_key_value_heads=32,
+    head_dim=128,
+)
+
+
+_THETA = 2000000.0
+
+
+class _SmolLM3(Decoder):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        rotated = _rotated(fields, values["num_layers"])
+        return {"rotary_layers": None if all(rotated) else rotated, **super().read_others(fields, values)}
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        rotated = model.rotary_layers or (True,) * model.num_layers
+        return {
+            "no_rope_layers": [int(each) for each in rotated],
+            # The default is an id that smaller vocabularies lack.
+            "pad_token_id": None,
+            **super().write_others(model),
+        }
+
+    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+        window = fields.optional(int, "sliding_window")
+        if not fields.get(bool, "use_sliding_window", default=False):
+            return None, None
+        return read_layer_types(fields, window, [not each for each in _rotated(fields, num_layers)])
+
+    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
+        return {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "layer_types": layer_types(layers),
+        }
+
+    def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
+        return read_rope(fields, longest, theta=_THETA)
+
+
+def _rotated(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Which layers rotate: despite its name, a 1 in ``no_rope_layers`` is a layer that does."""
+    given = fields.values.get("no_rope_layers")
+    if given is None:
+        every = fields.get(int, "no_rope_layer_interval", default=4, within=(1, 1 << 16))
+        return tuple((layer + 1) % every != 0 for layer in range(num_layers))
+    if not isinstance(given, list) or len(given) < num_layers or any(each not in (0, 1) for each in given):
+        raise fields.error("no_rope_layers", given, f"0 or 1 for each of {num_layers} layers")
+    return tuple(map(bool, given[:num_layers]))
+
+
+SMOLLM3 = _SmolLM3(
+    model_type="smollm3",
+    classes=("SmolLM3ForCausalLM", "SmolLM3Model"),
+    classifiers=classifiers("SmolLM3"),
+    settings={
+        **LLAMA.settings,
+        **decoder_settings(intermediate_size=11008, vocab_size=128256, max_position_embeddings=32768),
+        "hidden_size": Setting("hidden_size", 2048),
+        "num_layers": Setting("num_hidden_layers", 36),
+        "num_attention_heads": Setting("num_attention_heads", 16),
+        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
+    },
+    num_key_value_heads=4,
 )

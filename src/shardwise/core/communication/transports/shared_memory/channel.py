@@ -25,8 +25,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from shardwise.core.communication.agreement import Wait, layer_of
 from shardwise.core.communication.transports.transport import Pending
-from shardwise.core.communication.waiting import Wait, layer_of
 from shardwise.core.errors import DesyncError, LaunchError, ShardwiseError
 from shardwise.core.processes import Process
 

@@ -14,16 +14,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.core import switches
+from shardwise.core import processes
 from shardwise.core.communication.accounting import uncounted
 from shardwise.core.communication.agreement import gather_objects
-from shardwise.core.communication.backend import is_gloo, time_limit
-from shardwise.core.communication.context import context_of
+from shardwise.core.communication.context import context_of, is_gloo, time_limit
 from shardwise.core.communication.transports.shared_memory.channel import channel_bytes
 from shardwise.core.communication.transports.shared_memory.exchanges import SharedMemory
 from shardwise.core.processes import Process, machine, temporary_prefix
 
-SWITCH = switches.SHARED_MEMORY
+SWITCH = processes.SHARED_MEMORY
 """Environment variable; 0 leaves everything to gloo."""
 
 _MAX_RANKS = 8
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 def why_not_here() -> str | None:
     """Why this process cannot communicate through shared memory; None if it can."""
-    if not switches.is_on(SWITCH):
+    if not processes.is_on(SWITCH):
         return f"{SWITCH}=0"
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"on {platform.machine()} stores may become visible out of order"

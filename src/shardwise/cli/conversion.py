@@ -1,17 +1,67 @@
-"""``shardwise export-hf``: a checkpoint becomes a Hugging Face folder."""
+"""``shardwise import-hf``: a Hugging Face folder becomes a checkpoint.
+
+``shardwise export-hf``: a checkpoint becomes a Hugging Face folder.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
 from shardwise.cli.rank import is_first_rank
-from shardwise.core.folder_lock import check_free_target
+from shardwise.cli.reporting import print_note
+from shardwise.core.folder_lock import check_free, check_free_target
 from shardwise.training.bounds import FILE_GB, Folder
+
+if TYPE_CHECKING:
+    from shardwise.run.commands.conversion import Imported
+
+
+@dataclass(frozen=True)
+class ImportArguments(SplitArguments):
+    """Make a checkpoint of a model in Hugging Face's layout (config.json and safetensors).
+
+    shardwise generate reads it, and programs through shardwise.storage.checkpoint, at any layout. (To train further
+    from a Hugging Face folder there is shardwise finetune, which needs no import.)
+
+    Attributes:
+        folder: of the model, of an architecture that docs/huggingface.md lists.
+        out: folder for the checkpoint, which must not have one yet.
+        dtype: of the weights; the model's own if not given.
+    """
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER"), Folder("")]
+    out: Annotated[str, Folder()]
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError if ``out`` cannot be written to."""
+        check_free(Path(self.out))
+
+    def prepare(self, world_size: int) -> None:
+        """Read the folder's files, but for its tensors."""
+        from shardwise.run.commands.conversion import open_for_import
+
+        open_for_import(self.folder, self.out, world_size)
+
+    def work(self) -> Callable[[], object]:
+        """Import."""
+        from shardwise.run import import_hf
+
+        return partial(_import, partial(import_hf, **self.keywords()), self.out)
+
+
+def _import(import_: "Callable[[], Imported]", out: str) -> None:
+    imported = import_()
+    if is_first_rank():
+        use = f"; continue a text with: shardwise generate {out}" if imported.can_generate else ""
+        print(f"wrote {imported.checkpoint}{use}")
+        if imported.note:
+            print_note("shardwise import-hf", imported.note)
 
 
 @dataclass(frozen=True)

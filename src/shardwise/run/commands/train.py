@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.run.run import run
 from shardwise.run.settings.finetune_settings import DistillSettings, DpoSettings, FinetuneSettings
 from shardwise.run.tasks.recipe import Outcome
-from shardwise.training.bounds import launcher_number
-from shardwise.training.plain_values import from_keywords
+from shardwise.training.bounds import from_keywords, launcher_number
 from shardwise.training.settings import RunSettings, Settings
 
 if TYPE_CHECKING:

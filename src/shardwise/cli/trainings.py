@@ -1,0 +1,197 @@
+"""``shardwise train``: one command for one rank, ranks on this machine, and ranks that a launcher started.
+
+``shardwise finetune``: from a Hugging Face folder to a fine-tuned one or its adapters, on any number of ranks.
+
+``shardwise dpo``: a Hugging Face model learns from preferences, on any number of ranks.
+
+``shardwise distill``: a Hugging Face model learns from another one, on any number of ranks.
+
+``shardwise demo``: prove that splitting the model changes nothing, then train it and show what it learned.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import tyro
+
+from shardwise.cli.arguments import LaunchArguments, RunArguments
+from shardwise.cli.start import allow_any_character, has_colours
+from shardwise.core.errors import ConfigError
+from shardwise.core.folder_lock import check_free
+from shardwise.run.settings.finetune_settings import DistillSettings, DpoSettings, FinetuneSettings
+from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Folder, Range, with_values
+from shardwise.training.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(RunArguments):
+    """Train a GPT on your text.
+
+    Settings come from their defaults, then from the TOML file of --config (a
+    table for each group: [model] num_layers = 8), then from flags. On this
+    machine:
+      shardwise train --data FOLDER --tp 2
+    On many hosts, where torchrun starts the ranks (leave --nproc out there, which
+    torchrun takes for a flag of its own unless "--" stands before it):
+      torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise train --data FOLDER
+    """
+
+    settings: Annotated[Settings, tyro.conf.arg(name="")]
+
+    def work(self) -> Callable[[], object]:
+        """Train."""
+        from shardwise.run.run import run
+
+        return partial(run, self.settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneArguments(RunArguments):
+    """Fine-tune a Hugging Face model on your chats, instructions or texts, or to label texts.
+
+    All of its weights are trained, or low-rank adapters (LoRA) beside them. OUT
+    becomes a Hugging Face folder, or an adapter folder of the peft library.
+    Settings come from their defaults, then from the TOML file of --config, then
+    from flags:
+      shardwise finetune MODEL_DIR --data chats.jsonl --out OUT --epochs 3 --tp 2
+      shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2 --lora-rank 8
+      shardwise finetune MODEL_DIR --data labelled.jsonl --out OUT --task sequence-classification
+      shardwise finetune MODEL_DIR --data tagged.jsonl --out OUT --task token-classification
+      shardwise finetune MODEL_DIR --data chats.jsonl --show 3
+
+    Attributes:
+        show: print so many samples as the model would see them, what is learned of them in colour, and train nothing.
+    """
+
+    settings: Annotated[FinetuneSettings, tyro.conf.arg(name="")]
+    show: Annotated[int, Range(0, 1_000_000)] = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """One for each part of the model; one to show samples."""
+        return 1 if self.show else super().num_ranks
+
+    def check_world(self, world_size: int) -> None:
+        """See ``RunSettings.check_world``; samples are shown whatever the ranks."""
+        if not self.show:
+            super().check_world(world_size)
+
+    def check(self) -> None:
+        """See ``RunArguments.check``; nothing is written to show samples."""
+        if not self.show:
+            super().check()
+
+    def way_on(self) -> str:
+        """See ``RunArguments.way_on``; to show samples begins anew as it is."""
+        return "" if self.show else super().way_on()
+
+    def work(self) -> Callable[[], object]:
+        """Fine-tune, or show."""
+        if self.show:
+            return partial(_print_samples, self.settings, self.show)
+        from shardwise.run.commands.train import run_settings
+
+        return partial(run_settings, self.settings)
+
+
+def _print_samples(settings: FinetuneSettings, count: int) -> None:
+    from shardwise.run.commands.text_generation import shown_samples
+
+    allow_any_character()
+    for paragraph in shown_samples(settings, count, colours=has_colours()):
+        print(paragraph)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoArguments(FinetuneArguments):
+    """Fine-tune a Hugging Face model on preferences: of two answers, the better one.
+
+    Direct preference optimization (DPO) and its kin. A record has a prompt, a
+    chosen and a rejected answer, as texts or as messages. What the model that
+    training begins with says of them is computed once and kept in OUT. All else
+    is as in shardwise finetune:
+      shardwise dpo MODEL_DIR --data pairs.jsonl --out OUT --epochs 1 --tp 2
+      shardwise dpo MODEL_DIR --data pairs.jsonl --out OUT --lora-rank 8 --beta 0.1
+      shardwise dpo MODEL_DIR --data pairs.jsonl --show 3
+
+    Attributes:
+        show: print so many pairs as the model would see them, the answers in colour, and train nothing.
+    """
+
+    settings: Annotated[DpoSettings, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillArguments(FinetuneArguments):
+    """Fine-tune a Hugging Face model on what another one of the same tokenizer predicts.
+
+    The teacher is split over the same ranks and is not trained. All else is as in
+    shardwise finetune:
+      shardwise distill MODEL_DIR --teacher LARGE --data chats.jsonl --out OUT --tp 2
+      shardwise distill MODEL_DIR --teacher LARGE --data FOLDER --out OUT --alpha 1
+    """
+
+    settings: Annotated[DistillSettings, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True)
+class DemoArguments(LaunchArguments):
+    """Train a small GPT on this machine's Python standard library, in about a minute on two cores.
+
+    Attributes:
+        out: folder for the checkpoint, metrics, picture and sample; an earlier demo's are replaced.
+        tp: ranks that split each layer.
+        pp: pipeline stages, which share out the layers; without the text sample at the end.
+        steps: optimizer steps.
+        timeout: seconds that a rank waits for another, before all end with an error that names it.
+    """
+
+    out: Annotated[str, Folder()] = "runs/demo"
+    tp: Annotated[int, LOCAL_RANKS, tyro.conf.arg(aliases=("--parallel.tp",))] = 2
+    pp: Annotated[int, LOCAL_RANKS, tyro.conf.arg(aliases=("--parallel.pp",))] = 1
+    steps: Annotated[int, Range(1, 10**9)] = 560
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
+    lasts: ClassVar[bool] = True
+
+    @property
+    def num_ranks(self) -> int:
+        """One for each part of the model."""
+        return self.tp * self.pp
+
+    def check_world(self, world_size: int) -> None:
+        """See ``Settings.check_world``."""
+        demo_settings(self).check_world(world_size)
+
+    def check(self) -> None:
+        """Raise ConfigError if the folder is in use, or not an earlier demo's, which this one replaces."""
+        out = Path(self.out)
+        check_free(out)
+        if (out / "checkpoints").exists() and not (out / "DEMO").exists():
+            raise ConfigError(f"{out} holds a run that is not a demo's; choose another --out")
+
+    def work(self) -> Callable[[], object]:
+        """Prove, train and report."""
+        from shardwise.run.parity import Demo
+        from shardwise.run.run import run
+
+        return partial(run, demo_settings(self), Demo)
+
+
+def demo_settings(arguments: DemoArguments) -> Settings:
+    """The demo's run."""
+    values = {
+        "data": ("stdlib",),
+        "out": arguments.out,
+        "resume": "restart",
+        "device": "cpu",
+        "timeout": arguments.timeout,
+        "model": {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "vocab_size": 4096, "sequence_length": 256},
+        "parallel": {"tp": arguments.tp, "pp": arguments.pp},
+        "optimizer": {"learning_rate": 4e-3, "warmup_steps": 20},
+        "training": {"steps": arguments.steps, "global_batch_size": 8, "eval_every": max(1, arguments.steps // 2)},
+        "corpus": {"held_out_fraction": 0.03},
+    }
+    return with_values(Settings, values)

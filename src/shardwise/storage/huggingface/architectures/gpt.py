@@ -1,0 +1,259 @@
+"""GPT-2: learned positions, LayerNorm before, GELU, biases everywhere, matrices stored as ``[in, out]``.
+
+OPT: learned positions that begin at the third row, ReLU, biases everywhere.
+
+BLOOM: ALiBi, a LayerNorm after the embedding, and query, key and value of a head side by side, as we have them.
+
+GPT-NeoX and Pythia: attention and MLP side by side, and a quarter of each head rotated.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.core.errors import ConfigError
+from shardwise.storage.huggingface.architectures.architecture import (
+    ActivationSetting,
+    Architecture,
+    Setting,
+    classifiers,
+)
+from shardwise.storage.huggingface.description import ModelDescription
+from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
+from shardwise.storage.huggingface.mapping import joint_qkv, separate_qkv, whole
+
+_LAYER = "decoder.layers.{layer}."
+_STORED = "transformer.h.{layer}."
+
+TABLE = {
+    "embedding.word_embeddings.*": whole("transformer.wte.*"),
+    "embedding.position_embeddings.*": whole("transformer.wpe.*"),
+    _LAYER + "input_layernorm.*": whole(_STORED + "ln_1.*"),
+    _LAYER + "self_attention.linear_qkv.*": joint_qkv(_STORED + "attn.c_attn.*", transposed=True),
+    _LAYER + "self_attention.linear_proj.*": whole(_STORED + "attn.c_proj.*", transposed=True),
+    _LAYER + "pre_mlp_layernorm.*": whole(_STORED + "ln_2.*"),
+    _LAYER + "mlp.linear_fc1.*": whole(_STORED + "mlp.c_fc.*", transposed=True),
+    _LAYER + "mlp.linear_fc2.*": whole(_STORED + "mlp.c_proj.*", transposed=True),
+    "decoder.final_layernorm.*": whole("transformer.ln_f.*"),
+    "output_layer.*": whole("lm_head.*"),
+}
+
+
+class _GPT2(Architecture):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        dropout = fields.get(float, "embd_pdrop", default=0.1)
+        if dropout != values["hidden_dropout"]:
+            raise fields.error("embd_pdrop", dropout, f"resid_pdrop, {values['hidden_dropout']}")
+        return super().read_others(fields, values) | {
+            "ffn_hidden_size": fields.optional(int, "n_inner") or 4 * values["hidden_size"],
+            "softmax_scale": None if fields.get(bool, "scale_attn_weights", default=True) else 1.0,
+        }
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        if model.softmax_scale not in (None, 1.0):
+            raise ConfigError(f"GPT-2 has no softmax_scale of {model.softmax_scale}; 1.0 or None")
+        return {
+            "n_inner": model.ffn_hidden_size,
+            "embd_pdrop": model.hidden_dropout,
+            "scale_attn_weights": model.softmax_scale is None,
+        }
+
+
+GPT2 = _GPT2(
+    model_type="gpt2",
+    classes=("GPT2LMHeadModel", "GPT2Model"),
+    classifiers=classifiers("GPT2", token_tensor="classifier"),
+    settings={
+        "vocab_size": Setting("vocab_size", 50257),
+        "max_sequence_length": Setting("n_positions", 1024, "max_position_embeddings"),
+        "hidden_size": Setting("n_embd", 768, "hidden_size"),
+        "num_layers": Setting("n_layer", 12, "num_hidden_layers"),
+        "num_attention_heads": Setting("n_head", 12, "num_attention_heads"),
+        "activation": ActivationSetting("activation_function", "gelu_new"),
+        "hidden_dropout": Setting("resid_pdrop", 0.1),
+        "attention_dropout": Setting("attn_pdrop", 0.1),
+        "layernorm_epsilon": Setting("layer_norm_epsilon", 1e-5),
+        "init_method_std": Setting("initializer_range", 0.02),
+        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
+    },
+    fixed={"attention_bias": True, "qkv_bias": True, "mlp_bias": True},
+    required={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    prefix="transformer.",
+    table=TABLE,
+    tied={"lm_head.weight": "transformer.wte.weight"},
+    # These buffers hold the causal mask and its fill value.
+    ignored=(r"\.attn\.(masked_)?bias",),
+)
+
+
+_OPT_STORED = "model.decoder.layers.{layer}."
+
+_OPT_TABLE = {
+    "embedding.word_embeddings.*": whole("model.decoder.embed_tokens.*"),
+    "embedding.position_embeddings.*": whole("model.decoder.embed_positions.*"),
+    # One model of the family, of 350 million parameters, norms after attention and MLP.
+    _LAYER + "input_layernorm.*": whole(_OPT_STORED + "self_attn_layer_norm.*"),
+    _LAYER + "post_self_attn_layernorm.*": whole(_OPT_STORED + "self_attn_layer_norm.*"),
+    _LAYER + "self_attention.linear_qkv.*": separate_qkv(
+        _OPT_STORED + "self_attn.q_proj.*", _OPT_STORED + "self_attn.k_proj.*", _OPT_STORED + "self_attn.v_proj.*"
+    ),
+    _LAYER + "self_attention.linear_proj.*": whole(_OPT_STORED + "self_attn.out_proj.*"),
+    _LAYER + "pre_mlp_layernorm.*": whole(_OPT_STORED + "final_layer_norm.*"),
+    _LAYER + "post_mlp_layernorm.*": whole(_OPT_STORED + "final_layer_norm.*"),
+    _LAYER + "mlp.linear_fc1.*": whole(_OPT_STORED + "fc1.*"),
+    _LAYER + "mlp.linear_fc2.*": whole(_OPT_STORED + "fc2.*"),
+    "decoder.final_layernorm.*": whole("model.decoder.final_layer_norm.*"),
+    "output_layer.*": whole("lm_head.*"),
+}
+
+
+class _OPT(Architecture):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        fields.require("word_embed_proj_dim", values["hidden_size"])
+        is_before = fields.get(bool, "do_layer_norm_before", default=True)
+        return super().read_others(fields, values) | {
+            "norm_position": "pre" if is_before else "post",
+            "final_layernorm": is_before,
+        }
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        return {"do_layer_norm_before": model.norm_position == "pre", "word_embed_proj_dim": model.hidden_size}
+
+
+OPT = _OPT(
+    model_type="opt",
+    classes=("OPTForCausalLM", "OPTModel"),
+    classifiers=classifiers("OPT", of_tokens=False),
+    settings={
+        "vocab_size": Setting("vocab_size", 50272),
+        "max_sequence_length": Setting("max_position_embeddings", 2048),
+        "hidden_size": Setting("hidden_size", 768),
+        "ffn_hidden_size": Setting("ffn_dim", 3072),
+        "num_layers": Setting("num_hidden_layers", 12),
+        "num_attention_heads": Setting("num_attention_heads", 12),
+        "activation": ActivationSetting("activation_function", "relu"),
+        "hidden_dropout": Setting("dropout", 0.1),
+        "attention_dropout": Setting("attention_dropout", 0.0),
+        "init_method_std": Setting("init_std", 0.02),
+        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
+    },
+    fixed={
+        "attention_bias": True,
+        "qkv_bias": True,
+        "mlp_bias": True,
+        "position_offset": 2,
+        "positions_skip_padding": True,
+    },
+    required={"enable_bias": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False},
+    prefix="model.",
+    table=_OPT_TABLE,
+    tied={"lm_head.weight": "model.decoder.embed_tokens.weight"},
+)
+
+
+_BLOOM_TABLE = {
+    "embedding.word_embeddings.*": whole("transformer.word_embeddings.*"),
+    "embedding.layernorm.*": whole("transformer.word_embeddings_layernorm.*"),
+    _LAYER + "input_layernorm.*": whole(_STORED + "input_layernorm.*"),
+    _LAYER + "self_attention.linear_qkv.*": whole(_STORED + "self_attention.query_key_value.*"),
+    _LAYER + "self_attention.linear_proj.*": whole(_STORED + "self_attention.dense.*"),
+    _LAYER + "pre_mlp_layernorm.*": whole(_STORED + "post_attention_layernorm.*"),
+    _LAYER + "mlp.linear_fc1.*": whole(_STORED + "mlp.dense_h_to_4h.*"),
+    _LAYER + "mlp.linear_fc2.*": whole(_STORED + "mlp.dense_4h_to_h.*"),
+    "decoder.final_layernorm.*": whole("transformer.ln_f.*"),
+    "output_layer.*": whole("lm_head.*"),
+}
+
+
+class _Bloom(Architecture):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        return super().read_others(fields, values) | {"ffn_hidden_size": 4 * values["hidden_size"]}
+
+
+BLOOM = _Bloom(
+    model_type="bloom",
+    classes=("BloomForCausalLM", "BloomModel"),
+    classifiers=classifiers("Bloom", token_tensor="classifier"),
+    settings={
+        "vocab_size": Setting("vocab_size", 250880),
+        # The field is optional: ALiBi bounds no sequence.
+        "max_sequence_length": Setting("seq_length", 2048),
+        "hidden_size": Setting("hidden_size", 64, "n_embed"),
+        "num_layers": Setting("n_layer", 2, "num_hidden_layers"),
+        "num_attention_heads": Setting("n_head", 8, "num_attention_heads"),
+        "layernorm_epsilon": Setting("layer_norm_epsilon", 1e-5),
+        "apply_residual_connection_post_layernorm": Setting("apply_residual_connection_post_layernorm", False),
+        "hidden_dropout": Setting("hidden_dropout", 0.0),
+        "attention_dropout": Setting("attention_dropout", 0.0),
+        "init_method_std": Setting("initializer_range", 0.02),
+        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
+    },
+    fixed={
+        "activation": "gelu_tanh",
+        "embedding_layernorm": True,
+        "attention_bias": True,
+        "qkv_bias": True,
+        "mlp_bias": True,
+        "position_embedding_type": "alibi",
+    },
+    prefix="transformer.",
+    table=_BLOOM_TABLE,
+    tied={"lm_head.weight": "transformer.word_embeddings.weight"},
+)
+
+
+_NEOX_STORED = "gpt_neox.layers.{layer}."
+
+_NEOX_TABLE = {
+    "embedding.word_embeddings.*": whole("gpt_neox.embed_in.*"),
+    _LAYER + "input_layernorm.*": whole(_NEOX_STORED + "input_layernorm.*"),
+    _LAYER + "self_attention.linear_qkv.*": whole(_NEOX_STORED + "attention.query_key_value.*"),
+    _LAYER + "self_attention.linear_proj.*": whole(_NEOX_STORED + "attention.dense.*"),
+    _LAYER + "pre_mlp_layernorm.*": whole(_NEOX_STORED + "post_attention_layernorm.*"),
+    _LAYER + "mlp.linear_fc1.*": whole(_NEOX_STORED + "mlp.dense_h_to_4h.*"),
+    _LAYER + "mlp.linear_fc2.*": whole(_NEOX_STORED + "mlp.dense_4h_to_h.*"),
+    "decoder.final_layernorm.*": whole("gpt_neox.final_layer_norm.*"),
+    "output_layer.*": whole("embed_out.*"),
+}
+
+
+class _GPTNeoX(Architecture):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        rope = read_rope(fields, values["max_sequence_length"], theta_name="rotary_emb_base", share=0.25)
+        return super().read_others(fields, values) | {"qkv_bias": values["attention_bias"]} | rope
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        return {
+            **rope_json(model),
+            "rotary_emb_base": model.rotary_base,
+            "rotary_pct": model.rotary_percent,
+        }
+
+
+GPT_NEOX = _GPTNeoX(
+    model_type="gpt_neox",
+    classes=("GPTNeoXForCausalLM", "GPTNeoXModel"),
+    classifiers=classifiers("GPTNeoX", token_tensor="classifier", token_dropout=("classifier_dropout",)),
+    settings={
+        "vocab_size": Setting("vocab_size", 50432),
+        "max_sequence_length": Setting("max_position_embeddings", 2048),
+        "hidden_size": Setting("hidden_size", 6144),
+        "ffn_hidden_size": Setting("intermediate_size", 24576),
+        "num_layers": Setting("num_hidden_layers", 44),
+        "num_attention_heads": Setting("num_attention_heads", 64),
+        "activation": ActivationSetting("hidden_act", "gelu"),
+        "attention_bias": Setting("attention_bias", True),
+        "parallel_residual": Setting("use_parallel_residual", True),
+        "hidden_dropout": Setting("hidden_dropout", 0.0),
+        "attention_dropout": Setting("attention_dropout", 0.0),
+        "layernorm_epsilon": Setting("layer_norm_eps", 1e-5),
+        "init_method_std": Setting("initializer_range", 0.02),
+        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", False),
+    },
+    fixed={"mlp_bias": True},
+    prefix="gpt_neox.",
+    table=_NEOX_TABLE,
+    tied={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    # These buffers hold the causal mask, its fill value and the rotary frequencies.
+    ignored=(r"\.attention\.(masked_)?bias", r"rotary_emb\.inv_freq"),
+    renamed=(("lm_head.weight", "embed_out.weight"),),
+)
