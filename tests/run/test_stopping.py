@@ -22,7 +22,7 @@ from shardwise.core.errors import CheckpointError, DivergenceError
 from shardwise.run import run, saves
 from shardwise.run.checkpoints import first_not_finite, run_state
 from shardwise.run.metrics import Progress
-from shardwise.run.processes import heartbeats
+from shardwise.run.processes import stopping
 from shardwise.run.processes.stopping import Interrupted, signals_postponed, way_on
 from shardwise.run.run import train
 from shardwise.run.saves import finish
@@ -57,7 +57,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_step_and_nothing_is_lost(group,
         train(session)
     assert (caught.value.signal, caught.value.agreed, caught.value.exit_code) == (number, True, 128 + number)
     assert signal.getsignal(number) is before
-    assert heartbeats.current() is None
+    assert stopping.current() is None
     newest = latest(session.checkpoints)
     assert newest is not None
     assert newest.name == "step-00000003"
@@ -118,7 +118,7 @@ def test_a_second_signal_is_not_made_to_wait(monkeypatch):
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append("ended"))
     # However long it takes from one signal to the next here.
-    monkeypatch.setattr(heartbeats, "SAME_REQUEST_SECONDS", math.inf)
+    monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", math.inf)
     try:
         with signals_postponed() as postponed:
             signal.raise_signal(signal.SIGTERM)
@@ -126,10 +126,10 @@ def test_a_second_signal_is_not_made_to_wait(monkeypatch):
             # A terminal and a launcher, or two shells, may both send the one that a user sent.
             signal.raise_signal(signal.SIGTERM)
             assert received == []
-            monkeypatch.setattr(heartbeats, "SAME_REQUEST_SECONDS", 0.0)
+            monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", 0.0)
             signal.raise_signal(signal.SIGTERM)
             assert received == ["ended"]
-            assert heartbeats.current() is None
+            assert stopping.current() is None
             postponed.agreed = True
         # What came too late for a step takes effect at the end.
         with signals_postponed():
@@ -152,7 +152,7 @@ def test_signals_that_are_ignored_stay_so_and_other_threads_change_nothing():
 
     def body():
         with signals_postponed() as postponed:
-            seen.append((postponed.signum, heartbeats.current()))
+            seen.append((postponed.signum, stopping.current()))
 
     thread = threading.Thread(target=body)
     thread.start()
@@ -162,8 +162,8 @@ def test_signals_that_are_ignored_stay_so_and_other_threads_change_nothing():
 
 def test_a_step_has_its_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
-    postponed = heartbeats.Postponed()
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    postponed = stopping.Postponed()
     assert not postponed.overdue()
     postponed.receive(signal.SIGTERM)
     now[0] += 24
