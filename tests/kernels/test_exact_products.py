@@ -7,8 +7,8 @@ from harness.parity import assert_bit_equal
 
 from shardwise.core.communication.trees import tree_sum
 from shardwise.core.sharding import ParamLayout, local_parts
+from shardwise.exact.products import ExactProducts
 from shardwise.kernels import products
-from shardwise.kernels.exact_products import ExactProducts
 
 PARTS = 8
 

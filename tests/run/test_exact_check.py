@@ -15,8 +15,8 @@ from shardwise.core.errors import ConfigError, OutOfMemoryError
 from shardwise.core.random import streams
 from shardwise.core.topology import Topology
 from shardwise.data import Encoded, SampleDataset, SampleLoader, TokenSamples
-from shardwise.kernels import exact_products
-from shardwise.kernels.exact_products import ExactProducts
+from shardwise.exact import products as exact_products
+from shardwise.exact.products import ExactProducts
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.run import session
 from shardwise.run.build import build_model, config_fields, describe

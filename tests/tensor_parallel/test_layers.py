@@ -10,10 +10,10 @@ from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified,
 from torch import nn
 
 from shardwise import parallel_state
-from shardwise.core.communication.trees import sum_in_parts
 from shardwise.core.errors import ConfigError, ShardingError, TopologyError, VocabularyError
 from shardwise.core.initialization import Normal
 from shardwise.core.sharding import ParamLayout
+from shardwise.exact import sum_in_parts
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.nn.recompute import recomputed

@@ -120,28 +120,62 @@ def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None =
     return _linear_into(input_.new_empty(input_.size(0), width)[:, : weight.size(0)], input_, weight, bias)
 
 
-class AlignedProducts:
-    """The products of a linear layer whose output is ``linear_in_aligned_rows``; not recorded by autograd."""
+class Products:
+    """The products of a linear layer; this class makes those of this file.
+
+    Attributes:
+        is_usual: autograd's own linear computes the same, and products may overlap with communication.
+        adds_bias: ``linear`` may be given the bias of a layer whose input features are split, on one rank.
+    """
+
+    is_usual = True
+    adds_bias = True
 
     def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``[..., i]`` to ``[..., o]``."""
-        rows = input_.reshape(input_.shape[:-1].numel(), input_.size(-1))
-        return linear_in_aligned_rows(rows, weight, bias).view(*input_.shape[:-1], weight.size(0))
+        """``input_ @ weight.T + bias``: ``[..., i]`` and ``[o, i]`` to ``[..., o]``."""
+        return linear(input_, weight, bias)
 
     def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """``input_gradient``."""
+        """``grad_output @ weight``: ``[..., o]`` and ``[o, i]`` to ``[..., i]``; not recorded by autograd."""
         return input_gradient(grad_output, weight)
 
     def weight_gradient(self, grad_output: Tensor, input_: Tensor) -> Tensor:
-        """``weight_gradient``."""
+        """``grad_output.T @ input_``: ``[n, o]`` and ``[n, i]`` to ``[o, i]``; not recorded by autograd."""
         return weight_gradient(grad_output, input_)
 
     def bias_gradient(self, grad_output: Tensor) -> Tensor:
         """The sums of the columns of ``[n, o]``."""
         return grad_output.sum(dim=0)
 
+    def aligned(self, input_: Tensor, weight: Tensor) -> Products:
+        """The same products, with an output whose rows lie aligned where a gradient is recorded and it matters."""
+        return AlignedProducts() if torch.is_grad_enabled() and needs_alignment(input_, weight) else self
 
-class ProductsIn(AlignedProducts):
+    def in_dtype(self, dtype: torch.dtype) -> Products:
+        """The same products, with an output of this dtype.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        return ProductsIn(dtype)
+
+    def cast(self, output: Tensor) -> Tensor:
+        """A product that another function made, in the output's dtype."""
+        return output
+
+
+class AlignedProducts(Products):
+    """The products of a linear layer whose output is ``linear_in_aligned_rows``; not recorded by autograd."""
+
+    is_usual = False
+
+    def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``[..., i]`` to ``[..., o]``."""
+        rows = input_.reshape(input_.shape[:-1].numel(), input_.size(-1))
+        return linear_in_aligned_rows(rows, weight, bias).view(*input_.shape[:-1], weight.size(0))
+
+
+class ProductsIn(Products):
     """The products of a linear layer whose output has a dtype of its own; not recorded by autograd.
 
     Sums are never rounded to a narrower dtype than the output's: fp32 logits of bf16 factors have their fp32 sums.
@@ -150,8 +184,18 @@ class ProductsIn(AlignedProducts):
         dtype: of the output; gradients have the factors' dtype.
     """
 
+    is_usual = False
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+    def aligned(self, input_: Tensor, weight: Tensor) -> Products:
+        """These: the output has a dtype first."""
+        return self
+
+    def cast(self, output: Tensor) -> Tensor:
+        """See ``Products.cast``."""
+        return output.to(self.dtype)
 
     def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[..., i]`` to ``[..., o]``."""

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.trees import sum_in_parts
 from shardwise.core.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
 from shardwise.core.sharded_state import state_of_parts
 from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.core.topology import Groups
+from shardwise.exact import sum_in_parts
 from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_backend import check_attention_backend
-from shardwise.nn import GroupModule, parameter_device, viewless
+from shardwise.nn import GroupModule, arithmetic_of, parameter_device, viewless
 from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
@@ -60,20 +60,13 @@ class LanguageModel(GroupModule):
         self.groups = groups
         self._check_attention_backend()
         if config.exact_parts is not None:
-            self._check_exact()
+            for name in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
+                if getattr(config, name):
+                    raise ConfigError(
+                        f"exact_parts is {config.exact_parts}, and {name} has no exact form; turn one of them off"
+                    )
             sum_in_parts(groups.tp, config.exact_parts)
-
-    def _check_exact(self) -> None:
-        """Raise ConfigError for what has no sum over parts."""
-        config = self.config
-        for name, lacks in (
-            ("gradient_accumulation_fusion", config.gradient_accumulation_fusion),
-            ("defer_embedding_wgrad_compute", config.defer_embedding_wgrad_compute),
-        ):
-            if lacks:
-                raise ConfigError(
-                    f"exact_parts is {config.exact_parts}, and {name} has no exact form; turn one of them off"
-                )
+        self._arithmetic = arithmetic_of(groups.tp)
 
     @property
     def tp_group(self) -> ProcessGroup:
@@ -189,10 +182,9 @@ class LanguageModel(GroupModule):
     @property
     def fuses_output_layer_and_loss(self) -> bool:
         """Whether output layer and loss are computed in one."""
-        # A deferred weight gradient needs the output layer to be called by itself.
-        # In one there is no sum over parts.
-        # Nor does it know of what an output layer adds to its weight's product.
-        separate = self.config.defer_embedding_wgrad_compute or self.config.exact_parts is not None
+        # A deferred weight gradient needs the output layer to be called by itself, and an output layer may add to its
+        # weight's product.
+        separate = self.config.defer_embedding_wgrad_compute or not self._arithmetic.fuses_loss
         output_layer: Any = getattr(self, "output_layer", None)
         separate |= not getattr(output_layer, "is_one_product", True)
         return self.config.fuse_output_layer_and_loss and not separate

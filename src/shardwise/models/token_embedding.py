@@ -21,7 +21,7 @@ from shardwise.core.layout import I, Layout, hidden_layout
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import ResidualDropout
 from shardwise.models.transformer.mlp import layer_arguments, make_norm
-from shardwise.nn import GroupModule, ReplicatedEmbedding, VocabEmbedding, apply_norm, parameter_device, viewless
+from shardwise.nn import GroupModule, ReplicatedEmbedding, VocabEmbedding, arithmetic_of, parameter_device, viewless
 from shardwise.nn.loss.vocabulary import IGNORE_INDEX
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
@@ -148,7 +148,8 @@ class TokenEmbedding(GroupModule):
             if self.scatters:
                 hidden = moves.scatter(hidden, dim=0, group=self.tp_group)
         if self.layernorm is not None:
-            hidden = apply_norm(self.layernorm, hidden, group=self.tp_group, sequence_parallel=self.scatters)
+            norm = arithmetic_of(self.tp_group).norm
+            hidden = norm(self.layernorm, hidden, group=self.tp_group, sequence_parallel=self.scatters)
         output: Tensor = self.dropout(hidden, sequence_length=s)
         return viewless(output)
 

@@ -211,9 +211,8 @@ class TransformerModel(FixedTensors, LanguageModel):
         """``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""
         weight = self._output_weight()
         shape, length, places = labels.shape, s, None
-        # A rank of a sequence-parallel layer does not have the tokens of the others. Where sums are exact, they are of
-        # all tokens, however many count.
-        if not self.sequence_parallel and self.config.exact_parts is None:
+        # A rank of a sequence-parallel layer does not have the tokens of the others.
+        if not self.sequence_parallel and self._arithmetic.leaves_out_tokens:
             assert self.vocab_size is not None
             places = places_learned(labels, self.vocab_size)
         if places is not None:

@@ -4,9 +4,9 @@ Each layer keeps ``param_layouts``: for each of its own parameters, where this r
 Weights start with the values of the dense layer, whatever the number of ranks (``shardwise.core.initialization``).
 """
 
+from shardwise.nn.arithmetic import Arithmetic as Arithmetic, arithmetic_of as arithmetic_of
 from shardwise.nn.column import ColumnLinear as ColumnLinear
 from shardwise.nn.embedding import VocabEmbedding as VocabEmbedding
-from shardwise.nn.exact import apply_norm as apply_norm, norm_heads as norm_heads
 from shardwise.nn.linear import LinearParallelism as LinearParallelism, tensor_parallel_linear as tensor_parallel_linear
 from shardwise.nn.module import (
     GroupModule as GroupModule,

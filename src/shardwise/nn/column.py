@@ -105,18 +105,15 @@ class ColumnLinear(ParallelLinear):
         self.local_features = self.weight_shape[0]
         self._output_sizes = [layout.local_size(rank) for rank in range(t)]
         self._weight_layout, self._init = layout, init
-        self._sum_in_parts(layout, "output")
-        self._set_output_dtype(output_dtype)
+        self._products = self._arithmetic.products(layout, "output", group=group)
+        if output_dtype is not None:
+            self._set_output_dtype(output_dtype)
         self._make_parameters(layout if own_weight else None, layout_of((out_features,)) if bias else None, init)
 
-    def _set_output_dtype(self, dtype: torch.dtype | None) -> None:
-        if dtype is not None and not dtype.is_floating_point:
+    def _set_output_dtype(self, dtype: torch.dtype) -> None:
+        if not dtype.is_floating_point:
             raise ConfigError(f"output_dtype is {dtype}; it must be a floating-point dtype, or None for the input's")
-        if dtype is not None and self._exact is not None:
-            raise ConfigError(
-                f"output_dtype is {dtype}, and the group's sums are exact, whose outputs have the input's dtype; leave "
-                "output_dtype out, or cast the output"
-            )
+        self._products = self._products.in_dtype(dtype)
         self.output_dtype = dtype
 
     @property

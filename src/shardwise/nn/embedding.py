@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
 from shardwise.core.communication.agreement import check_ids_alike
-from shardwise.core.communication.trees import exact_parts
 from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import I, Layout, hidden_layout
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.validation import safe_to_look_up
+from shardwise.nn.arithmetic import arithmetic_of
 from shardwise.nn.module import ShardedModule
 
 
@@ -59,6 +59,7 @@ class VocabEmbedding(ShardedModule):
         self.embedding_dim = embedding_dim
         self.sequence_parallel = sequence_parallel
         self.deterministic = deterministic
+        self._arithmetic = arithmetic_of(group)
         layout = ParamLayout.split((num_embeddings, embedding_dim), 0, group.size())
         self.vocab_start_index, self.vocab_end_index = layout.intervals[group.rank()][0]
         self._make_parameter("weight", layout, init or torch.nn.init.normal_)
@@ -87,9 +88,7 @@ class VocabEmbedding(ShardedModule):
             VocabularyError: an id outside the vocabulary.
         """
         check_ids_alike(input_, self.num_embeddings, what="token id", group=self.group)
-        # The gradient of a row is summed in the order of the ids: by parts in the same, with sequence parallelism or
-        # without.
-        sequence_first = exact_parts(self.group) is not None
+        sequence_first = self._arithmetic.sequence_first
         if sequence_first or (self.sequence_parallel and self.group.size() > 1):
             input_ = input_.transpose(0, 1)
         if self.group.size() == 1:
@@ -109,9 +108,7 @@ class VocabEmbedding(ShardedModule):
         return self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        # In an embedding's gradient on CUDA the zeros that stand for other ranks' ids shift the runs that are added.
-        exact = ids.is_cuda and exact_parts(self.group) is not None
-        return look_up(ids, self.weight, deterministic=self.deterministic or exact)
+        return look_up(ids, self.weight, deterministic=self.deterministic or self._arithmetic.sums_in_order(ids))
 
     def extra_repr(self) -> str:
         return (

@@ -28,9 +28,7 @@ from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ShardingError
 from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sharding import uneven_sizes
-from shardwise.kernels import products
-from shardwise.kernels.exact_products import ExactProducts
-from shardwise.kernels.products import AlignedProducts, ProductsIn, add_product_, main_grad_of
+from shardwise.kernels.products import Products, add_product_, autocast, main_grad_of
 from shardwise.nn.overlapped import multiply_gathered, multiply_scattered
 from shardwise.nn.quantization import QuantizedTensor, quantized_linear
 from shardwise.nn.recompute import is_kept_briefly
@@ -70,6 +68,7 @@ class LinearParallelism(Enum):
         return hidden_layout(sequence_parallel=self in _OVERLAPPED)
 
 
+_USUAL = Products()
 _OVERLAPPED = (LinearParallelism.COLUMN_SEQUENCE, LinearParallelism.ROW_SEQUENCE)
 
 
@@ -91,10 +90,10 @@ class TensorParallelLinear(Function):
         group: ProcessGroup | None,
         sizes: Sizes,
         weight_gradient: WeightGradient | None,
-        exact: ExactProducts | AlignedProducts | None = None,
-        overlaps: bool = False,
+        products: Products,
+        overlaps: bool,
     ) -> Tensor:
-        ctx.exact = exact
+        ctx.products = products
         ctx.overlaps = overlaps
         ctx.parallelism = parallelism
         ctx.group = group
@@ -136,7 +135,7 @@ class TensorParallelLinear(Function):
         if output is None and overlaps and parallelism is LinearParallelism.ROW_SEQUENCE:
             output = multiply_scattered("row forward", input_, weight, group=cast(ProcessGroup, group)).wait()
         elif output is None:
-            output = _multiply_and_reduce(input_, weight, bias, parallelism, group, exact)
+            output = _multiply_and_reduce(input_, weight, bias, parallelism, group, products)
         # Not as a view of the product's rows: PyTorch lets nobody write in place to a view that is made in here.
         return output.detach()
 
@@ -147,7 +146,7 @@ class TensorParallelLinear(Function):
         needs_input_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
         parallelism, group, sizes = ctx.parallelism, ctx.group, ctx.sizes
         weight_gradient: WeightGradient | None = ctx.weight_gradient
-        exact: ExactProducts | AlignedProducts | None = ctx.exact
+        products: Products = ctx.products
         grad_input = grad_weight = grad_bias = None
         # An output may have a dtype of its own (``ProductsIn``).
         grad_output = grad_output.to(weight.dtype)
@@ -174,7 +173,7 @@ class TensorParallelLinear(Function):
             if parallelism is LinearParallelism.COLUMN_SEQUENCE:
                 pending = multiply_scattered("column backward", grad_output, weight.t(), group=group)
         elif needs_input_grad:
-            grad_input = (products if exact is None else exact).input_gradient(grad_output, weight)
+            grad_input = products.input_gradient(grad_output, weight)
             if parallelism is LinearParallelism.COLUMN:
                 pending = all_reduce_async(grad_input, group=group, may_overwrite=True)
             elif parallelism is LinearParallelism.COLUMN_SEQUENCE:
@@ -189,10 +188,10 @@ class TensorParallelLinear(Function):
                 add_product_(main_grad_of(weight_gradient.weight), _flat(grad_output), _flat(input_))
                 grad_weight = weight_gradient.placeholder()
             else:
-                grad_weight = (products if exact is None else exact).weight_gradient(_flat(grad_output), _flat(input_))
+                grad_weight = products.weight_gradient(_flat(grad_output), _flat(input_))
         if needs_bias_grad:
             flat = _flat(grad_output)
-            grad_bias = flat.sum(dim=0) if exact is None else exact.bias_gradient(flat)
+            grad_bias = products.bias_gradient(flat)
         if pending is not None:
             grad_input = pending.wait()
         return grad_input, grad_weight, grad_bias, None, None, None, None, None, None
@@ -212,7 +211,7 @@ def tensor_parallel_linear(
     group: ProcessGroup | None,
     sequence_length: int | None = None,
     weight_gradient: WeightGradient | None = None,
-    exact: ExactProducts | AlignedProducts | None = None,
+    products: Products = _USUAL,
     overlaps: bool = False,
 ) -> Tensor:
     """``input_ @ weight.T + bias`` on one rank's shard of the weight, with the communication of ``parallelism``.
@@ -226,11 +225,9 @@ def tensor_parallel_linear(
         sequence_length: ``s``, which COLUMN_SEQUENCE cannot see: shards are then of the balanced sizes. None if all
             ranks hold as many positions.
         weight_gradient: what becomes of the weight's gradient; autograd's if None.
-        exact: makes the products, in a group that sums over parts (``core.communication.trees``), of one rank too,
-            where the output's rows are to lie aligned, and where the output has a dtype of its own; PyTorch's products
-            if None.
+        products: makes the products.
         overlaps: let the products of COLUMN_SEQUENCE and ROW_SEQUENCE be made as the ranks' rows come and go; nothing
-            with the other two, and with ``exact``.
+            with the other two, and with ``products`` that are not the usual ones.
 
     Returns:
         ``[s, b, o]`` (``[s/t, b, o]`` with ROW_SEQUENCE, by the balanced rule).
@@ -248,22 +245,22 @@ def tensor_parallel_linear(
         sizes = shard_sizes(input_, sequence_length, group)
     if isinstance(weight, QuantizedTensor):
         product = _quantized(input_, weight, bias, parallelism, group, sizes)
-        return product.to(exact.dtype) if isinstance(exact, ProductsIn) else product
-    overlaps = overlaps and exact is None and parallelism in _OVERLAPPED
+        return products.cast(product)
+    overlaps = overlaps and products.is_usual and parallelism in _OVERLAPPED
     local = parallelism is LinearParallelism.LOCAL
-    if (local and weight_gradient is None and exact is None) or not torch.is_grad_enabled():
+    if (local and weight_gradient is None and products.is_usual) or not torch.is_grad_enabled():
         # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
         if overlaps:
             return _overlapped(input_, weight, bias, parallelism, cast(ProcessGroup, group), sizes)
         if parallelism is LinearParallelism.COLUMN_SEQUENCE:
             assert group is not None
             input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=context_of(group).buffers)
-        return _multiply_and_reduce(input_, weight, bias, parallelism, group, exact)
+        return _multiply_and_reduce(input_, weight, bias, parallelism, group, products)
     if torch.is_autocast_enabled(input_.device.type):
-        input_, weight, bias = products.autocast(input_, weight, bias)
+        input_, weight, bias = autocast(input_, weight, bias)
     is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
     fused = LinearParallelism.LOCAL if is_row and is_kept_briefly() else parallelism
-    arguments = (fused, group, sizes, weight_gradient, exact, overlaps and fused is parallelism)
+    arguments = (fused, group, sizes, weight_gradient, products, overlaps and fused is parallelism)
     output: Tensor = TensorParallelLinear.apply(input_, weight, bias, *arguments)
     if fused is parallelism:
         return output
@@ -329,7 +326,7 @@ def _overlapped(
 ) -> Tensor:
     """The forward of the sequence-parallel forms without a gradient, overlapped."""
     if torch.is_autocast_enabled(input_.device.type):
-        input_, weight, bias = products.autocast(input_, weight, bias)
+        input_, weight, bias = autocast(input_, weight, bias)
     if parallelism is LinearParallelism.ROW_SEQUENCE:
         return multiply_scattered("row forward", input_, weight, group=group).wait()
     buffer = context_of(group).buffers
@@ -344,10 +341,10 @@ def _multiply_and_reduce(
     bias: Tensor | None,
     parallelism: LinearParallelism,
     group: ProcessGroup | None,
-    exact: ExactProducts | AlignedProducts | None = None,
+    products: Products,
 ) -> Tensor:
     """The product of whole rows, and what the row forms do with it."""
-    output = (products if exact is None else exact).linear(input_, weight, bias)
+    output = products.linear(input_, weight, bias)
     if group is not None:
         if parallelism is LinearParallelism.ROW:
             return all_reduce(output, group=group, may_overwrite=True)

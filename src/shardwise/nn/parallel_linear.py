@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter, init
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.core.communication.trees import exact_parts
 from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import Layout
-from shardwise.core.sharding import ParamLayout, local_parts
-from shardwise.kernels.exact_products import ExactProducts
-from shardwise.kernels.products import AlignedProducts, ProductsIn, needs_alignment
+from shardwise.core.sharding import ParamLayout
+from shardwise.kernels.products import Products
+from shardwise.nn.arithmetic import arithmetic_of
 from shardwise.nn.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.nn.module import ShardedModule
 from shardwise.nn.quantization import QuantizedTensor
@@ -55,8 +54,7 @@ class ParallelLinear(ShardedModule):
     local_features: int
     # That of the factors if None.
     output_dtype: torch.dtype | None = None
-    # How the layer multiplies in a group that sums over parts; None elsewhere.
-    _exact: ExactProducts | None = None
+    _products: Products
     # What the layer communicates on several ranks: without sequence parallelism, and with it.
     _usual_parallelism: tuple[LinearParallelism, LinearParallelism]
 
@@ -77,6 +75,7 @@ class ParallelLinear(ShardedModule):
         **options: Any,
     ) -> None:
         super().__init__(group, **options)
+        self._arithmetic = arithmetic_of(group)
         self.in_features = in_features
         self.out_features = out_features
         self.sequence_parallel = sequence_parallel and group.size() > 1
@@ -120,17 +119,6 @@ class ParallelLinear(ShardedModule):
             zeros_or_uniform = init.zeros_ if init_method else functools.partial(init.uniform_, a=-bound, b=bound)
             self._make_parameter("bias", bias, zeros_or_uniform, partial_gradient=partial_bias_gradient)
 
-    def _sum_in_parts(self, layout: ParamLayout, split: Literal["output", "input"]) -> None:
-        """Let products be made of the parts of the split dimension, if the group sums over parts."""
-        number = exact_parts(self.group)
-        if number is None:
-            return
-        what = f"the {split} of a linear layer"
-        assert layout.dim is not None
-        size = layout.global_shape[layout.dim]
-        parts = local_parts(layout, self.group.rank(), number, what=what)
-        self._exact = ExactProducts(parts, split, size, number)
-
     @property
     def is_one_product(self) -> bool:
         """Whether all that the layer computes is one product with its weight, and its bias."""
@@ -148,11 +136,6 @@ class ParallelLinear(ShardedModule):
         weight_gradient: WeightGradient | None = None
         if (self.fuse_weight_gradient or self._queues) and weight.requires_grad:
             weight_gradient = WeightGradient(weight, fuse=self.fuse_weight_gradient, queues=self._queues)
-        products: ExactProducts | AlignedProducts | None = self._exact
-        if self.align_rows and products is None and torch.is_grad_enabled() and needs_alignment(input_, weight):
-            products = AlignedProducts()
-        if self.output_dtype is not None and products is None:
-            products = ProductsIn(self.output_dtype)
         return tensor_parallel_linear(
             input_,
             weight,
@@ -161,7 +144,7 @@ class ParallelLinear(ShardedModule):
             group=self.group,
             sequence_length=sequence_length,
             weight_gradient=weight_gradient,
-            exact=products,
+            products=self._products.aligned(input_, weight) if self.align_rows else self._products,
             overlaps=self.overlap,
         )
 
@@ -181,7 +164,7 @@ class ParallelLinear(ShardedModule):
             return lambda: None
         gathers = self.parallelism is LinearParallelism.COLUMN_SEQUENCE
         gather_group = self.group if gathers else None
-        compute = self._delayed.take(fuse=self.fuse_weight_gradient, gather_group=gather_group, exact=self._exact)
+        compute = self._delayed.take(fuse=self.fuse_weight_gradient, gather_group=gather_group, products=self._products)
 
         def compute_and_tell() -> None:
             compute()

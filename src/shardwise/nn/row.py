@@ -13,7 +13,6 @@ from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import I, Layout, P, V
 from shardwise.core.sharding import ParamLayout
-from shardwise.nn.exact import add_bias
 from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.parallel_linear import ParallelLinear
 
@@ -79,13 +78,12 @@ class RowLinear(ParallelLinear):
         layout = ParamLayout.split((out_features, in_features), 1, t, stride=sections, sizes=sizes)
         self._input_sizes = [layout.local_size(rank) for rank in range(t)]
         self.local_features = self._input_sizes[group.rank()]
-        self._sum_in_parts(layout, "input")
+        self._products = self._arithmetic.products(layout, "input", group=group)
         self._make_parameters(
             layout,
             ParamLayout.replicated((out_features,), t) if bias else None,
             init,
-            # By parts the sum is whole as soon as it is made.
-            partial_bias_gradient=self.sequence_parallel and self._exact is None,
+            partial_bias_gradient=self.sequence_parallel and self._arithmetic.norm.partial_gradients,
         )
 
     @property
@@ -111,7 +109,7 @@ class RowLinear(ParallelLinear):
             ShardingError: the input is not of the width that the layer takes.
         """
         # On one rank the bias goes with the product; on several it must be added once, after the sum.
-        adds_later = self.bias is not None and (self.group.size() > 1 or self._exact is not None)
+        adds_later = self.bias is not None and (self.group.size() > 1 or not self._products.adds_bias)
         output = self._apply_linear(input_, None if adds_later else self.bias)
         return self._add_bias(output) if adds_later else output
 
@@ -122,10 +120,8 @@ class RowLinear(ParallelLinear):
 
     def _add_bias(self, output: Tensor) -> Tensor:
         assert self.bias is not None
-        if self._exact is not None:
-            return add_bias(output, self.bias, group=self.group, sequence_parallel=self.sequence_parallel)
-        # Under autocast the output has another dtype than the bias; a whole linear would add in the output's.
-        return output + self.bias.to(output.dtype)
+        add_bias = self._arithmetic.norm.add_bias
+        return add_bias(output, self.bias, group=self.group, sequence_parallel=self.sequence_parallel)
 
     def scatter(self, input_: Tensor) -> Tensor:
         """This rank's features ``[s, b, i/t]`` of a whole input ``[s, b, i]``.

@@ -12,9 +12,10 @@ from shardwise.core.communication.collectives import all_gather_async
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import AssertedShardingError
 from shardwise.core.sharding import uneven_sizes
-from shardwise.kernels.exact_products import ExactProducts
-from shardwise.kernels.products import add_product_, main_grad_of, placeholder
+from shardwise.kernels.products import Products, add_product_, main_grad_of, placeholder
 from shardwise.nn.recompute import is_kept_briefly
+
+_USUAL = Products()
 
 
 class WeightGradientQueue:
@@ -80,9 +81,7 @@ class WeightGradientQueue:
             inputs.insert(num_waiting, input_)
         return True
 
-    def take(
-        self, *, fuse: bool, gather_group: ProcessGroup | None, exact: ExactProducts | None = None
-    ) -> Callable[[], None]:
+    def take(self, *, fuse: bool, gather_group: ProcessGroup | None, products: Products = _USUAL) -> Callable[[], None]:
         """Empty the queue; the function that is returned computes what waited (``compute_weight_gradients_``)."""
         weight, inputs, grad_outputs = self.weight, self.inputs, self.grad_outputs
         if weight is None or inputs is None:
@@ -90,7 +89,9 @@ class WeightGradientQueue:
         taken = inputs[:], grad_outputs[:]
         inputs.clear()
         grad_outputs.clear()
-        return lambda: compute_weight_gradients_(weight, *taken, fuse=fuse, gather_group=gather_group, exact=exact)
+        return lambda: compute_weight_gradients_(
+            weight, *taken, fuse=fuse, gather_group=gather_group, products=products
+        )
 
 
 class WeightGradient:
@@ -138,7 +139,7 @@ def compute_weight_gradients_(
     *,
     fuse: bool,
     gather_group: ProcessGroup | None,
-    exact: ExactProducts | None = None,
+    products: Products = _USUAL,
 ) -> None:
     """Add the weight gradients of several calls of a linear layer, in order, and empty both lists.
 
@@ -150,7 +151,7 @@ def compute_weight_gradients_(
         grad_outputs: ``[s, b, o]``, in the same order; emptied.
         fuse: see ``weight``.
         gather_group: the ranks that hold the inputs' other shards, by the balanced rule; None if each input is whole.
-        exact: how a layer multiplies in a group that sums over parts; None elsewhere.
+        products: makes the product.
 
     Raises:
         ShardingError: the lists are not of the same length.
@@ -180,6 +181,6 @@ def compute_weight_gradients_(
         if main_grad is not None:
             add_product_(main_grad, grad_output, input_)
             continue
-        product = grad_output.t().mm(input_) if exact is None else exact.weight_gradient(grad_output, input_)
+        product = products.weight_gradient(grad_output, input_)
         gradient = product.to(weight.dtype)
         weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)

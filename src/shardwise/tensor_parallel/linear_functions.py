@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import AssertedConfigError
 from shardwise.kernels import products
-from shardwise.kernels.products import ProductsIn
+from shardwise.kernels.products import Products, ProductsIn
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.nn.linear import LinearParallelism, TensorParallelLinear, tensor_parallel_linear
 from shardwise.nn.weight_gradient import WeightGradient, WeightGradientQueue, compute_weight_gradients_
@@ -75,7 +75,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         weight_gradient=_weight_gradient(
             weight, gradient_accumulation_fusion, grad_output_buffer, wgrad_deferral_limit
         ),
-        exact=None if output_dtype is None else ProductsIn(output_dtype),
+        products=Products() if output_dtype is None else ProductsIn(output_dtype),
     )
 
 
@@ -137,7 +137,7 @@ def linear_with_frozen_weight(
         parallelism=parallelism,
         group=group,
         sequence_length=sequence_length,
-        exact=None if output_dtype is None else ProductsIn(output_dtype),
+        products=Products() if output_dtype is None else ProductsIn(output_dtype),
     )
 
 
@@ -202,7 +202,8 @@ def _forward(
     ctx.needs_input_grad = needs_input, needs_weight and not frozen, needs_bias
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = products.autocast(input, weight, bias)
-    return TensorParallelLinear.forward(ctx, input, weight, bias, parallelism, group, None, weight_gradient)
+    how = parallelism, group, None, weight_gradient, Products(), False
+    return TensorParallelLinear.forward(ctx, input, weight, bias, *how)
 
 
 def _weight_gradient(

@@ -157,7 +157,7 @@ def test_one_file_knows_backends_by_name():
     names = {"gloo", "nccl", "mpi", "ucc", "xccl", "fake", "undefined"}
     found = []
     for path in SOURCES.rglob("*.py"):
-        if path == SOURCES / "core" / "communication" / "backend.py":
+        if path == SOURCES / "core" / "communication" / "context.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             asks = isinstance(node, ast.Attribute | ast.Name) and "get_backend" in ast.unparse(node).split(".")[-1]

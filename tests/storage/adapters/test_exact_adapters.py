@@ -6,7 +6,7 @@ from run.test_exact_runs import LENGTH, VOCAB, ZERO_BUBBLE, alone_of, check, set
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Topology
-from shardwise.kernels.exact_products import ExactProducts
+from shardwise.exact.products import ExactProducts
 from shardwise.models.adapters import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLinear
 from shardwise.run.build import build_model

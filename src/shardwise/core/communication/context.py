@@ -46,6 +46,7 @@ class GroupContext:
         num_messages: how many messages between two ranks this rank has sent and received.
         exact_parts: over how many parts sums go, by a tree that is the same at every number of ranks (``trees``); None
             where a sum is the transport's.
+        arithmetic: how layers on this group compute (``nn.arithmetic``); the plain way if None.
     """
 
     buffers: GlobalMemoryBuffer = field(default_factory=GlobalMemoryBuffer)
@@ -59,6 +60,7 @@ class GroupContext:
     tried_operators: set[tuple[str, torch.dtype]] = field(default_factory=set)
     num_messages: int = 0
     exact_parts: int | None = None
+    arithmetic: object | None = None
 
 
 _contexts: weakref.WeakKeyDictionary[ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()

@@ -39,7 +39,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 def sum_in_parts(group: ProcessGroup, parts: int) -> None:
-    """From now on sum over ``group`` by a tree over ``parts`` parts, and let layers on it sum theirs so.
+    """From now on sum over ``group`` by a tree over ``parts`` parts; ``exact.sum_in_parts`` tells layers, too.
 
     Args:
         group: a power of two of ranks, one included: what one rank sums must have the bits of what several sum.

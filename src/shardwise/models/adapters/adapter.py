@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import Interval, ParamLayout
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.nn import ColumnLinear, RowLinear, ShardedModule
+from shardwise.nn import ColumnLinear, RowLinear, ShardedModule, arithmetic_of
 from shardwise.nn.parallel_linear import ParallelLinear
 
 
@@ -132,7 +131,8 @@ class LoraAdapter(Adapter):
         assert layer.weight is not None
         weight_layout = layer.param_layouts["weight"]
         super().__init__(layer, layer.weight, config)
-        t, rank, is_exact = self.group.size(), self.group.rank(), exact_parts(self.group) is not None
+        t, rank = self.group.size(), self.group.rank()
+        is_partial = arithmetic_of(self.group).norm.partial_gradients
         output_size, input_size = weight_layout.global_shape
         places: Tensor | None = None
         if isinstance(layer, ColumnLinear):
@@ -140,12 +140,12 @@ class LoraAdapter(Adapter):
                 section = torch.arange(output_size)
             layout_a = ParamLayout.replicated((config.r, input_size), t)
             layout_b = section_layout(section, weight_layout, config.r)
-            partial_a, partial_b = layer.sequence_parallel and not is_exact, False
+            partial_a, partial_b = layer.sequence_parallel and is_partial, False
             places = local_places(section, weight_layout, rank)
         else:
             layout_a = ParamLayout((config.r, input_size), 1, weight_layout.intervals, t, weight_layout.stride)
             layout_b = ParamLayout.replicated((output_size, config.r), t)
-            partial_a, partial_b = False, t > 1 and not is_exact
+            partial_a, partial_b = False, t > 1 and is_partial
         self._make_parameter("lora_A", layout_a, _INIT_A, partial_gradient=partial_a)
         self._make_parameter("lora_B", layout_b, init.zeros_, partial_gradient=partial_b)
         self.lora_A: nn.Parameter

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout
 from shardwise.models.adapters.adapter import Adapter
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLayer
-from shardwise.nn import VocabEmbedding
+from shardwise.nn import VocabEmbedding, arithmetic_of
 
 
 class LoraEmbeddingAdapter(Adapter):
@@ -76,8 +75,7 @@ class LoraEmbedding(LoraLayer, VocabEmbedding):
             raise ConfigError(f"the layer has adapters already: {', '.join(layer.lora)}; remove them first")
         if not isinstance(layer, VocabEmbedding):
             raise ConfigError(f"a {type(layer).__name__} is no embedding that is split over a vocabulary")
-        if exact_parts(layer.group) is not None:
-            raise ConfigError("an adapter on the embedding has no exact sums; leave it out, or exact_parts")
+        arithmetic_of(layer.group).refuse("an adapter on the embedding has no exact sums; leave it out, or exact_parts")
         plain: Any = type(layer)
         result: LoraEmbedding = LoraLayer._turn(
             layer, _with_adapter(plain), {name: LoraEmbeddingAdapter(layer, config)}, config

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import balanced_sizes, local_parts, uneven_sizes
-from shardwise.kernels.exact_products import ExactProducts
+from shardwise.exact.by_parts import linear_by_rows
+from shardwise.exact.products import ExactProducts
 from shardwise.models.adapters.adapter import Adapter, LoraAdapter, row_lengths
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.nn import ColumnLinear, LinearParallelism, RowLinear, ShardedModule
 from shardwise.nn.dropout import sharded_dropout
-from shardwise.nn.exact import linear_by_rows
 from shardwise.nn.linear import reduce_product, tensor_parallel_linear
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.nn.quantization import QuantizedTensor
@@ -175,10 +175,11 @@ class LoraLinear(LoraLayer, ParallelLinear):
             for name, section in sections.items()
         }
         plain: Any = type(layer)
-        result: LoraLinear = LoraLayer._turn(layer, _with_adapters(plain), adapters, config)
+        result: LoraLinear = LoraLayer._turn(
+            layer, _with_adapters(plain, isinstance(layer._products, ExactProducts)), adapters, config
+        )
         result.register_buffer("lora_bias_rows", None, persistent=False)
-        if result._exact is not None:
-            result._check_exact()
+        result._check_sums()
         return result
 
     @property
@@ -186,35 +187,14 @@ class LoraLinear(LoraLayer, ParallelLinear):
         """See ``ParallelLinear.is_one_product``."""
         return not self._is_active and super().is_one_product
 
-    def _check_exact(self) -> None:
-        """Raise ConfigError for adapters that have no sum over parts."""
-        if self.lora_config.use_dora:
-            raise ConfigError(
-                "use_dora has no exact form: the lengths of rows are sums over what ranks split; leave it out, or "
-                "exact_parts"
-            )
-        assert self._exact is not None
-        for name, adapter in self.lora.items():
-            assert isinstance(adapter, LoraAdapter)
-            for factor, layout in adapter.param_layouts.items():
-                if layout.dim is not None:
-                    what = f"{factor} of the adapter {name!r}"
-                    local_parts(layout, self.group.rank(), self._exact.num_parts, what=what)
+    def _check_sums(self) -> None:
+        """Raise ConfigError for adapters that the layer's arithmetic cannot sum."""
 
     @property
     def lora_widths(self) -> set[int]:
         """Of how many features there are products: the ranks of the adapters, and of all together."""
         ranks = [adapter.r for adapter in self._adapters()]
         return {*ranks, sum(ranks)}
-
-    def _exact_products(self) -> ExactProducts:
-        """Of the factor that is split as the weight is."""
-        assert self._exact is not None
-        return dataclasses.replace(self._exact, is_narrow=True)
-
-    def _add_exact(self, output: Tensor, product: Tensor) -> Tensor:
-        # Not in one operation, which may round the elements at the end of a tensor otherwise.
-        return output + product * self._adapters()[0].scaling
 
     def remove(self) -> None:
         """See ``LoraLayer.remove``."""
@@ -236,7 +216,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
         return _side_by_side(parts, -1)
 
     def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
-        """``A x``, of a row-parallel layer a partial sum unless the group sums over parts."""
+        """``A x``, of a row-parallel layer a partial sum."""
         return F.linear(input_, factor.to(input_.dtype))
 
     def _up(self) -> Tensor:
@@ -311,33 +291,15 @@ class LoraColumn(LoraLinear):
             low_rank = moves.gather_for_parts(low_rank, dim=0, group=self.group, sizes=uneven)
         elif t > 1:
             low_rank = moves.copy(low_rank, group=self.group)
-        if self._exact is not None:
-            up = tensor_parallel_linear(
-                low_rank,
-                self._up().to(output.dtype),
-                None,
-                parallelism=LinearParallelism.LOCAL,
-                group=self.group,
-                exact=self._exact_products(),
-            )
-            return self._add_exact(output, up)
         output = self._add_up(output, low_rank)
         if is_dora:
             output = output * self._factors().to(output.dtype)
             output = output if bias is None else output + bias.to(output.dtype)
         return output
 
-    def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
-        if self._exact is None:
-            return super()._down(input_, factor)
-        return linear_by_rows(input_, factor, group=self.group, sequence_parallel=self.sequence_parallel)
-
 
 class LoraRow(LoraLinear):
-    """What a RowLinear becomes with adapters: their product is added before the sum over ranks.
-
-    In a group that sums over parts ``A x`` is summed by itself, and ``B`` is multiplied with the sum.
-    """
+    """What a RowLinear becomes with adapters: their product is added before the sum over ranks."""
 
     sequence_parallel: bool
     _input_sizes: list[int]
@@ -352,11 +314,6 @@ class LoraRow(LoraLinear):
     ) -> Tensor:
         if not self._is_active:
             return super()._multiply(input_, weight, bias, sequence_length, parallelism)
-        if self._exact is not None:
-            output = super()._multiply(input_, weight, bias, sequence_length, parallelism)
-            low_rank = self._low_rank(input_, dim=-1, sizes=self._input_sizes)
-            up = linear_by_rows(low_rank, self._up(), group=self.group, sequence_parallel=self.sequence_parallel)
-            return self._add_exact(output, up)
         is_dora = self.lora_config.use_dora
         output = super()._multiply(input_, weight, None if is_dora else bias, parallelism=LinearParallelism.LOCAL)
         output = self._add_up(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes))
@@ -365,23 +322,77 @@ class LoraRow(LoraLinear):
             output = output if bias is None else output + bias.to(output.dtype)
         return reduce_product(output, self.parallelism, self.group)
 
-    def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
-        if self._exact is None:
-            return super()._down(input_, factor)
+
+class _ExactLora(LoraLinear):
+    """Adapters of a layer whose group sums over parts: factors that are split sum as the weight does."""
+
+    def _check_sums(self) -> None:
+        if self.lora_config.use_dora:
+            raise ConfigError(
+                "use_dora has no exact form: the lengths of rows are sums over what ranks split; leave it out, or "
+                "exact_parts"
+            )
+        for name, adapter in self.lora.items():
+            assert isinstance(adapter, LoraAdapter)
+            for factor, layout in adapter.param_layouts.items():
+                if layout.dim is not None:
+                    what = f"{factor} of the adapter {name!r}"
+                    local_parts(layout, self.group.rank(), self._exact_products.num_parts, what=what)
+
+    @property
+    def _exact_products(self) -> ExactProducts:
+        assert isinstance(self._products, ExactProducts)
+        return dataclasses.replace(self._products, is_narrow=True)
+
+    def _split_product(self, input_: Tensor, factor: Tensor, parallelism: LinearParallelism) -> Tensor:
+        """The product with a factor that is split as the weight is."""
         return tensor_parallel_linear(
-            input_,
-            factor.to(input_.dtype),
-            None,
-            parallelism=self.parallelism,
-            group=self.group,
-            exact=self._exact_products(),
+            input_, factor, None, parallelism=parallelism, group=self.group, products=self._exact_products
         )
+
+    def _add(self, output: Tensor, product: Tensor) -> Tensor:
+        # Not in one operation, which may round the elements at the end of a tensor otherwise.
+        return output + product * self._adapters()[0].scaling
+
+
+class ExactLoraColumn(_ExactLora, LoraColumn):
+    """``LoraColumn`` in a group that sums over parts."""
+
+    def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
+        return linear_by_rows(input_, factor, group=self.group, sequence_parallel=self.sequence_parallel)
+
+    def _add_up(self, output: Tensor, low_rank: Tensor) -> Tensor:
+        up = self._up().to(output.dtype)
+        return self._add(output, self._split_product(low_rank, up, LinearParallelism.LOCAL))
+
+
+class ExactLoraRow(_ExactLora, LoraRow):
+    """``LoraRow`` in a group that sums over parts: ``A x`` is summed, and ``B`` is multiplied with the sum."""
+
+    def _multiply(
+        self,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_length: int | None = None,
+        parallelism: LinearParallelism | None = None,
+    ) -> Tensor:
+        output = super(LoraRow, self)._multiply(input_, weight, bias, sequence_length, parallelism)
+        if not self._is_active:
+            return output
+        low_rank = self._low_rank(input_, dim=-1, sizes=self._input_sizes)
+        up = linear_by_rows(low_rank, self._up(), group=self.group, sequence_parallel=self.sequence_parallel)
+        return self._add(output, up)
+
+    def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
+        return self._split_product(input_, factor.to(input_.dtype), self.parallelism)
 
 
 @functools.cache
-def _with_adapters(plain: type[nn.Module]) -> type[nn.Module]:
+def _with_adapters(plain: type[nn.Module], is_exact: bool) -> type[nn.Module]:
     """The class of a ``plain`` layer with adapters."""
-    base = LoraColumn if issubclass(plain, ColumnLinear) else LoraRow
+    columns, rows = (ExactLoraColumn, ExactLoraRow) if is_exact else (LoraColumn, LoraRow)
+    base = columns if issubclass(plain, ColumnLinear) else rows
     return type(f"Lora{plain.__name__}", (base, plain), {"__doc__": f"A {plain.__name__} with adapters."})
 
 

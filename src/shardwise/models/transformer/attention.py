@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention import sdpa_kernel
 
-from shardwise.core.communication import moves
-from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.random import streams
-from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.elementwise import split, split_and_rotate
@@ -26,7 +23,7 @@ from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import layer_arguments, make_norm, softcap
 from shardwise.models.transformer.rotary import apply_rotary
-from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, norm_heads, parameter_device
+from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, arithmetic_of, parameter_device
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import recomputed
 
@@ -80,8 +77,9 @@ class SelfAttention(GroupModule):
         group = tp_group
         num_heads, num_groups, head_dim = config.heads
         split = split_heads(num_heads, num_groups, group.size())
-        if config.exact_parts is not None and num_groups < group.size():
-            raise ConfigError(
+        arithmetic = arithmetic_of(group)
+        if num_groups < group.size():
+            arithmetic.refuse(
                 f"exact: num_query_groups is {num_groups}, fewer than the {group.size()} tensor-parallel ranks, which "
                 "hold copies of key-value heads, and the sum of their gradients has no exact form; use "
                 f"tp {1 << num_groups.bit_length() - 1} at most, or no exact mode"
@@ -94,7 +92,7 @@ class SelfAttention(GroupModule):
         self.logit_softcap = config.attention_logit_softcap
         self.window_size = config.window_size if config.windows(layer_number) else None
         self.rotates = config.rotates(layer_number)
-        self._exact = config.exact_parts is not None
+        self._norm, self._activation = arithmetic.norm, arithmetic.activation
         self.rotary_interleaved = config.rotary_interleaved
         self.recomputes_core = config.recomputes("core_attn")
         self._hold(split, group)
@@ -117,7 +115,7 @@ class SelfAttention(GroupModule):
                 self.q_layernorm, self.k_layernorm = self._make_norms(config, split)
             for param in (*self.q_layernorm.parameters(), *self.k_layernorm.parameters()):
                 # By parts a gradient is whole as soon as it is made.
-                param.sequence_parallel = group.size() > 1 and not self._exact  # type: ignore[attr-defined]
+                param.sequence_parallel = group.size() > 1 and self._norm.partial_gradients  # type: ignore[attr-defined]
         self.linear_proj = RowLinear(
             num_heads * head_dim,
             config.hidden_size,
@@ -142,6 +140,7 @@ class SelfAttention(GroupModule):
         self.queries_of_groups = split.queries_of_groups(group.rank())
         self.num_local_groups = len(self.queries_of_groups)
         self._is_even = len(set(self.queries_of_groups)) == 1
+        self._rotates_while_splitting = self._is_even and self._activation.rotates_while_splitting
         self._head_sizes = split.query_sizes()
 
     def with_heads_of(self, split: HeadSplit, group: ProcessGroup) -> Self:
@@ -224,23 +223,13 @@ class SelfAttention(GroupModule):
         """``[s, b, heads/t, d]`` and ``[s, b, groups/t, d]`` to the same."""
         if self.q_layernorm is None or self.k_layernorm is None:
             return query, key
-        if self._exact:
-            return (
-                norm_heads(self.q_layernorm, query, group=self.group),
-                norm_heads(self.k_layernorm, key, group=self.group),
-            )
-        if not isinstance(self.q_layernorm, HeadsRMSNorm) or not isinstance(self.k_layernorm, HeadsRMSNorm):
-            return self.q_layernorm(query), self.k_layernorm(key)
-        squares = torch.stack((self.q_layernorm.squares(query), self.k_layernorm.squares(key)))
-        # The sum is identical on all ranks, and each uses it for its own heads: the gradient is a partial sum there.
-        squares = moves.copy(moves.reduce(squares, group=self.group), group=self.group)
-        return self.q_layernorm(query, squares[0]), self.k_layernorm(key, squares[1])
+        return self._norm.heads(self.q_layernorm, self.k_layernorm, query, key, group=self.group)
 
     def _split_heads(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """``[s, b, rows/t]`` to ``[s, b, heads/t, d]`` and twice ``[s, b, groups/t, d]``, normed and rotated."""
         s, b, _ = mixed.shape
         per_group, head_dim, interleaved = self.queries_of_groups[0], self.head_dim, self.rotary_interleaved
-        if self._is_even and rotary is not None and self.q_layernorm is None and not self._exact:
+        if self._rotates_while_splitting and rotary is not None and self.q_layernorm is None:
             return split_and_rotate(
                 mixed, *rotary, queries_per_group=per_group, head_dim=head_dim, interleaved=interleaved
             )
@@ -253,14 +242,16 @@ class SelfAttention(GroupModule):
         query, key = self._norm_heads(query, key)
         if rotary is not None:
             query, key = (
-                apply_rotary(x, rotary, interleaved=interleaved, at_any_size=self._exact) for x in (query, key)
+                apply_rotary(x, rotary, interleaved=interleaved, at_any_size=self._activation.at_any_size)
+                for x in (query, key)
             )
         return query, key, value
 
     @property
     def attends_at_position(self) -> bool:
         """Whether it can attend to a cache that is read by ``AttentionMask.query_position``."""
-        return type(self) is SelfAttention and self._is_even and self.attn_mask_type.is_causal and not self._exact
+        is_causal, reads = self.attn_mask_type.is_causal, self._activation.reads_a_cache
+        return type(self) is SelfAttention and self._is_even and is_causal and reads
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         if mask.query_position is not None:
@@ -317,8 +308,7 @@ class SelfAttention(GroupModule):
     ) -> Tensor:
         """Written out for some queries at a time, and again in the backward, so that no more scores are in memory."""
         b, heads, s, _ = query.shape
-        # The gradients of keys and values are sums over blocks, which then may not depend on how many heads are here.
-        counted = sum(self._head_sizes) if self._exact else heads
+        counted = self._activation.counted_heads(heads, sum(self._head_sizes))
         rows = max(1, _SCORES_OF_BLOCK // max(1, b * counted * key.size(2)))
         blocks = []
         for start in range(0, s, rows):
@@ -345,7 +335,7 @@ class SelfAttention(GroupModule):
         scores = (query @ key.transpose(-1, -2)) * scale
         if self.logit_softcap is not None:
             capped = partial(softcap, cap=self.logit_softcap)
-            scores = in_blocks(capped, scores) if self._exact else capped(scores)
+            scores = self._activation(capped, scores)
         if bias is not None:
             scores = scores + bias
             forbidden = bias == -torch.inf

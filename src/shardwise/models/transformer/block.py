@@ -15,7 +15,7 @@ from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.kernels.agreed import agree_on_kernels
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
-from shardwise.nn import GroupModule, apply_norm, parameter_device
+from shardwise.nn import GroupModule, arithmetic_of, parameter_device
 from shardwise.nn.recompute import recomputed
 
 
@@ -121,9 +121,8 @@ class TransformerBlock(GroupModule):
             run = recomputed if is_recomputed and attention.get("cache") is None else _call
             hidden = run(_through, layers, hidden, sequence_length=sequence_length, **attention)
         if self.final_layernorm is not None:
-            hidden = apply_norm(
-                self.final_layernorm, hidden, group=self.tp_group, sequence_parallel=self._sequence_parallel
-            )
+            norm, split = arithmetic_of(self.tp_group).norm, self._sequence_parallel
+            hidden = norm(self.final_layernorm, hidden, group=self.tp_group, sequence_parallel=split)
         return hidden
 
     def _spans(self) -> Iterator[tuple[list[nn.Module], bool]]:

@@ -13,7 +13,7 @@ from shardwise.core.sharding import balanced_sizes
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.mlp import MLP, make_norm
-from shardwise.nn import GroupModule, add_and_norm, apply_norm, parameter_device
+from shardwise.nn import GroupModule, arithmetic_of, parameter_device
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import OutputRecomputation, recomputed
 
@@ -105,7 +105,7 @@ class TransformerLayer(GroupModule):
         self.is_parallel = config.parallel_residual
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
         self._tp_group, self._sequence_parallel = tp_group, config.sequence_parallel
-        self._exact = config.exact_parts is not None
+        self._norm = arithmetic_of(tp_group).norm
         self.residual_multiplier = config.residual_multiplier
         self._norms_sum = position == "post"
         self.recomputes_norms, self.recomputes_mlp = config.recomputes("layernorm"), config.recomputes("mlp")
@@ -159,7 +159,7 @@ class TransformerLayer(GroupModule):
     def _branch(self, output: Tensor, norm: nn.Module | None, sequence_length: int | None) -> Tensor:
         """What attention or MLP adds to the residual stream."""
         if norm is not None and not self._norms_sum:
-            output = (self._by_parts(norm) if self._exact else norm)(output)
+            output = self._normed(norm, output)
         if self.residual_multiplier != 1.0:
             output = output * self.residual_multiplier
         added: Tensor = self.dropout(output, sequence_length=sequence_length)
@@ -169,8 +169,8 @@ class TransformerLayer(GroupModule):
         if norm is None:
             return _Input(hidden, hidden, None)
         recomputation = OutputRecomputation() if self.recomputes_norms else None
-        apply = self._by_parts(norm) if self._exact else norm
-        normed: Tensor = apply(hidden) if recomputation is None else recomputation.run(apply, hidden)
+        apply = partial(self._normed, norm)
+        normed = apply(hidden) if recomputation is None else recomputation.run(apply, hidden)
         return _Input(normed if self.residual_is_normed else hidden, normed, recomputation)
 
     def _between(self, residual: Tensor, added: Tensor) -> _Input:
@@ -185,10 +185,8 @@ class TransformerLayer(GroupModule):
         return _Input(normed if self.residual_is_normed else total, normed, None)
 
     def _add_and_norm(self, norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._exact:
-            return add_and_norm(norm, residual, added)
-        total = residual + added
-        return total, self._by_parts(norm)(total)
+        group, split = self._tp_group, self._sequence_parallel
+        return self._norm.add_and_norm(norm, residual, added, group=group, sequence_parallel=split)
 
-    def _by_parts(self, norm: nn.Module) -> Callable[[Tensor], Tensor]:
-        return partial(apply_norm, norm, group=self._tp_group, sequence_parallel=self._sequence_parallel)
+    def _normed(self, norm: nn.Module, input_: Tensor) -> Tensor:
+        return self._norm(norm, input_, group=self._tp_group, sequence_parallel=self._sequence_parallel)

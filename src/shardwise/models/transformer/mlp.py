@@ -4,7 +4,6 @@ From a model's config to the arguments, norms and activations of its layers: the
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.layout import Layout
-from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.elementwise import swiglu
 from shardwise.models.config import LayerConfig, ModelConfig
-from shardwise.nn import ColumnLinear, GroupModule, RowLinear
+from shardwise.nn import ColumnLinear, GroupModule, RowLinear, arithmetic_of
 from shardwise.nn.norm import NORMS
 from shardwise.nn.recompute import OutputRecomputation
 
@@ -111,7 +109,7 @@ class MLP(GroupModule):
         assert config.ffn_hidden_size is not None
         self.activation_func = config.activation_func
         self.recomputes_activation = config.recomputes("mlp_act")
-        self._exact = config.exact_parts is not None
+        self._activation = arithmetic_of(tp_group).activation
         self.gated = config.gated_linear_unit
         sections = 2 if self.gated else 1
         arguments = layer_arguments(config, group=tp_group)
@@ -157,9 +155,8 @@ class MLP(GroupModule):
 
     def _activate(self, inner: Tensor) -> Tensor:
         if self.gated and self.activation_func is F.silu:
-            return swiglu(inner, at_any_size=self._exact)
-        activate = partial(in_blocks, self.activation_func) if self._exact else self.activation_func
+            return swiglu(inner, at_any_size=self._activation.at_any_size)
         if not self.gated:
-            return activate(inner)
+            return self._activation(self.activation_func, inner)
         gate, up = inner.chunk(2, dim=-1)
-        return activate(gate) * up
+        return self._activation(self.activation_func, gate) * up

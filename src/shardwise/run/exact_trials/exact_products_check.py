@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from shardwise.core.communication.trees import tree_sum
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import LocalParts, ParamLayout, balanced_sizes, local_parts
-from shardwise.kernels.exact_products import ExactProducts
+from shardwise.exact.by_parts import add_bias_by_parts, linear_by_parts, norm_by_parts
+from shardwise.exact.products import ExactProducts
 from shardwise.models.adapters.lora_layers import LoraLinear
 from shardwise.nn import RowLinear
-from shardwise.nn.exact import add_bias_by_parts, linear_by_parts, norm_by_parts
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.run.exact_trials.exact_trials import (
     MOST_ELEMENTS,
@@ -100,9 +100,9 @@ def try_linear_layers(trials: Trials, model: nn.Module, rows: int) -> None:
 def _kinds(model: nn.Module) -> list[_Kind]:
     kinds = set()
     for layer in model.modules():
-        if not isinstance(layer, ParallelLinear) or layer._exact is None:
+        if not isinstance(layer, ParallelLinear) or not isinstance(layer._products, ExactProducts):
             continue
-        split = layer._exact.split
+        split = layer._products.split
         both = layer.out_features, layer.in_features
         size, other = both if split == "output" else both[::-1]
         has_bias = split == "output" and layer.bias is not None
@@ -246,7 +246,11 @@ def _norms(model: nn.Module) -> dict[object, nn.Module]:
 
 
 def _biases(model: nn.Module) -> set[int]:
-    rows = (layer for layer in model.modules() if isinstance(layer, RowLinear) and layer._exact is not None)
+    rows = (
+        layer
+        for layer in model.modules()
+        if isinstance(layer, RowLinear) and isinstance(layer._products, ExactProducts)
+    )
     return {layer.out_features for layer in rows if layer.bias is not None}
 
 
@@ -254,10 +258,12 @@ def _factors(model: nn.Module) -> set[tuple[int, int]]:
     """Shapes of the factors that every rank holds: ``A`` of column-parallel layers, and ``B`` of row-parallel ones."""
     shapes = set()
     for layer in model.modules():
-        if not isinstance(layer, LoraLinear) or not isinstance(layer, ParallelLinear) or layer._exact is None:
+        if not isinstance(layer, ParallelLinear) or not isinstance(layer._products, ExactProducts):
+            continue
+        if not isinstance(layer, LoraLinear):
             continue
         for few in layer.lora_widths:
-            shapes.add((few, layer.in_features) if layer._exact.split == "output" else (layer.out_features, few))
+            shapes.add((few, layer.in_features) if layer._products.split == "output" else (layer.out_features, few))
     return shapes
 
 

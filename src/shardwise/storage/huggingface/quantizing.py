@@ -14,6 +14,7 @@ from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamShard
 from shardwise.core.topology import Groups
+from shardwise.nn import arithmetic_of
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.nn.quantization import Quantization, QuantizedTensor, check_available, quantize_shard
 from shardwise.storage.huggingface.filling import fill_shard_
@@ -60,8 +61,7 @@ def make_room_(
         layer = owners.get(id(shard.data))
         if layer is None or any(quantization.keeps(name.removesuffix(".weight")) for name in composition.stored_shapes):
             continue
-        if layer._exact is not None:
-            raise ConfigError(f"a base in {quantization.kind} has no exact sums; leave one of the two out")
+        arithmetic_of(layer.group).refuse(f"a base in {quantization.kind} has no exact sums; leave one of the two out")
         chosen.append((layer, shard))
         # It must not be allocated with the others.
         layer.weight = _marked(shard.data.new_empty(0), shard)

@@ -23,8 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.core.communication.trees import tree_sum, tree_sum_stacked_
+from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, LocalParts
 from shardwise.kernels import products
+from shardwise.kernels.products import Products
 
 # MKL multiplies matrices of up to about 10 columns otherwise than wider ones.
 _NARROW = 16
@@ -32,7 +34,7 @@ _BY_ROWS = torch.contiguous_format
 
 
 @dataclass(frozen=True)
-class ExactProducts:
+class ExactProducts(Products):
     """The products of a layer of which one dimension is split into parts.
 
     Attributes:
@@ -48,6 +50,9 @@ class ExactProducts:
     size: int
     num_parts: int
     is_narrow: bool = False
+
+    is_usual = False
+    adds_bias = False
 
     def _runs(self, factor: Tensor) -> list[slice] | None:
         """The parts of a split dimension that is not summed, where each is a product of its own; None for one product.
@@ -65,7 +70,18 @@ class ExactProducts:
     def _intervals(self) -> list[Interval]:
         return sorted(interval for part in self.parts for interval in part)
 
-    def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def aligned(self, input_: Tensor, weight: Tensor) -> Products:
+        """These: rows lie where the parts put them."""
+        return self
+
+    def in_dtype(self, dtype: torch.dtype) -> Products:
+        """Raise a ConfigError: sums are rounded to the input's dtype."""
+        raise ConfigError(
+            f"output_dtype is {dtype}, and the group's sums are exact, whose outputs have the input's dtype; leave "
+            "output_dtype out, or cast the output"
+        )
+
+    def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``input_ @ weight.T + bias``: ``[..., i]`` and ``[o, i]`` to ``[..., o]``."""
         if self.split == "input":
             output = self._sum(input_, weight.t())

@@ -1,0 +1,127 @@
+"""How the layers of a group compute, chosen once, when a layer is made.
+
+Layers ask ``arithmetic_of(group)`` for their products, norms and activations, and never of which kind they are. A group
+has the plain arithmetic, unless ``shardwise.exact`` gave it the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication import moves
+from shardwise.core.communication.context import context_of
+from shardwise.core.sharding import ParamLayout
+from shardwise.kernels.products import Products
+from shardwise.nn.norm import HeadsRMSNorm, add_and_norm
+
+
+class Norm:
+    """Norms and biases: parameters that every rank holds whole.
+
+    Args of all methods: ``group``, the ranks that share the sequence or the heads; ``sequence_parallel``, True if each
+    rank holds its shard of the sequence, ``[s/t, b, h]`` instead of ``[s, b, h]``.
+
+    Attributes:
+        partial_gradients: gradients of parameters that ranks apply to different tokens or heads are partial sums.
+    """
+
+    partial_gradients = True
+
+    def __call__(self, norm: nn.Module, input_: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+        """``norm(input_)``."""
+        output: Tensor = norm(input_)
+        return output
+
+    def add_and_norm(
+        self, norm: nn.Module, residual: Tensor, added: Tensor, *, group: ProcessGroup, sequence_parallel: bool
+    ) -> tuple[Tensor, Tensor]:
+        """``residual + added``, and its norm."""
+        return add_and_norm(norm, residual, added)
+
+    def heads(
+        self, query_norm: nn.Module, key_norm: nn.Module, query: Tensor, key: Tensor, *, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        """The norms of queries ``[s, b, heads/t, d]`` and keys ``[s, b, groups/t, d]``."""
+        if not isinstance(query_norm, HeadsRMSNorm) or not isinstance(key_norm, HeadsRMSNorm):
+            return query_norm(query), key_norm(key)
+        squares = torch.stack((query_norm.squares(query), key_norm.squares(key)))
+        # The sum is identical on all ranks, and each uses it for its own heads: the gradient is a partial sum there.
+        squares = moves.copy(moves.reduce(squares, group=group), group=group)
+        return query_norm(query, squares[0]), key_norm(key, squares[1])
+
+    def add_bias(self, output: Tensor, bias: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+        """``output + bias``."""
+        # Under autocast the output has another dtype than the bias; a whole linear would add in the output's.
+        return output + bias.to(output.dtype)
+
+
+class Activation:
+    """Functions that compute element by element.
+
+    Attributes:
+        at_any_size: kernels give an element the same bits at every size of the tensor.
+        rotates_while_splitting: heads may be split and rotated in one pass.
+        reads_a_cache: one query may be answered by the kernel for decoding.
+    """
+
+    at_any_size = False
+    rotates_while_splitting = True
+    reads_a_cache = True
+
+    def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
+        """``function(input_)``."""
+        return function(input_)
+
+    def counted_heads(self, local: int, whole: int) -> int:
+        """The number of heads by which attention chooses the size of its blocks, of this rank's and of all heads."""
+        return local
+
+
+class Arithmetic:
+    """The strategies of one group's layers; this class is the plain arithmetic.
+
+    Attributes:
+        norm, activation: see their classes.
+        sequence_first: embeddings look ids up in the order of the sequence, ``[s, b]``.
+        fuses_loss: output layer and loss may be computed in one.
+        leaves_out_tokens: the output layer may leave tokens out that the loss does not count.
+    """
+
+    norm = Norm()
+    activation = Activation()
+    sequence_first = False
+    fuses_loss = True
+    leaves_out_tokens = True
+
+    def products(self, layout: ParamLayout, split: Literal["output", "input"], *, group: ProcessGroup) -> Products:
+        """The products of a linear layer.
+
+        Args:
+            layout: of its weight.
+            split: which features the ranks share.
+            group: these ranks.
+
+        Raises:
+            ConfigError: this arithmetic has no products for such a layout.
+        """
+        return Products()
+
+    def sums_in_order(self, ids: Tensor) -> bool:
+        """True if the gradient of an embedding of these ids must be summed in a fixed order."""
+        return False
+
+    def refuse(self, message: str) -> None:
+        """Raise a ConfigError of this message if there is only a plain way to compute something."""
+
+
+_PLAIN = Arithmetic()
+
+
+def arithmetic_of(group: ProcessGroup) -> Arithmetic:
+    """The arithmetic of the group's layers."""
+    return cast(Arithmetic, context_of(group).arithmetic or _PLAIN)
