@@ -20,8 +20,8 @@ EXPORTS = {
     "shardwise": "Groups Topology",
     "shardwise.models": "Bert Classification GPT LayerConfig ModelConfig RecomputeConfig",
     "shardwise.nn": (
-        "ColumnLinear GroupModule HeadsRMSNorm LinearParallelism ReplicatedEmbedding ReplicatedLinear RowLinear "
-        "ShardedModule VocabEmbedding add_and_norm apply_norm named_param_layouts norm_heads parameter_device "
+        "Arithmetic ColumnLinear GroupModule HeadsRMSNorm LinearParallelism ReplicatedEmbedding ReplicatedLinear "
+        "RowLinear ShardedModule VocabEmbedding add_and_norm arithmetic_of named_param_layouts parameter_device "
         "tensor_parallel_linear viewless"
     ),
     "shardwise.run": (

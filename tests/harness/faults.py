@@ -231,8 +231,8 @@ FAULTS = (
     Fault(
         "bias of a row layer added on every rank",
         "row:RowLinear.forward",
-        "self.bias is not None and (self.group.size() > 1 or self._exact is not None)",
-        "self._exact is not None",
+        "self.bias is not None and (self.group.size() > 1 or not self._products.adds_bias)",
+        "not self._products.adds_bias",
         "tests/nn/test_parallel_layers.py::test_row_linear_is_a_part_of_linear",
     ),
     Fault(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data import Batch, TextWindows, Windows
-from shardwise.kernels.blocks import sum_at_any_threads
+from shardwise.training.gradients.gradients import Gradients
 
 
 class Objective:
@@ -77,14 +77,14 @@ class CrossEntropy(Objective):
     """Of each token that counts.
 
     Attributes:
-        is_exact: sum in an order that does not depend on the number of threads.
+        sum_of_losses: sums the losses of a micro-batch, in the dtype given (``Gradients.sum_of_losses``).
     """
 
-    is_exact: bool = False
+    sum_of_losses: Callable[[Tensor, torch.dtype | None], Tensor] = Gradients.sum_of_losses
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """The sum of the losses that the model gives; see ``Objective``."""
-        return sum_at_any_threads(output, dtype) if self.is_exact else output.sum(dtype=dtype), None
+        return self.sum_of_losses(output, dtype), None
 
     def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
         """The loss, in nats per token and in bits per byte."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +11,7 @@ from shardwise.core.topology import Groups
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.training.gradients import GradientBuffers, GradientTrees
+from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees
 from shardwise.training.optimizer.gradients import summed_over_other_groups
 from shardwise.training.optimizer.local_shards import LocalShards
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, MasterWeights
@@ -20,14 +19,10 @@ from shardwise.training.optimizer.optimizer import ShardedOptimizer
 from shardwise.training.optimizer.zero import ZeroOptimizer
 from shardwise.training.settings import RunSettings
 
-if TYPE_CHECKING:
-    # Importing it imports DTensor, which takes a while.
-    from shardwise.training.gradients.fully_sharded import FullyShardedModel
-
 
 def build_optimizer(
     settings: RunSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
-) -> tuple[ShardedOptimizer, GradientBuffers | GradientTrees | FullyShardedModel | None]:
+) -> tuple[ShardedOptimizer, Gradients]:
     """The optimizer of a run's model, and what sums its gradients.
 
     Args:
@@ -37,9 +32,7 @@ def build_optimizer(
         groups: the model's process groups.
 
     Returns:
-        The optimizer; and the buffers in which gradients are summed over the data-parallel ranks, and over
-        micro-batches in fp32, or the trees of an exact run, or what shards the model. None if there is one rank, and
-        parameters in the dtype in which they are updated.
+        The optimizer, and what sums the gradients over the data-parallel ranks, and over micro-batches in fp32.
     """
     dp_group = groups.dp
     assert dp_group is not None
@@ -50,12 +43,13 @@ def build_optimizer(
     if parts is not None:
         sum_in_parts(dp_group, parts)
     if settings.parallel.shards_fully(num_ranks):
+        # Importing it imports DTensor, which takes a while.
         from shardwise.training.gradients.fully_sharded import FullyShardedModel
 
         sharded = FullyShardedModel(chunks, group=dp_group, dtype=dtype)
         return LocalShards(optimizer, sharded), sharded
     if num_ranks == 1 and not has_masters and parts is None:
-        return optimizer, None
+        return optimizer, Gradients.of([param for param in model.parameters() if param.requires_grad])
     splits_state = settings.parallel.zero > 0 and num_ranks > 1
     whole = summed_over_other_groups(model, tp_group=groups.tp, embd_group=groups.embd)
     summing = GradientBuffers if parts is None else GradientTrees

@@ -8,19 +8,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import host_numbers
-from shardwise.core.communication.trees import exact_total
 from shardwise.core.errors import DivergenceError
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
@@ -29,7 +26,7 @@ from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_
 from shardwise.data.loader import BatchMover
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.training.gradients import GradientTrees
+from shardwise.training.gradients import Total
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective
 from shardwise.training.optimization import build_optimizer
@@ -81,8 +78,7 @@ class Trainer:
         DesyncError: ranks hold different values of a parameter that they hold alike; on every rank.
 
     Attributes:
-        gradients: the buffers in which gradients are summed over the data-parallel ranks, and over micro-batches in
-            fp32; None if there is one rank, and parameters in the dtype in which the optimizer updates them.
+        gradients: what sums gradients over the data-parallel ranks, and over micro-batches in fp32.
         loss_scale: None where the loss is not scaled.
         num_skipped: steps whose gradients overflowed, in all.
         wishes: if not None, called in every step for numbers that each rank has to say.
@@ -119,10 +115,10 @@ class Trainer:
         self._prepared: _Prepared | None = None
         precision = PRECISIONS[settings.training.dtype]
         self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
-        self._is_exact = isinstance(self.gradients, GradientTrees)
-        self.objective = CrossEntropy(self._is_exact) if objective is None else objective
+        self.objective = CrossEntropy(self.gradients.sum_of_losses) if objective is None else objective
         self._needs_lengths = self.objective.depends_on_length or any(each.depends_on_length for each in self._chunks)
-        self._seed_micro_batch: Callable[[int], None] | None = None
+        self._step = self._num_micro_batches = 0
+        self._seed_micro_batch = self._seed_in_order if self.gradients.seeds_micro_batches else _draw_on
         self.loss_scale = DynamicLossScale() if precision.scales_loss else None
         self.num_skipped = 0
 
@@ -161,24 +157,18 @@ class Trainer:
         stream_seed = _stream_seed(settings.training.seed, step, self.dp_group.rank(), stage)
         seed_streams(stream_seed, self.tp_group.rank(), rng=settings.training.rng)
         self.model.train()
-        if self.gradients is None:
-            self.optimizer.zero_grad(set_to_none=True)
-        elif not isinstance(self.gradients, GradientTrees):
-            self.gradients.zero_()
         if num_labels is None:
             num_labels = settings.training.global_batch_size * settings.sequence_length
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         total = self._new_total(self.objective)
         batches = list(micro_batches)
-        if isinstance(self.gradients, GradientTrees):
-            self.gradients.begin(len(batches))
-        self._seed_micro_batch = partial(self._seed_of, step, len(batches)) if self._is_exact else None
-        no_sync = contextlib.nullcontext if self.gradients is None else self.gradients.no_sync
+        self.gradients.begin(len(batches))
+        self._step, self._num_micro_batches = step, len(batches)
+        no_sync = self.gradients.no_sync
         with self._deferred_checks() as checks:
             if self._pipeline is None:
                 for number, batch in enumerate(self._mover.moved(batches), 1):
-                    if self._seed_micro_batch is not None:
-                        self._seed_micro_batch(number - 1)
+                    self._seed_micro_batch(number - 1)
                     with no_sync() if number < len(batches) else contextlib.nullcontext():
                         output = self.model(**self.objective.inputs(batch))
                         loss, means = _means(self.objective, output, batch, num_labels)
@@ -196,8 +186,7 @@ class Trainer:
                     self._pipeline, schedule, batches, self.objective.inputs, scaled, no_sync
                 ):
                     total.add(means)
-        if self.gradients is not None:
-            self.gradients.finish()
+        self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
         largest, pp_group = settings.optimizer.clip_grad_norm, self.pp_group
         norm = clip_grad_norm_(
@@ -234,14 +223,13 @@ class Trainer:
             self.loss_scale.keep_()
         return StepResult(mean_loss, grad_norm, learning_rate, used, others=tuple(others))
 
-    def _new_total(self, objective: Objective) -> _Total:
-        zeros = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=self.device)
-        return _ExactTotal(zeros) if self._is_exact else _Total(zeros)
+    def _new_total(self, objective: Objective) -> Total:
+        return self.gradients.total(torch.zeros(1 + len(objective.names), dtype=torch.float64, device=self.device))
 
-    def _seed_of(self, step: int, num_micro_batches: int, micro_batch: int) -> None:
+    def _seed_in_order(self, micro_batch: int) -> None:
         """Dropout's numbers of one micro-batch of the global batch, on whichever rank it is."""
-        training, number = self.settings.training, self.dp_group.rank() * num_micro_batches + micro_batch
-        seed_streams(_stream_seed(training.seed, step, number, 0), self.tp_group.rank(), rng=training.rng)
+        training, number = self.settings.training, self.dp_group.rank() * self._num_micro_batches + micro_batch
+        seed_streams(_stream_seed(training.seed, self._step, number, 0), self.tp_group.rank(), rng=training.rng)
 
     def _run_pipeline(
         self,
@@ -262,7 +250,7 @@ class Trainer:
         config, (b, s) = self._chunks[0].config, batches[0][0].shape
 
         def forward(micro_batch: int, chunk: int) -> Tensor:
-            if self._seed_micro_batch is not None and torch.is_grad_enabled():
+            if torch.is_grad_enabled():
                 self._seed_micro_batch(micro_batch)
             output: Tensor = self._chunks[chunk](**inputs(moved[micro_batch]))
             return output
@@ -282,7 +270,7 @@ class Trainer:
         return DeferredChecks() if self.defers_checks else contextlib.nullcontext()
 
     def _read(
-        self, total: _Total, norm: Tensor | None, checks: DeferredChecks | None, wishes: Sequence[float] = ()
+        self, total: Total, norm: Tensor | None, checks: DeferredChecks | None, wishes: Sequence[float] = ()
     ) -> tuple[list[float], list[float]]:
         """The one place where the host waits for the device, once a step.
 
@@ -388,36 +376,8 @@ def _means(
     return loss, alone if others is None else torch.cat([alone.to(others.dtype), others / num_labels])
 
 
-class _Total:
-    """The sums of what a rank's micro-batches report, in fp64: of the loss first."""
-
-    def __init__(self, zeros: Tensor) -> None:
-        self.tensor = zeros
-
-    def add(self, means: Tensor) -> None:
-        self.tensor += means
-
-    def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
-        """The sums over the ranks of all groups."""
-        total = self.tensor
-        for group in groups:
-            total = all_reduce(total, group=group)
-        return total
-
-
-class _ExactTotal(_Total):
-    """The same of the loss alone, rounded once, so that it does not matter which rank has which micro-batch."""
-
-    def __init__(self, zeros: Tensor) -> None:
-        super().__init__(zeros)
-        self._losses: list[Tensor] = []
-
-    def add(self, means: Tensor) -> None:
-        self._losses.append(means.to(self.tensor.dtype))
-
-    def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
-        losses: list[float] = torch.cat(self._losses).tolist() if self._losses else []
-        return self.tensor.new_tensor([exact_total(losses, groups=groups, what="the losses")])
+def _draw_on(micro_batch: int) -> None:
+    """Micro-batches take their numbers one after the other."""
 
 
 def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:

@@ -35,6 +35,7 @@ from shardwise.run.exact_trials.exact_trials import (
     powers_of_two,
     require_same_bits,
 )
+from shardwise.training.gradients import GradientTrees
 from shardwise.training.objective import CrossEntropy
 from shardwise.training.optimizer.adamw import STATE_NAMES, VECTOR
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
@@ -94,7 +95,7 @@ def try_loss(trials: Trials, config: ModelConfig, vocab_size: int, *, batch: int
 
     def try_sum(_: int) -> None:
         for dtype in (None, torch.float64):
-            summed = partial(CrossEntropy(is_exact=True).sums, losses, (), dtype)
+            summed = partial(CrossEntropy(GradientTrees.sum_of_losses).sums, losses, (), dtype)
             what = f"the sum of the losses of {list(losses.shape)} tokens, on one thread,"
             compare(on_one_thread(summed)[0], on_several_threads(summed)[0], what)
 

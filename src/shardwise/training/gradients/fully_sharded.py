@@ -28,10 +28,11 @@ from shardwise.core.communication.collectives import all_gather, reduce_scatter
 from shardwise.core.sharding.balanced import first_row, intervals_of_rows, is_sharded, local_rows, set_group_of_rows_
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.layer import TransformerLayer
+from shardwise.training.gradients.gradients import Gradients
 from shardwise.training.gradients.parameter_buffers import Division
 
 
-class FullyShardedModel:
+class FullyShardedModel(Gradients):
     """Shards a model, and sums its gradients over the data-parallel ranks, as ``GradientBuffers`` does of a whole one.
 
     Outside of its forward and its backward each parameter of the model is a ``DTensor`` of the shape that tensor

@@ -30,6 +30,7 @@ from shardwise.core.communication.agreement import check_same
 from shardwise.core.communication.collectives import all_reduce_async, reduce_scatter_async
 from shardwise.core.errors import ConfigError
 from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, Bucket, make_buckets, trained_by_dtype
+from shardwise.training.gradients.gradients import Gradients
 
 
 @dataclass(eq=False)
@@ -46,7 +47,7 @@ class _Slot:
     is_attached: bool = False
 
 
-class GradientBuffers:
+class GradientBuffers(Gradients):
     """The gradients of a model, reduced over data-parallel ranks.
 
     Each trained parameter has ``main_grad``, a view of a buffer, of the parameter's shape. In the parameter's own dtype

@@ -13,8 +13,7 @@ With ``scatter`` each rank gets an interval of the sums, which is the first half
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,12 +23,31 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_reduce, reduce_scatter
-from shardwise.core.communication.trees import TreeCounter
+from shardwise.core.communication.trees import TreeCounter, exact_total
 from shardwise.core.errors import ConfigError
+from shardwise.kernels.blocks import sum_at_any_threads
 from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, Bucket, make_buckets, trained_by_dtype
+from shardwise.training.gradients.gradients import Gradients, Total
 
 
-class GradientTrees:
+class ExactTotal(Total):
+    """``Total`` of the loss alone, rounded once, so that it does not matter which rank has which micro-batch."""
+
+    def __init__(self, zeros: Tensor) -> None:
+        super().__init__(zeros)
+        self._losses: list[Tensor] = []
+
+    def add(self, values: Tensor) -> None:
+        """See ``Total``."""
+        self._losses.append(values.to(self.tensor.dtype))
+
+    def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
+        """See ``Total``."""
+        losses: list[float] = torch.cat(self._losses).tolist() if self._losses else []
+        return self.tensor.new_tensor([exact_total(losses, groups=groups, what="the losses")])
+
+
+class GradientTrees(Gradients):
     """The gradients of a model, summed by a tree over a step's micro-batches and the data-parallel ranks.
 
     After each backward a parameter's ``grad`` is taken away. ``finish()``, once a step, leaves the sum in ``grad``, or
@@ -50,6 +68,10 @@ class GradientTrees:
     Raises:
         ConfigError: in ``finish``, a parameter got a gradient from some micro-batches only, or with ``scatter`` none.
     """
+
+    total = ExactTotal
+    sum_of_losses = staticmethod(sum_at_any_threads)
+    seeds_micro_batches = True
 
     def __init__(
         self,
@@ -103,11 +125,6 @@ class GradientTrees:
         for param in self._names:
             tensor: Any = param
             param.grad = tensor.main_grad = None
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Nothing: sums over ranks wait for ``finish`` anyway."""
-        yield
 
     @torch.no_grad()
     def finish(self) -> None:
