@@ -16,6 +16,7 @@ from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.random import streams
+from shardwise.core.sharding import Replicas
 from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
@@ -26,7 +27,7 @@ from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import layer_arguments, make_norm, softcap
 from shardwise.models.transformer.rotary import apply_rotary
-from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, norm_heads, parameter_device
+from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, norm_heads, parameter_device, set_replicas_
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import recomputed
 
@@ -59,8 +60,8 @@ class SelfAttention(GroupModule):
     Attributes:
         num_local_groups: key-value heads of this rank.
         q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of one head each, or of all heads together. Every
-            rank holds them whole and applies them to its own heads, so that their gradients are partial sums
-            (``param.sequence_parallel``), with sequence parallelism or without, except with ``config.exact_parts``.
+            rank holds them whole and applies them to its own heads, so that their gradients are partial sums, with
+            sequence parallelism or without, except with ``config.exact_parts``.
         window_size: of this layer; None if none.
         rotates: whether this layer rotates queries and keys.
 
@@ -115,9 +116,9 @@ class SelfAttention(GroupModule):
         if config.qk_layernorm:
             with parameter_device(group, on_cpu=config.use_cpu_initialization):
                 self.q_layernorm, self.k_layernorm = self._make_norms(config, split)
-            for param in (*self.q_layernorm.parameters(), *self.k_layernorm.parameters()):
+            for norm in (self.q_layernorm, self.k_layernorm):
                 # By parts a gradient is whole as soon as it is made.
-                param.sequence_parallel = group.size() > 1 and not self._exact  # type: ignore[attr-defined]
+                set_replicas_(norm, Replicas(summed_over=("tp",) if group.size() > 1 and not self._exact else ()))
         self.linear_proj = RowLinear(
             num_heads * head_dim,
             config.hidden_size,
