@@ -14,9 +14,10 @@ from shardwise.megatron.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from shardwise.megatron.layer_parts import MLP, SelfAttention
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
-from shardwise.nn import replicas_of
+from shardwise.nn.module import replicas_of
 from shardwise.tensor_parallel import RowParallelLinear
 from shardwise.training.optimizer.gradients import global_grad_norm
 
@@ -156,6 +157,9 @@ def test_parameters_of_the_model_are_marked_as_their_replicas_are(group, split):
     assert marked(model) == found
     model.reset_parameters()
     assert marked(model) == found
+    # So are those of a part by itself.
+    assert MLP(config).linear_fc2.bias.sequence_parallel == split
+    assert marked(SelfAttention(config)) == {name.partition("self_attention.")[2] for name in found} - {""}
     # What a program marks is stated for the engine when a wrapper takes the model; the rest stays as it was.
     before = replicas_of(model)
     model.decoder.layers[0].mlp.linear_fc1.bias.sequence_parallel = True

@@ -216,6 +216,7 @@ class MLP(mlp.MLP, MegatronModule):
         sized.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         self.tp_group = tp_group_of(pg_collection) if tp_group is None else tp_group
         super().__init__(sized, self.tp_group)
+        mark_replicas(self)
         self.config = config
 
     @classmethod

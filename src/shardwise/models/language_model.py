@@ -17,9 +17,10 @@ from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_backend import check_attention_backend
-from shardwise.nn import GroupModule, parameter_device, set_replicas_, viewless
+from shardwise.nn import GroupModule, parameter_device, viewless
 from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from shardwise.nn.module import set_replicas_
 
 
 class LanguageModel(GroupModule):
@@ -238,8 +239,8 @@ class LanguageModel(GroupModule):
                 "give the model's groups a group 'embd' of the first and the last stage"
             )
         self._check_embedding_group(self.embd_group)
-        axes = ("tp", "dp", "embd")
-        set_replicas_(self._tied_layer(), Replicas(axes, summed_over=("embd",), is_copy=not self.pre_process), "weight")
+        replicas = Replicas(("tp", "dp", "embd"), summed_over=("embd",), is_copy=not self.pre_process)
+        set_replicas_(self._tied_layer(), replicas, "weight")
         if not weight.is_meta and self._is_in_embd_group():
             with torch.no_grad():
                 if not self.pre_process:

@@ -13,8 +13,6 @@ from shardwise.nn.module import (
     ShardedModule as ShardedModule,
     named_param_layouts as named_param_layouts,
     parameter_device as parameter_device,
-    replicas_of as replicas_of,
-    set_replicas_ as set_replicas_,
     viewless as viewless,
 )
 from shardwise.nn.norm import HeadsRMSNorm as HeadsRMSNorm, add_and_norm as add_and_norm

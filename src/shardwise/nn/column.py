@@ -136,7 +136,7 @@ class ColumnLinear(ParallelLinear):
                 f"the weight has shape {list(weight.shape)}; rank {self.group.rank()} needs {list(self.weight_shape)}"
             )
         self.param_layouts = {"weight": self._weight_layout, **self.param_layouts}
-        self.param_replicas["weight"] = Replicas()
+        self.param_replicas = {"weight": Replicas(), **self.param_replicas}
         self._init_methods["weight"] = self._init or as_linear
         self.weight = Parameter(weight)
         self._made("weight")

@@ -184,16 +184,9 @@ class ShardedModule(GroupModule):
             ShardingError: ``sharded_offsets`` do not fit together.
         """
         flags = self._allow_shape_mismatch, is_copy_by(metadata)
+        rank, offsets, replicas = self.group.rank(), tuple(sharded_offsets), self.param_replicas
         entries = {
-            prefix + name: ParamShard(
-                prefix + name,
-                param,
-                layout,
-                self.group.rank(),
-                tuple(sharded_offsets),
-                *flags,
-                replicas=self.param_replicas.get(name, Replicas()),
-            )
+            prefix + name: ParamShard(prefix + name, param, layout, rank, offsets, *flags, replicas=replicas[name])
             for name, layout in self.param_layouts.items()
             if (param := getattr(self, name)) is not None
         }

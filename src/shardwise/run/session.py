@@ -17,7 +17,7 @@ from shardwise.kernels.agreed import agree_on_kernels
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.nn import named_param_layouts, replicas_of
+from shardwise.nn.module import named_param_layouts, replicas_of
 from shardwise.run.exact_trials.exact_check import check_arithmetic, check_device, use_deterministic_algorithms
 from shardwise.run.exact_trials.exact_vocabulary_check import check_updates
 from shardwise.run.plan.report import Shortage

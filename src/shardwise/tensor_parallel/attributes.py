@@ -89,37 +89,30 @@ def mark_replicas(module: nn.Module) -> None:
             param: Any = getattr(owner, name)
             if param is not None:
                 param.sequence_parallel = "tp" in replicas.summed_over
-                vars(param).update({"shared_embedding": True} if "embd" in replicas.summed_over else {})
-                vars(param).update({"shared": True} if replicas.is_copy else {})
+                if "embd" in replicas.summed_over:
+                    param.shared_embedding = True
+                if replicas.is_copy:
+                    param.shared = True
 
 
 def adopt_marks_(module: nn.Module) -> None:
-    """State replicas by the marks that a program has set on parameters of a module, and of those in it, so far."""
+    """State replicas by the marks that a program has set on parameters of a module, and of those in it.
+
+    What is not marked stays as it was stated.
+    """
     for owner in module.modules():
         layouts: dict[str, ParamLayout] = getattr(owner, "param_layouts", {})
         for name, param in owner.named_parameters(recurse=False):
             old: Replicas = getattr(owner, "param_replicas", {}).get(name, Replicas())
-            # What is not marked stays as it was stated.
-            marks = {
-                "sequence_parallel": "tp" in old.summed_over,
-                "shared_embedding": "embd" in old.summed_over,
-                "shared": old.is_copy,
-                "allreduce": bool(old.same_over),
-                "tensor_model_parallel": "tp" not in old.same_over,
-            }
-            marks = {mark: bool(getattr(param, mark, value)) for mark, value in marks.items()}
             is_split = name in layouts and layouts[name].dim is not None
-            same = {
-                "tp": is_split or not marks["tensor_model_parallel"],
-                "dp": True,
-                "embd": marks["shared_embedding"],
-            }
-            summed = {"tp": marks["sequence_parallel"], "embd": marks["shared_embedding"]}
-            new = Replicas(
-                tuple(axis for axis, holds in same.items() if holds and marks["allreduce"]),
-                tuple(axis for axis, holds in summed.items() if holds),
-                marks["shared"],
-            )
+            differs_over_tp = getattr(param, "tensor_model_parallel", "tp" not in old.same_over) and not is_split
+            is_tied = getattr(param, "shared_embedding", "embd" in old.summed_over)
+            same = {"tp": not differs_over_tp, "dp": True, "embd": is_tied}
+            summed = {"tp": getattr(param, "sequence_parallel", "tp" in old.summed_over), "embd": is_tied}
+            if not getattr(param, "allreduce", bool(old.same_over)):
+                same = {}
+            is_copy = bool(getattr(param, "shared", old.is_copy))
+            new = Replicas(tuple(filter(same.get, same)), tuple(filter(summed.get, summed)), is_copy)
             if new != old:
                 set_replicas_(owner, new, name)
 

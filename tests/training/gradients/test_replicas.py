@@ -12,7 +12,8 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import DesyncError
 from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.topology import Topology
-from shardwise.nn import ColumnLinear, RowLinear, set_replicas_
+from shardwise.nn import ColumnLinear, RowLinear
+from shardwise.nn.module import set_replicas_
 from shardwise.nn.quantization.tensor import QuantizedTensor
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 

@@ -27,8 +27,9 @@ from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import layer_arguments, make_norm, softcap
 from shardwise.models.transformer.rotary import apply_rotary
-from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, norm_heads, parameter_device, set_replicas_
+from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, norm_heads, parameter_device
 from shardwise.nn.dropout import sharded_dropout
+from shardwise.nn.module import set_replicas_
 from shardwise.nn.recompute import recomputed
 
 # 64 MiB of fp32.

@@ -16,7 +16,8 @@ from shardwise.core.sharding import Replicas
 from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.elementwise import swiglu
 from shardwise.models.config import LayerConfig, ModelConfig
-from shardwise.nn import ColumnLinear, GroupModule, RowLinear, set_replicas_
+from shardwise.nn import ColumnLinear, GroupModule, RowLinear
+from shardwise.nn.module import set_replicas_
 from shardwise.nn.norm import NORMS
 from shardwise.nn.recompute import OutputRecomputation
 
