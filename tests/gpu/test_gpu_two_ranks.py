@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from test_gpu_attention_and_graphs import S, V, llama
 
-from shardwise.nn import named_param_layouts
+from shardwise.nn.module import named_param_layouts, replicas_of
 
 
 @pytest.mark.ranks(2)
@@ -32,11 +32,11 @@ def test_a_split_model_is_the_whole_model(group, device, full, sequence_parallel
         losses.append(loss.detach())
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-11, atol=1e-12)
     dense = dict(whole.named_parameters())
-    num_compared = 0
+    num_compared, replicas = 0, replicas_of(split)
     for name, param, layout in named_param_layouts(split, 2):
         expected = layout.take(dense[name].grad, group.rank())
         grad = param.grad
-        if sequence_parallel and getattr(param, "sequence_parallel", False):
+        if sequence_parallel and "tp" in replicas[param].summed_over:
             # A partial sum until the optimizer's step.
             grad = grad.cpu()
             dist.all_reduce(grad, group=group)

@@ -61,7 +61,7 @@ FAULTS = (
     Fault(
         "norm gradients not summed under sequence parallelism",
         "gradients:finalize_gradients_",
-        '[param for param in params if getattr(param, "sequence_parallel", False)]',
+        '_summed_over(model, "tp")',
         "[]",
         "tests/training/optimizer/test_gradients.py::test_partial_sums_of_sequence_parallelism_are_completed",
     ),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_gather, broadcast_
-from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
+from shardwise.core.sharding import ParamLayout, ParamShard, Replicas, ShardedOffset, is_copy_by
 from shardwise.core.sharding.balanced import group_of_rows, local_rows, rows_of_ranks
 
 
@@ -59,13 +59,14 @@ def state_of_parts(
     For a module whose ``sharded_state_dict`` changes something of that.
     """
     entries: dict[str, ParamShard] = {}
+    stated: dict[str, Replicas] = getattr(module, "param_replicas", {})
     for name, tensor in module.state_dict(keep_vars=True).items():
         # A dot stands before what belongs to a child.
         if "." not in name and isinstance(tensor, Tensor):
             layout = ParamLayout.replicated(tensor.shape, group.size())
-            offsets = tuple(sharded_offsets)
+            offsets, replicas = tuple(sharded_offsets), stated.get(name, Replicas())
             entries[prefix + name] = ParamShard(
-                prefix + name, tensor, layout, group.rank(), offsets, is_copy=is_copy_by(metadata)
+                prefix + name, tensor, layout, group.rank(), offsets, is_copy=is_copy_by(metadata), replicas=replicas
             )
     for name, child in module.named_children():
         entries |= sharded_state_dict(child, f"{prefix}{name}.", sharded_offsets, metadata, group=group)

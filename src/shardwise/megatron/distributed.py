@@ -24,6 +24,7 @@ from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.inert_settings import check_inert, inert_settings_of
 from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
+from shardwise.tensor_parallel.attributes import adopt_marks_
 from shardwise.training.gradients import GradientBuffers
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -114,6 +115,7 @@ class DistributedDataParallel(nn.Module):
             overlap=ddp_config.overlap_grad_reduce,
             late=_deferred_weights(module),
         )
+        adopt_marks_(module)
         self._has_checked_replicas = False
         self._models = [each for each in module.modules() if isinstance(each, LanguageModule)]
         if self.dp_cp_group.size() > 1:
@@ -130,6 +132,7 @@ class DistributedDataParallel(nn.Module):
             self._has_checked_replicas = True
             for model in self._models:
                 model.has_checked_replicas = True
+            adopt_marks_(self.module)
             check_replicas(self.module, tp_group=_group_of(self.pg_collection, "tp"), dp_group=self.dp_cp_group)
         return self.module(*inputs, **kwargs)
 
@@ -243,13 +246,13 @@ def finalize_model_grads(
     chunks: Sequence[Any] = model
     for chunk in chunks:
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
+    whole = nn.ModuleList(model)
+    adopt_marks_(whole)
     pp_group = _group_of(pg_collection, "pp")
     embd_group = getattr(pg_collection, "embd", None)
     if not hasattr(pg_collection, "embd") and parallel_state.model_parallel_is_initialized():
         embd_group = parallel_state.get_embedding_group(check_initialized=False)
-    finalize_gradients_(
-        nn.ModuleList(model), tp_group=_group_of(pg_collection, "tp"), dp_group=None, embd_group=embd_group
-    )
+    finalize_gradients_(whole, tp_group=_group_of(pg_collection, "tp"), dp_group=None, embd_group=embd_group)
     if num_tokens is not None:
         broadcast_(num_tokens, group=pp_group, group_src=pp_group.size() - 1)
         num_tokens.copy_(all_reduce(num_tokens, group=_group_of(pg_collection, "dp_cp")))

@@ -23,6 +23,7 @@ from shardwise.models.transformer import attention, mlp
 from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.models.transformer.mlp import make_norm
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from shardwise.tensor_parallel.attributes import mark_replicas
 
 __all__ = [
     "MLP",
@@ -60,6 +61,7 @@ class FusedLayerNorm:
     ) -> nn.Module:
         norm: Any = make_norm(config, hidden_size)
         norm.eps = eps
+        mark_replicas(norm)
         made: nn.Module = norm
         return made
 
@@ -152,6 +154,7 @@ class SelfAttention(attention.SelfAttention, MegatronModule):
         (submodules or SelfAttentionSubmodules()).check(config)
         self.tp_group = tp_group_of(pg_collection)
         super().__init__(config, layer_number, self.tp_group, attn_mask_type=attn_mask_type)
+        mark_replicas(self)
         self.config = config
 
     def forward(  # type: ignore[override]  # Megatron's modules return pairs.
@@ -213,6 +216,7 @@ class MLP(mlp.MLP, MegatronModule):
         sized.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         self.tp_group = tp_group_of(pg_collection) if tp_group is None else tp_group
         super().__init__(sized, self.tp_group)
+        mark_replicas(self)
         self.config = config
 
     @classmethod

@@ -34,6 +34,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.transformer import attention as engine_attention, layer as engine_layer
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.tensor_parallel.attributes import adopt_marks_, mark_replicas
 
 __all__ = [
     "BaseTransformerLayer",
@@ -144,6 +145,8 @@ class TransformerLayer(engine_layer.TransformerLayer, MegatronModule, BaseTransf
             )
         self.tp_group = tp_group_of(pg_collection)
         super().__init__(config, _of_submodules(submodules, config), layer_number, self.tp_group)
+        adopt_marks_(self)
+        mark_replicas(self)
         self.config = config
         if hidden_dropout is not None:
             self.dropout.p = hidden_dropout

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
 from shardwise.core.sharded_state import state_of_parts
-from shardwise.core.sharding import ParamShard, ShardedOffset
+from shardwise.core.sharding import ParamShard, Replicas, ShardedOffset
 from shardwise.core.topology import Groups
 from shardwise.exact import sum_in_parts
 from shardwise.models.classification import Classification
@@ -20,6 +20,7 @@ from shardwise.models.transformer.attention_backend import check_attention_backe
 from shardwise.nn import GroupModule, arithmetic_of, parameter_device, viewless
 from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from shardwise.nn.module import set_replicas_
 
 
 class LanguageModel(GroupModule):
@@ -202,18 +203,19 @@ class LanguageModel(GroupModule):
         """
         if not self.ties_weights:
             return None
+        return self._tied_layer().weight if self.pre_process or self.post_process else None
+
+    def _tied_layer(self) -> Any:
+        """The layer of this stage that owns the tied weight."""
         model: Any = self
-        if self.pre_process:
-            weight: Tensor = model.embedding.word_embeddings.weight
-            return weight
-        return model.output_layer.weight if self.post_process else None
+        return model.embedding.word_embeddings if self.pre_process else model.output_layer
 
     def setup_tied_weight(self) -> None:
-        """Make the copies of a weight that is tied over several stages equal, and mark them; else nothing.
+        """Make the copies of a weight that is tied over several stages equal, and state their replicas; else nothing.
 
-        Both have ``shared_embedding``; the last stage's copy has ``shared`` too, so that it is counted once in norms
-        and written once to checkpoints. Collective then: the copy is zero at first, and one all-reduce over the
-        embedding group makes it the first stage's weight. A meta tensor is marked only.
+        Gradients are summed over the embedding group. The last stage's ``is_copy``, so that norms count one and
+        checkpoints store one. Collective then: the copy is zero at first, and one all-reduce over the embedding group
+        makes it the first stage's weight. Of a meta tensor only the replicas are stated.
 
         Raises:
             TopologyError: tied weights over several stages, and no embedding group.
@@ -229,9 +231,8 @@ class LanguageModel(GroupModule):
                 "give the model's groups a group 'embd' of the first and the last stage"
             )
         self._check_embedding_group(self.embd_group)
-        weight.shared_embedding = True
-        if not self.pre_process:
-            weight.shared = True
+        replicas = Replicas(("tp", "dp", "embd"), summed_over=("embd",), is_copy=not self.pre_process)
+        set_replicas_(self._tied_layer(), replicas, "weight")
         if not weight.is_meta and self._is_in_embd_group():
             with torch.no_grad():
                 if not self.pre_process:
@@ -247,8 +248,7 @@ class LanguageModel(GroupModule):
         self.share_embeddings_and_output_weights = False
         if shared is None:
             return
-        for mark in ("shared_embedding", "shared"):
-            vars(shared).pop(mark, None)
+        set_replicas_(self._tied_layer(), Replicas(), "weight")
         model: Any = self
         if self.pre_process and self.post_process:
             model.output_layer.own_weight_(shared.detach().clone())

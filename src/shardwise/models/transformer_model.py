@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,6 @@ class TransformerModel(FixedTensors, LanguageModel):
                 self.output_layer = self._make_output_layer(vocab_size, self._output_bias)
             self._make_heads()
         self._setup_embeddings()
-        self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
 
     def _make_heads(self) -> None:
         """Make what a model has beside the output layer, where it ends."""
@@ -303,18 +302,6 @@ class TransformerModel(FixedTensors, LanguageModel):
 
     def _seeded(self, part: str) -> AbstractContextManager[None]:
         return part_seeded(self._seed, part)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """As PyTorch's; where parameters are made anew (``to_empty``), they get the attributes that they had."""
-        super()._apply(fn, recurse)
-        for name, marks in getattr(self, "_marks", {}).items():
-            vars(self.get_parameter(name)).update(marks)
-        return self
-
-    def untie_(self) -> None:
-        """See ``LanguageModel.untie_``."""
-        super().untie_()
-        self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
 
     def _setup_embeddings(self) -> None:
         if self.pre_process or self.post_process:

@@ -14,7 +14,7 @@ from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError, ShardingError, WeightError
 from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import I, Layout, R, V
-from shardwise.core.sharding import Interval, ParamLayout
+from shardwise.core.sharding import Interval, ParamLayout, Replicas
 from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.parallel_linear import ParallelLinear, as_linear
 
@@ -133,9 +133,10 @@ class ColumnLinear(ParallelLinear):
                 f"the weight has shape {list(weight.shape)}; rank {self.group.rank()} needs {list(self.weight_shape)}"
             )
         self.param_layouts = {"weight": self._weight_layout, **self.param_layouts}
+        self.param_replicas = {"weight": Replicas(), **self.param_replicas}
         self._init_methods["weight"] = self._init or as_linear
         self.weight = Parameter(weight)
-        self._mark("weight")
+        self._made("weight")
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, *, sequence_length: int | None = None) -> Tensor:
         """Apply the layer.

@@ -13,16 +13,15 @@ from shardwise.core import sharded_state
 from shardwise.core.communication.context import default_device
 from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import InitMethod, initialize_shard_
-from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
+from shardwise.core.sharding import ParamLayout, ParamShard, Replicas, ShardedOffset, is_copy_by
 
 
 class GroupModule(nn.Module):
-    """A module that holds process groups, and parameters with attributes of their own.
+    """A module that holds process groups.
 
     ``copy.deepcopy`` (for moving averages, or a reference model) gives one with parameters and buffers of its own. The
-    groups are the same, since a group cannot be copied; and parameters keep the attributes that say how they are split
-    and how their gradients are summed (``sequence_parallel``, ``shared_embedding`` and others), which PyTorch's copy
-    of a parameter loses. As there, gradients are not copied.
+    groups are the same, since a group cannot be copied; and parameters keep attributes that a program gave them, which
+    PyTorch's copy of a parameter loses. As there, gradients are not copied.
 
     ``pickle`` and ``torch.save`` of the module itself raise a ShardingError, as a group is of one process: save its
     ``state_dict()``, or a checkpoint.
@@ -92,6 +91,7 @@ class ShardedModule(GroupModule):
     Attributes:
         group: the ranks that share the layer.
         param_layouts: for each of the layer's own parameters, where this rank's part lies in the whole one.
+        param_replicas: for each of them, which ranks hold the same, and over which its gradient is summed.
         initializes, init_on_cpu: as ``initialize`` and ``init_on_cpu``.
     """
 
@@ -110,11 +110,11 @@ class ShardedModule(GroupModule):
         super().__init__()
         self.group = group
         self.param_layouts: dict[str, ParamLayout] = {}
+        self.param_replicas: dict[str, Replicas] = {}
         self._made_as = (device, dtype)
         self.initializes = initialize
         self.init_on_cpu = init_on_cpu
         self._init_methods: dict[str, InitMethod] = {}
-        self._partial_gradients: set[str] = set()
 
     def _device(self) -> torch.device:
         device = self._made_as[0]
@@ -126,17 +126,15 @@ class ShardedModule(GroupModule):
         """Make parameter ``name``; ``partial_gradient``: what each rank computes of its gradient is a part of a sum."""
         self.param_layouts[name] = layout
         self._init_methods[name] = init_method
-        if partial_gradient:
-            self._partial_gradients.add(name)
+        self.param_replicas[name] = Replicas(summed_over=("tp",) if partial_gradient else ())
         shape = layout.local_shape(self.group.rank())
         self.register_parameter(name, Parameter(torch.empty(shape, dtype=self._made_as[1], device=self._device())))
-        self._mark(name)
+        self._made(name)
         if self.initializes:
             self._initialize(name)
 
-    def _mark(self, name: str) -> None:
-        """Set the attribute by which ``training.optimizer.gradients`` knows whose gradients to sum over the group."""
-        getattr(self, name).sequence_parallel = name in self._partial_gradients
+    def _made(self, name: str) -> None:
+        """For subclasses: parameter ``name`` was made, or made again, and has no values yet."""
 
     def _initialize(self, name: str) -> None:
         param, layout = getattr(self, name), self.param_layouts[name]
@@ -162,8 +160,8 @@ class ShardedModule(GroupModule):
             if param.is_meta:
                 empty = torch.empty(param.shape, dtype=param.dtype, device=self._device())
                 setattr(self, name, Parameter(empty, requires_grad=param.requires_grad))
-            # `to_empty` may make new parameters, without their attributes.
-            self._mark(name)
+            # `to_empty` may make new parameters too.
+            self._made(name)
             self._initialize(name)
 
     def sharded_state_dict(
@@ -186,8 +184,9 @@ class ShardedModule(GroupModule):
             ShardingError: ``sharded_offsets`` do not fit together.
         """
         flags = self._allow_shape_mismatch, is_copy_by(metadata)
+        rank, offsets, replicas = self.group.rank(), tuple(sharded_offsets), self.param_replicas
         entries = {
-            prefix + name: ParamShard(prefix + name, param, layout, self.group.rank(), tuple(sharded_offsets), *flags)
+            prefix + name: ParamShard(prefix + name, param, layout, rank, offsets, *flags, replicas=replicas[name])
             for name, layout in self.param_layouts.items()
             if (param := getattr(self, name)) is not None
         }
@@ -214,6 +213,23 @@ def named_param_layouts(module: nn.Module, world_size: int) -> Iterator[tuple[st
             seen.add(id(param))
             layout = layouts.get(name) or ParamLayout.replicated(param.shape, world_size)
             yield f"{prefix}.{name}" if prefix else name, param, layout
+
+
+def replicas_of(module: nn.Module) -> dict[Parameter, Replicas]:
+    """The replicas of every parameter, in the order of ``module.parameters()``; of a tied one by its first name."""
+    found: dict[Parameter, Replicas] = {}
+    for owner in module.modules():
+        stated: dict[str, Replicas] = getattr(owner, "param_replicas", {})
+        for name, param in owner.named_parameters(recurse=False):
+            found.setdefault(param, stated.get(name, Replicas()))
+    return found
+
+
+def set_replicas_(module: nn.Module, replicas: Replicas, *names: str) -> None:
+    """State the replicas of a module's own parameters: of those in ``names``, or of all."""
+    owner: Any = module
+    names = names or tuple(name for name, _ in owner.named_parameters(recurse=False))
+    owner.param_replicas = getattr(owner, "param_replicas", {}) | dict.fromkeys(names, replicas)
 
 
 # MPS has no fp64, and a tensor on the meta device has no values.

@@ -53,7 +53,7 @@ class HeadsRMSNorm(nn.Module):
     """RMSNorm over all heads of a token together, of which each rank of a group holds some.
 
     The mean square is that of all heads, so a rank's squares are summed over the group. Every rank holds the weight
-    whole and uses the part of its own heads: gradients are partial sums (``param.sequence_parallel``).
+    whole and uses the part of its own heads: gradients are partial sums.
 
     Args:
         width: of all heads together.

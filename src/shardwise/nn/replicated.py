@@ -70,7 +70,7 @@ class ReplicatedLinear(ShardedModule):
         init: fills the weight in place; the bias starts at 0.
         bias: there is one.
         sequence_shards: each rank applies the layer to its own part of the sequence, so that gradients are partial
-            sums (``param.sequence_parallel``).
+            sums.
         options: as for ``ColumnLinear``.
 
     Attributes:

@@ -17,7 +17,7 @@ from shardwise.kernels.agreed import agree_on_kernels
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.nn import named_param_layouts
+from shardwise.nn.module import named_param_layouts, replicas_of
 from shardwise.run.exact_trials.exact_check import check_arithmetic, check_device, use_deterministic_algorithms
 from shardwise.run.exact_trials.exact_vocabulary_check import check_updates
 from shardwise.run.plan.report import Shortage
@@ -128,10 +128,11 @@ def _utilisation(recipe: Recipe, ranks: Ranks, model: ModelDescription) -> Utili
 
 def count_parameters(model: nn.Module, topology: Topology) -> int:
     """Parameters of the whole model, over all ranks and stages that share it; every rank calls."""
+    replicas = replicas_of(model)
     own = sum(
         math.prod(layout.global_shape)
         for _, param, layout in named_param_layouts(model, topology.size("tp"))
-        if not getattr(param, "shared", False)
+        if not replicas[param].is_copy
     )
     if topology.size("pp") == 1:
         return own

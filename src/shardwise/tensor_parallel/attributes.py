@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
 from shardwise.core.errors import AssertedConfigError
-from shardwise.core.sharding import ParamLayout
+from shardwise.core.sharding import ParamLayout, Replicas
+from shardwise.nn.module import set_replicas_
 
 # Imported by programs in spite of the underscore.
 _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS: dict[str, Any] = {
@@ -79,6 +80,41 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup
 def mark_parameter(param: Tensor, layout: ParamLayout) -> None:
     """Mark a parameter by its layout, whatever its marks were: as when a layer is given initial values again."""
     _mark(param, layout.dim is not None, -1 if layout.dim is None else layout.dim, layout.stride)
+
+
+def mark_replicas(module: nn.Module) -> None:
+    """Mark the parameters of a module, and of those in it, by the replicas that are stated of them."""
+    for owner in module.modules():
+        for name, replicas in getattr(owner, "param_replicas", {}).items():
+            param: Any = getattr(owner, name)
+            if param is not None:
+                param.sequence_parallel = "tp" in replicas.summed_over
+                if "embd" in replicas.summed_over:
+                    param.shared_embedding = True
+                if replicas.is_copy:
+                    param.shared = True
+
+
+def adopt_marks_(module: nn.Module) -> None:
+    """State replicas by the marks that a program has set on parameters of a module, and of those in it.
+
+    What is not marked stays as it was stated.
+    """
+    for owner in module.modules():
+        layouts: dict[str, ParamLayout] = getattr(owner, "param_layouts", {})
+        for name, param in owner.named_parameters(recurse=False):
+            old: Replicas = getattr(owner, "param_replicas", {}).get(name, Replicas())
+            is_split = name in layouts and layouts[name].dim is not None
+            differs_over_tp = getattr(param, "tensor_model_parallel", "tp" not in old.same_over) and not is_split
+            is_tied = getattr(param, "shared_embedding", "embd" in old.summed_over)
+            same = {"tp": not differs_over_tp, "dp": True, "embd": is_tied}
+            summed = {"tp": getattr(param, "sequence_parallel", "tp" in old.summed_over), "embd": is_tied}
+            if not getattr(param, "allreduce", bool(old.same_over)):
+                same = {}
+            is_copy = bool(getattr(param, "shared", old.is_copy))
+            new = Replicas(tuple(filter(same.get, same)), tuple(filter(summed.get, summed)), is_copy)
+            if new != old:
+                set_replicas_(owner, new, name)
 
 
 def _mark(tensor: Any, is_parallel: bool, dim: int, stride: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -91,15 +92,17 @@ class MegatronLayer(ShardedModule):
     def tp_rank(self) -> int:
         return self.group.rank()
 
-    def _mark(self, name: str) -> None:
-        super()._mark(name)
+    def _made(self, name: str) -> None:
         param: Any = getattr(self, name)
         mark_parameter(param, self.param_layouts[name])
+        param.sequence_parallel = "tp" in self.param_replicas[name].summed_over
         # Where experts have groups of their own, their gradients are not those of the data-parallel group.
         config = self.config
         expert_tp = config.expert_tensor_parallel_size
         own_groups = self.expert_parallel or expert_tp not in (None, config.tensor_model_parallel_size)
         param.allreduce = not (self.is_expert and own_groups)
+        if not param.allreduce:
+            self.param_replicas[name] = dataclasses.replace(self.param_replicas[name], same_over=())
 
     def _initialize(self, name: str) -> None:
         param = getattr(self, name)

@@ -10,6 +10,7 @@ from shardwise.core.sharding import balanced_range
 from shardwise.megatron.config import TransformerConfig
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.mlp import MLP
+from shardwise.nn.module import replicas_of
 from shardwise.nn.recompute import recomputed
 from shardwise.tensor_parallel.layers import named_param_layouts
 
@@ -81,7 +82,8 @@ def test_a_shard_of_the_sequence_gives_a_shard_of_the_result(group, make):
     output.square().sum().backward()
     assert_close_to(own.grad, x.grad[start:stop], rtol_of_norm=1e-12)
     others = {name: param for name, param, _ in named_param_layouts(whole, group.size())}
+    replicas = replicas_of(split)
     for name, param, _ in named_param_layouts(split, group.size()):
-        if param.sequence_parallel:
+        if "tp" in replicas[param].summed_over:
             torch.distributed.all_reduce(param.grad, group=group)
         assert_close_to(param.grad, others[name].grad, rtol_of_norm=1e-11, name=name)

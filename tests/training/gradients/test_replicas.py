@@ -10,9 +10,10 @@ from torch import nn
 from shardwise.core import initialization
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import DesyncError
-from shardwise.core.sharding import ParamLayout
+from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.topology import Topology
 from shardwise.nn import ColumnLinear, RowLinear
+from shardwise.nn.module import set_replicas_
 from shardwise.nn.quantization.tensor import QuantizedTensor
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 
@@ -99,14 +100,12 @@ def test_parameters_that_say_so_may_differ(group):
     model = nn.Linear(H, 3)
     with pytest.raises(DesyncError, match=r"parameter 'bias' and 1 more: rank 1 holds other values than rank 0"):
         checked(model, topology)
-    for param in model.parameters():
-        param.tensor_model_parallel = True
+    set_replicas_(model, Replicas(same_over=("dp",)))
     checked(model, topology)
     data_parallel = Topology.create(tp=1)
     with pytest.raises(DesyncError, match="data-parallel ranks must hold the same"):
         checked(model, data_parallel)
-    for param in model.parameters():
-        param.allreduce = False
+    set_replicas_(model, Replicas(same_over=()))
     checked(model, data_parallel)
     checked(nn.Linear(H, 3 + group.rank(), device="meta"), data_parallel)
     # Other names on other ranks.

@@ -12,9 +12,10 @@ from torch import nn
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import Normal
-from shardwise.core.sharding import ParamLayout
+from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.topology import Topology
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.nn.module import set_replicas_
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, named_param_layouts
 from shardwise.training.optimizer import gradients as gradients_module
 from shardwise.training.optimizer.gradients import (
@@ -23,6 +24,8 @@ from shardwise.training.optimizer.gradients import (
     global_grad_norm,
     sum_tied_embedding_gradients_,
 )
+
+PARTIAL, TIED = Replicas(summed_over=("tp",)), Replicas(summed_over=("embd",))
 
 
 def column(group, i, o, dtype=torch.float64, **options):
@@ -167,8 +170,8 @@ def test_partial_sums_of_sequence_parallelism_are_completed(group):
     model = model_of(group)
     give_gradients(model, group)
     # The norm saw only this rank's tokens; everything else is complete.
-    model.norm.weight.sequence_parallel = True
-    model.norm.bias.sequence_parallel = False
+    set_replicas_(model.norm, PARTIAL, "weight")
+    set_replicas_(model.norm, Replicas(), "bias")
     parts = [torch.randn(7, dtype=torch.float64) for _ in range(t)]
     model.norm.weight.grad = parts[me].clone()
     whole = [param.grad for param in model.parameters() if param is not model.norm.weight and param.grad is not None]
@@ -214,7 +217,7 @@ def test_both_sums_at_once(group):
     topology = Topology.create(tp=2)
     tp_group, dp_group = topology.group("tp"), topology.group("dp")
     norm = nn.LayerNorm(6, dtype=torch.float64)
-    norm.weight.sequence_parallel = True
+    set_replicas_(norm, PARTIAL, "weight")
     weights = [torch.randint(-9, 10, (6,)).double() for _ in range(4)]
     biases = [torch.randint(-9, 10, (6,)).double() for _ in range(2)]
     norm.weight.grad = weights[group.rank()].clone()
@@ -228,7 +231,7 @@ def test_both_sums_at_once(group):
 def test_on_one_rank_nothing_is_touched(group):
     model = model_of(group)
     give_gradients(model, group)
-    model.norm.weight.sequence_parallel = True
+    set_replicas_(model.norm, PARTIAL, "weight")
     with assert_unmodified(*[param.grad for param in model.parameters() if param.grad is not None]):
         finalize_gradients_(model, tp_group=group, dp_group=group)
 
@@ -252,7 +255,7 @@ def test_gradients_in_main_grad_are_completed_measured_and_clipped_alike(group):
 
     def model_with(fused):
         model = model_of(group)
-        model.norm.weight.sequence_parallel = True
+        set_replicas_(model.norm, PARTIAL, "weight")
         # Rows 0 to 5 in two halves, each of which several ranks hold if there are enough of them.
         model.keys = nn.Parameter(torch.zeros(6 if group.size() == 1 else 3, 2, dtype=torch.float64))
         held = [(0, 6)] if group.size() == 1 else [(0, 3), (3, 6)]
@@ -309,7 +312,7 @@ def test_copies_of_a_tied_weight_have_the_sum_of_their_gradients(group):
     ):
         model = nn.Module()
         model.tied, model.other = (nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)) for _ in range(2))
-        model.tied.shared_embedding = True
+        set_replicas_(model, TIED, "tied")
         model.tied.grad, model.other.grad = parts[me].clone(), parts[me].clone()
         finish(model)
         assert_bit_equal(model.tied.grad, sum(parts))
@@ -320,7 +323,7 @@ def test_copies_of_a_tied_weight_have_the_sum_of_their_gradients(group):
 def test_a_tied_weight_frozen_on_one_stage_only_is_refused_on_both(group):
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    model.weight.shared_embedding = True
+    set_replicas_(model, TIED, "weight")
     if group.rank() == 0:
         model.weight.grad = torch.ones(3, dtype=torch.float64)
     with pytest.raises(ConfigError, match="has a gradient on 1 of the 2 pipeline stages"):

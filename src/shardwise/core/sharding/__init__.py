@@ -14,6 +14,7 @@ from shardwise.core.sharding.balanced import (
 )
 from shardwise.core.sharding.param_layout import (
     ParamLayout as ParamLayout,
+    Replicas as Replicas,
     Segment as Segment,
     has_copies as has_copies,
     holders as holders,

@@ -164,6 +164,24 @@ class ParamLayout:
             offset += stop - start
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """Which ranks hold the same values of a parameter, and over which ranks its gradient is summed.
+
+    A module keeps it next to the ``ParamLayout``. Axes are named as in ``core.topology.Groups``: ``"tp"``, ``"dp"``,
+    and ``"embd"`` for the first and the last pipeline stage.
+
+    Attributes:
+        same_over: the axes whose ranks hold the same values; over ``"tp"``, those that the layout gives several ranks.
+        summed_over: the axes over which each rank's gradient is a partial sum, besides the data-parallel ones.
+        is_copy: an earlier stage holds the parameter too, and counts it.
+    """
+
+    same_over: tuple[str, ...] = ("tp", "dp")
+    summed_over: tuple[str, ...] = ()
+    is_copy: bool = False
+
+
 class Segment(NamedTuple):
     """An interval of indices along the split dimension that no rank's boundary cuts.
 

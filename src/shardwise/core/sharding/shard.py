@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding.balanced import Interval
-from shardwise.core.sharding.param_layout import ParamLayout, holders, segments
+from shardwise.core.sharding.param_layout import ParamLayout, Replicas, holders, segments
 from shardwise.core.sharding.pieces import Piece, TensorPieces, boxes_of_interval, shape_only
 
 _aten = torch.ops.aten
@@ -43,6 +43,7 @@ class ParamShard(TensorPieces):
         interval: where data-parallel ranks share out a part: which of its elements, in row-major order, this one
             holds, first and one after the last. None for all of them. All ranks' intervals together are the part; they
             may be cut at other places on each rank of ``layout``, and what several of these hold the first one writes.
+        replicas: the ranks that hold the same.
 
     Raises:
         ShardingError: the rank is not one of the layout's, ``data`` is not of the shape that the layout gives it, the
@@ -55,6 +56,7 @@ class ParamShard(TensorPieces):
     allow_shape_mismatch: bool
     is_copy: bool
     interval: Interval | None
+    replicas: Replicas
     _data: Tensor
     _layout: ParamLayout
 
@@ -68,6 +70,7 @@ class ParamShard(TensorPieces):
         allow_shape_mismatch: bool = False,
         is_copy: bool = False,
         interval: Interval | None = None,
+        replicas: Replicas = Replicas(),  # noqa: B008  # Frozen.
     ) -> ParamShard:
         if not 0 <= rank < layout.world_size:
             raise ShardingError(f"{key}: rank {rank} is not one of the layout's {layout.world_size}")
@@ -95,7 +98,7 @@ class ParamShard(TensorPieces):
         self.key, self.rank = key, rank
         self._data, self._layout = data, layout
         self.sharded_offsets, self.allow_shape_mismatch = sharded_offsets, allow_shape_mismatch
-        self.is_copy, self.interval = is_copy, interval
+        self.is_copy, self.interval, self.replicas = is_copy, interval, replicas
         return self
 
     @property
@@ -222,6 +225,7 @@ class ParamShard(TensorPieces):
             "allow_shape_mismatch": self.allow_shape_mismatch,
             "is_copy": self.is_copy,
             "interval": self.interval,
+            "replicas": self.replicas,
         }
         return ParamShard(**(fields | changes))
 

@@ -8,6 +8,7 @@ from shardwise.megatron.config import TransformerConfig
 from shardwise.models import token_embedding
 from shardwise.models.token_embedding import PositionEmbedding
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.tensor_parallel.attributes import mark_replicas
 
 __all__ = ["LanguageModelEmbedding"]
 
@@ -34,3 +35,4 @@ class LanguageModelEmbedding(token_embedding.TokenEmbedding):
             scatter_to_sequence_parallel,
             tp_group=resolve_tensor_model_parallel_group(tp_group),
         )
+        mark_replicas(self)

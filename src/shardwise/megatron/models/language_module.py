@@ -18,6 +18,7 @@ from shardwise.models.language_model import LanguageModel
 from shardwise.nn import viewless
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.tensor_parallel import vocab_parallel_cross_entropy
+from shardwise.tensor_parallel.attributes import adopt_marks_, mark_replicas
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 
 __all__ = ["LanguageModule"]
@@ -69,6 +70,7 @@ class LanguageModule(LanguageModel, MegatronModule):
         """
         if not self.has_checked_replicas and validation_applies():
             self.has_checked_replicas = True
+            adopt_marks_(self)
             check_replicas(self, tp_group=self.tp_group)
         return super().__call__(*args, **kwargs)
 
@@ -201,6 +203,15 @@ class LanguageModule(LanguageModel, MegatronModule):
         if self.post_process and model.output_layer.weight is not None:
             model.output_layer.weight.is_embedding_or_output_parameter = True
         self.setup_tied_weight()
+        if self.shared_embedding_or_output_weight() is not None:
+            mark_replicas(self._tied_layer())
+
+    def untie_(self) -> None:
+        """See ``LanguageModel.untie_``."""
+        shared = self.shared_embedding_or_output_weight()
+        for mark in ("shared_embedding", "shared") if shared is not None else ():
+            vars(shared).pop(mark, None)
+        super().untie_()
 
     def tie_embeddings_and_output_weights_state_dict(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from shardwise.megatron.spec_utils import ModuleSpec
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.nn import ShardedModule
 from shardwise.tensor_parallel import ColumnParallelLinear
-from shardwise.tensor_parallel.attributes import mark_parameter
+from shardwise.tensor_parallel.attributes import adopt_marks_, mark_parameter, mark_replicas
 
 
 class MegatronTransformer(LanguageModule):
@@ -34,6 +34,7 @@ class MegatronTransformer(LanguageModule):
         groups = super()._enter(pg_collection)
         self.embedding_activation_buffer: list[Tensor] | None = None
         self.grad_output_buffer: list[Tensor] | None = None
+        self._marks: dict[str, dict[str, Any]] = {}
         return groups
 
     def _begin(
@@ -129,6 +130,8 @@ class MegatronTransformer(LanguageModule):
 
     def _setup_embeddings(self) -> None:
         """At the end of construction, and again after ``reset_parameters``."""
+        # A program's own parts may have marked theirs.
+        adopt_marks_(self)
         for module in self.modules():
             if isinstance(module, ShardedModule):
                 for name, layout in module.param_layouts.items():
@@ -136,5 +139,20 @@ class MegatronTransformer(LanguageModule):
                     if param is not None:
                         mark_parameter(param, layout)
                         param.allreduce = True
+        mark_replicas(self)
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
+        if not self._marks:
+            self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """As PyTorch's; where parameters are made anew (``to_empty``), they get the marks that they had."""
+        super()._apply(fn, recurse)
+        for name, marks in self._marks.items():
+            vars(self.get_parameter(name)).update(marks)
+        return self
+
+    def untie_(self) -> None:
+        """See ``LanguageModel.untie_``."""
+        super().untie_()
+        self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}

@@ -14,6 +14,7 @@ from torch.nn.attention import sdpa_kernel
 
 from shardwise.core.layout import Layout
 from shardwise.core.random import streams
+from shardwise.core.sharding import Replicas
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.elementwise import split, split_and_rotate
@@ -25,6 +26,7 @@ from shardwise.models.transformer.mlp import layer_arguments, make_norm, softcap
 from shardwise.models.transformer.rotary import apply_rotary
 from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, arithmetic_of, parameter_device
 from shardwise.nn.dropout import sharded_dropout
+from shardwise.nn.module import set_replicas_
 from shardwise.nn.recompute import recomputed
 
 # 64 MiB of fp32.
@@ -56,8 +58,8 @@ class SelfAttention(GroupModule):
     Attributes:
         num_local_groups: key-value heads of this rank.
         q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of one head each, or of all heads together. Every
-            rank holds them whole and applies them to its own heads, so that their gradients are partial sums
-            (``param.sequence_parallel``), with sequence parallelism or without, except with ``config.exact_parts``.
+            rank holds them whole and applies them to its own heads, so that their gradients are partial sums, with
+            sequence parallelism or without, except with ``config.exact_parts``.
         window_size: of this layer; None if none.
         rotates: whether this layer rotates queries and keys.
 
@@ -113,9 +115,10 @@ class SelfAttention(GroupModule):
         if config.qk_layernorm:
             with parameter_device(group, on_cpu=config.use_cpu_initialization):
                 self.q_layernorm, self.k_layernorm = self._make_norms(config, split)
-            for param in (*self.q_layernorm.parameters(), *self.k_layernorm.parameters()):
+            for norm in (self.q_layernorm, self.k_layernorm):
                 # By parts a gradient is whole as soon as it is made.
-                param.sequence_parallel = group.size() > 1 and self._norm.partial_gradients  # type: ignore[attr-defined]
+                is_partial = group.size() > 1 and arithmetic.norm.partial_gradients
+                set_replicas_(norm, Replicas(summed_over=("tp",) if is_partial else ()))
         self.linear_proj = RowLinear(
             num_heads * head_dim,
             config.hidden_size,

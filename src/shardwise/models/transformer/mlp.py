@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.layout import Layout
+from shardwise.core.sharding import Replicas
 from shardwise.kernels.elementwise import swiglu
 from shardwise.models.config import LayerConfig, ModelConfig
 from shardwise.nn import ColumnLinear, GroupModule, RowLinear, arithmetic_of
+from shardwise.nn.module import set_replicas_
 from shardwise.nn.norm import NORMS
 from shardwise.nn.recompute import OutputRecomputation
 
@@ -46,7 +48,7 @@ def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     """The norm that ``config`` names, on PyTorch's default device.
 
     Every rank holds its parameters whole. With sequence parallelism each rank sees only a part of the tokens, so their
-    gradients are partial sums (``param.sequence_parallel``).
+    gradients are partial sums.
 
     Args:
         config: kind, epsilon, dtype and sequence parallelism.
@@ -54,9 +56,9 @@ def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     """
     kind = NORMS[config.normalization, config.layernorm_zero_centered_gamma]
     norm = kind(width or config.hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
-    for param in norm.parameters():
-        # By parts a gradient is whole as soon as it is made.
-        param.sequence_parallel = config.sequence_parallel and config.exact_parts is None  # type: ignore[attr-defined]
+    # By parts a gradient is whole as soon as it is made.
+    is_partial = config.sequence_parallel and config.exact_parts is None
+    set_replicas_(norm, Replicas(summed_over=("tp",) if is_partial else ()))
     return norm
 
 

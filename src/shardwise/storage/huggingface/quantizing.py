@@ -64,18 +64,12 @@ def make_room_(
         arithmetic_of(layer.group).refuse(f"a base in {quantization.kind} has no exact sums; leave one of the two out")
         chosen.append((layer, shard))
         # It must not be allocated with the others.
-        layer.weight = _marked(shard.data.new_empty(0), shard)
+        layer.weight = Parameter(shard.data.new_empty(0), requires_grad=False)
     model.to_empty(device=where)
     for layer, shard in chosen:
         like = torch.empty(0, dtype=shard.dtype, device=where)
-        layer.weight = _marked(QuantizedTensor.empty(quantization.kind, shard.layout, layer.group.rank(), like), shard)
-
-
-def _marked(values: torch.Tensor, shard: ParamShard) -> Parameter:
-    """A frozen parameter with the attributes of the one in ``shard``."""
-    made = Parameter(values, requires_grad=False)
-    vars(made).update(vars(shard.data))
-    return made
+        empty = QuantizedTensor.empty(quantization.kind, shard.layout, layer.group.rank(), like)
+        layer.weight = Parameter(empty, requires_grad=False)
 
 
 def fill_quantized_(

@@ -21,7 +21,7 @@ from shardwise.core.communication.context import default_device, device_of_host_
 from shardwise.core.errors import DesyncError
 from shardwise.core.initialization import philox
 from shardwise.core.sharding.balanced import is_sharded, local_rows
-from shardwise.nn import named_param_layouts
+from shardwise.nn.module import named_param_layouts, replicas_of
 
 # Elements that are multiplied by the same numbers as others, and how many are at a time: on a CPU few enough for its
 # second-level cache, and for memory that is not given back to the system.
@@ -40,8 +40,8 @@ def check_replicas(
     """Raise DesyncError on every rank unless the ranks hold the same values where they should. Collective.
 
     Of ``tp_group`` compared are the parameters that are not split over it, of ``dp_group`` all. Left out are
-    parameters that say that they differ: by ``tensor_model_parallel`` over the one group, by ``allreduce=False`` (an
-    expert's) over both, and over ``dp_group`` those of which each rank holds some rows. A model on the meta device has
+    parameters whose ``Replicas`` do not name the axis in ``same_over``, and over ``dp_group`` those of which each rank
+    holds some rows. A model on the meta device has
     nothing to compare. Two numbers of each rank are exchanged over each group, and the parameters' hashes only where
     those differ. The host waits for a GPU.
 
@@ -52,11 +52,8 @@ def check_replicas(
         pp_group: the stages of the model, which hear of an error on another; None if there is one, or the caller tells
             them.
     """
-    named = [
-        (name, param, layout)
-        for name, param, layout in named_param_layouts(model, tp_group.size())
-        if getattr(param, "allreduce", True)
-    ]
+    replicas = replicas_of(model)
+    named = [each for each in named_param_layouts(model, tp_group.size()) if replicas[each[1]].same_over]
     groups = [group for group in (tp_group, dp_group, pp_group) if group is not None and group.size() > 1]
     if not groups or any(param.is_meta for _, param, _ in named):
         return
@@ -65,9 +62,13 @@ def check_replicas(
     of_tp = {
         name: param
         for name, param, layout in named
-        if over_tp and layout.dim is None and not getattr(param, "tensor_model_parallel", False)
+        if over_tp and layout.dim is None and "tp" in replicas[param].same_over
     }
-    of_dp = {name: param for name, param, _ in named if over_dp and not is_sharded(param)}
+    of_dp = {
+        name: param
+        for name, param, _ in named
+        if over_dp and not is_sharded(param) and "dp" in replicas[param].same_over
+    }
     compared = of_tp | of_dp
     with accounting.uncounted():
         hashes = dict(zip(compared, fingerprints(list(compared.values())), strict=True))

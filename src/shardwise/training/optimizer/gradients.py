@@ -16,7 +16,7 @@ from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout, ParamShard, has_copies, holders, segments
 from shardwise.core.sharding.balanced import first_row, group_of_rows, local_rows
-from shardwise.nn import named_param_layouts
+from shardwise.nn.module import named_param_layouts, replicas_of
 from shardwise.training.gradients import Share
 from shardwise.training.optimizer.exact_norm import exact_norm
 
@@ -33,7 +33,7 @@ def finalize_gradients_(
     """Complete every gradient, in place: it becomes that of the loss summed over all ranks' samples.
 
     Summed over ``tp_group`` are the gradients of parameters that each rank applied to its own part of the sequence or
-    to its own heads (``param.sequence_parallel``), and what several ranks hold of a split parameter, by its layout: the
+    to its own heads (``Replicas.summed_over``), and what several ranks hold of a split parameter, by its layout: the
     copies of a key-value head. Copies are then the same on their ranks, bit for bit. All gradients are summed over
     ``dp_group``. Divide the loss by the whole batch's number of tokens for a mean.
 
@@ -51,7 +51,7 @@ def finalize_gradients_(
     """
     params = list(model.parameters())
     if tp_group.size() > 1:
-        partial = [param for param in params if getattr(param, "sequence_parallel", False)]
+        partial = _summed_over(model, "tp")
         copies = _Copies(model, tp_group)
         if (sharing := group_of_rows(params[0])) is not None:
             # Of one row, ranks of the tensor-parallel group may have the gradient on different ranks of the other.
@@ -71,13 +71,13 @@ def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup)
     the weights are not tied, or on one stage.
 
     Args:
-        model: this rank's stage; the copy is its parameter with ``shared_embedding``.
+        model: this rank's stage; the copy is its parameter whose gradient is summed over ``"embd"``.
         embd_group: the ranks that hold a copy.
 
     Raises:
         ConfigError: on every stage that holds a copy, if only some of them have a gradient.
     """
-    tied = [param for param in model.parameters() if getattr(param, "shared_embedding", False)]
+    tied = _summed_over(model, "embd")
     if not tied or embd_group.size() == 1:
         return
     gradients = _gradients(tied)
@@ -93,6 +93,10 @@ def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup)
     _sum_over_ranks_(gradients, group=embd_group)
 
 
+def _summed_over(model: nn.Module, axis: str) -> list[Parameter]:
+    return [param for param, replicas in replicas_of(model).items() if axis in replicas.summed_over]
+
+
 def summed_over_other_groups(
     model: nn.Module, *, tp_group: ProcessGroup, embd_group: ProcessGroup | None = None
 ) -> list[Parameter]:
@@ -101,13 +105,14 @@ def summed_over_other_groups(
     Every rank needs the gradient of these whole, before that sum (``GradientBuffers(whole=...)``): what ranks of a
     data-parallel group own may be cut at other places on the ranks that they are then summed over.
     """
-    found = []
-    for _, param, layout in named_param_layouts(model, tp_group.size()):
-        is_partial = getattr(param, "sequence_parallel", False) or has_copies(layout)
-        is_tied = embd_group is not None and embd_group.size() > 1 and getattr(param, "shared_embedding", False)
-        if (tp_group.size() > 1 and is_partial) or is_tied:
-            found.append(param)
-    return found
+    groups = {"tp": tp_group, "embd": embd_group}
+    several = {axis for axis, group in groups.items() if group is not None and group.size() > 1}
+    replicas = replicas_of(model)
+    return [
+        param
+        for _, param, layout in named_param_layouts(model, tp_group.size())
+        if several.intersection(replicas[param].summed_over) or ("tp" in several and has_copies(layout))
+    ]
 
 
 def global_grad_norm(
@@ -120,7 +125,7 @@ def global_grad_norm(
     """The 2-norm of the whole model's gradient, as if it were on one rank.
 
     Every split gradient counts on its rank, every replicated one and what several ranks hold of a split one once, and a
-    tied weight's on the first stage (the last stage's copy has ``shared``).
+    tied weight's on the first stage (the last stage's ``is_copy``).
 
     Args:
         model: with complete gradients.
@@ -132,18 +137,19 @@ def global_grad_norm(
     Returns:
         An fp64 scalar, the same on every rank.
     """
+    replicas = replicas_of(model)
     if exact_parts(tp_group) is not None:
         counted_once = (
             (gradient, layout, None if shares is None else shares[param])
             for _, param, layout in named_param_layouts(model, tp_group.size())
-            if (gradient := gradient_of(param)) is not None and not getattr(param, "shared", False)
+            if (gradient := gradient_of(param)) is not None and not replicas[param].is_copy
         )
         norm = exact_norm(counted_once, tp_group=tp_group, pp_group=pp_group)
         return torch.tensor(norm, dtype=torch.float64, device=next(model.parameters()).device)
     counted = [
         part
         for _, param, layout in named_param_layouts(model, tp_group.size())
-        if (gradient := gradient_of(param)) is not None and not getattr(param, "shared", False)
+        if (gradient := gradient_of(param)) is not None and not replicas[param].is_copy
         for part in _counted_here(
             gradient, layout, tp_group.rank(), first_row(param), None if shares is None else shares[param]
         )

@@ -79,7 +79,9 @@ def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimiz
         if isinstance(weight.data, Parameter) and weight.data.requires_grad:
             for kind, (tensor, layout) in optimizer.state_of(weight.data, weight.layout).items():
                 name = f"{kind}.{key}"
-                shard = ParamShard(name, weight.data, layout, weight.rank, weight.sharded_offsets)
+                shard = ParamShard(
+                    name, weight.data, layout, weight.rank, weight.sharded_offsets, replicas=weight.replicas
+                )
                 result[name] = _held(shard, tensor, weight.data, optimizer)
     return result
 
@@ -106,7 +108,7 @@ def _held(shard: ParamShard, tensor: Tensor, param: Parameter, optimizer: Sharde
     if (interval := interval_of(param)) is None:
         return shard.with_data(tensor)
     # Stages that hold copies of a tied weight may cut them at different places.
-    return shard.with_interval(interval, local_rows(tensor).view(-1), is_copy=getattr(param, "shared", False))
+    return shard.with_interval(interval, local_rows(tensor).view(-1), is_copy=shard.replicas.is_copy)
 
 
 def set_learning_rate_(optimizer: ShardedOptimizer, learning_rate: float) -> None:
