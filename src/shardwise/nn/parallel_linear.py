@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.core.communication.trees import exact_parts
 from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import Layout
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, local_parts
 from shardwise.kernels.exact_products import ExactProducts
 from shardwise.kernels.products import AlignedProducts, ProductsIn, needs_alignment
@@ -141,7 +142,7 @@ class ParallelLinear(ShardedModule):
         input_: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sequence_length: int | None = None,
+        sequence: SequenceView | None = None,
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
         """``input_ @ weight.T + bias`` with the layer's communication, unless another is given."""
@@ -159,7 +160,7 @@ class ParallelLinear(ShardedModule):
             bias,
             parallelism=parallelism or self.parallelism,
             group=self.group,
-            sequence_length=sequence_length,
+            sequence=sequence,
             weight_gradient=weight_gradient,
             exact=products,
             overlaps=self.overlap,
