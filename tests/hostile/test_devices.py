@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 
 from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.sequence_view import SequenceView
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
@@ -147,7 +148,7 @@ def backwards_at_once():
                 with CollectiveCounter() as counter, one_at_a_time, fake_tensors(), StepRecorder():
                     layer = ColumnLinear(6 + index, 8, group=group, sequence_parallel=True, bias=False)
                     x = torch.ones(5 + 2 * index, 1, 6 + index, device="cuda", requires_grad=True)
-                    layer(x, sequence_length=10 + 4 * index).sum().backward()
+                    layer(x, sequence=SequenceView(10 + 4 * index, group)).sum().backward()
                 own.setdefault(index, []).append(counter.launches)
         except BaseException as error:
             failures.append(error)

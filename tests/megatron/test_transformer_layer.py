@@ -158,7 +158,7 @@ def test_a_program_s_own_mlp_and_norm_equal_the_dense_ones(group, sequence_paral
     up, down = (torch.cat(_gathered(each.weight, group), dim) for each, dim in ((block.up, 0), (block.down, 1)))
     up_bias = torch.cat(_gathered(block.up.bias, group))
     expected = torch.tanh(hidden @ up.t() + up_bias) @ down.t() + block.down.bias
-    actual = block(shard, sequence_length=None)
+    actual = block(shard, sequence=None)
     assert_close_to(actual, expected.chunk(2)[group.rank()] if sequence_parallel else expected, rtol_of_norm=1e-13)
     assert_bit_equal(copy.deepcopy(own).mlp(shard), actual, name="a copy's")
     # The layer's sharded state has its parameters by their names in the program's module.

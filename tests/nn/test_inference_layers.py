@@ -12,6 +12,7 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.context import context_of
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, symmetric_buffer_of
 from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import balanced_range, balanced_sizes
 from shardwise.kernels.norms import reduce_norm_
 from shardwise.nn import ColumnLinear, RowLinear, inference
@@ -55,7 +56,7 @@ def trained(half, x, s):
     """What training computes, inside the residual stream."""
     norm, column, row = half
     with torch.no_grad():
-        return x + row(F.gelu(column(norm(x), sequence_length=s)))
+        return x + row(F.gelu(column(norm(x), sequence=SequenceView(s, column.group))))
 
 
 @torch.no_grad()
@@ -80,8 +81,8 @@ def test_layers_equal_norm_and_training_layers(group, sequence_parallel):
         x = rows_of(torch.randn(s, B, H, dtype=torch.float64).to(dtype), group, sequence_parallel)
         up, down = InferenceNormColumnLinear.of(norm, column), InferenceRowLinear.of(row)
         with assert_unmodified(x), torch.no_grad():
-            inner = up(x, sequence_length=s)
-            compare(inner, column(norm(x), sequence_length=s))
+            inner = up(x, sequence=SequenceView(s, group))
+            compare(inner, column(norm(x), sequence=SequenceView(s, group)))
             compare(down(F.gelu(inner)), row(F.gelu(inner)))
             compare(down(F.gelu(inner), x), trained(half, x, s))
 
@@ -105,7 +106,7 @@ def test_fused_half_blocks_equal_training_ones_with_one_all_reduce_each(group, s
         expected = hidden = x
         with CollectiveCounter() as counter, assert_unmodified(x):
             for up, down in zip(ups, downs, strict=True):
-                hidden = down(F.gelu(up(hidden, sequence_length=s)), hidden)
+                hidden = down(F.gelu(up(hidden, sequence=SequenceView(s, group))), hidden)
         for half in halves:
             expected = trained(half, expected, s)
         compare(hidden, expected)
@@ -134,11 +135,11 @@ def test_without_memory_for_it_fused_mode_gives_the_same(group, monkeypatch):
     down = InferenceRowLinear.of(halves[0][2], next_norm=ups[1].norm)
     ups[1].skip_norm_and_all_gather = True
     x = rows_of(torch.randn(S, B, H, dtype=torch.float64), group, True)
-    hidden = down(F.gelu(ups[0](x, sequence_length=S)), x)
+    hidden = down(F.gelu(ups[0](x, sequence=SequenceView(S, group))), x)
     compare(hidden, trained(halves[0], x, S))
     norm, column, _ = halves[1]
     with torch.no_grad():
-        compare(ups[1](hidden, sequence_length=S), column(norm(hidden), sequence_length=S))
+        compare(ups[1](hidden, sequence=SequenceView(S, group)), column(norm(hidden), sequence=SequenceView(S, group)))
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -154,7 +155,7 @@ def test_layers_made_by_themselves_start_as_the_training_layers(group, normaliza
     norm = {"LayerNorm": nn.LayerNorm, "RMSNorm": RMSNorm}[normalization](H, eps=1e-3, dtype=torch.float64)
     x = rows_of(torch.randn(S, B, H, dtype=torch.float64), group, True)
     with torch.no_grad():
-        compare(alone(x, sequence_length=S), column(norm(x), sequence_length=S))
+        compare(alone(x, sequence=SequenceView(S, group)), column(norm(x), sequence=SequenceView(S, group)))
     names = {"weight", "bias", "layer_norm_weight"} | ({"layer_norm_bias"} if normalization == "LayerNorm" else set())
     assert set(alone.sharded_state_dict()) == set(alone.state_dict()) == names
     assert f"normalization={normalization}, eps=0.001" in repr(alone)
@@ -284,17 +285,17 @@ def test_the_path_through_symmetric_memory_is_given_what_it_needs(group, monkeyp
         up = InferenceNormColumnLinear.of(*half[:2])
         down = InferenceRowLinear.of(half[2], next_norm=up.norm)
         x = rows_of(torch.randn(S, B, H, dtype=torch.float64), group, True)
-        hidden = down(F.gelu(up(x, sequence_length=S)), x)
+        hidden = down(F.gelu(up(x, sequence=SequenceView(S, group))), x)
         compare(hidden, trained(half, x, S))
         up.skip_norm_and_all_gather = True
         output = up(hidden)
         up.skip_norm_and_all_gather = False
-        compare(output, up(hidden, sequence_length=S))
+        compare(output, up(hidden, sequence=SequenceView(S, group)))
         assert "exchange=fused, in symmetric memory" in repr(down)
     # One rank whose machine lacks what the kernel needs: none of them runs it.
     context_of(group).symmetric_buffers.clear()
     monkeypatch.setattr(inference, "runs_fused", lambda buffer: group.rank() > 0)
-    compare(down(F.gelu(up(x, sequence_length=S)), x), trained(half, x, S))
+    compare(down(F.gelu(up(x, sequence=SequenceView(S, group))), x), trained(half, x, S))
     assert "exchange=fused, one all-reduce" in repr(down)
     # The buffer that was made here is not for other tests.
     context_of(group).symmetric_buffers.clear()

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ShardingError
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention import SelfAttention
@@ -60,7 +61,7 @@ class Case:
             self.own.get("bias"),
             parallelism=self.parallelism,
             group=self.group,
-            sequence_length=self.whole["input"].size(0),
+            sequence=SequenceView(self.whole["input"].size(0), self.group),
             **options,
         )
 
@@ -199,10 +200,10 @@ def test_a_shard_that_does_not_fit_the_sequence_is_told(group):
     weight = torch.randn(4, 3)
     options = {"parallelism": COLUMN_SEQUENCE, "group": group}
     with pytest.raises(ShardingError, match=r"rank . of 4 has 4 positions of a sequence of 12; it should have 3"):
-        tensor_parallel_linear(torch.randn(4, 2, 3), weight, None, sequence_length=12, **options)
+        tensor_parallel_linear(torch.randn(4, 2, 3), weight, None, sequence=SequenceView(12, group), **options)
     # Balanced: 4, 3, 3, 3.
     with pytest.raises(ShardingError, match=r"sizes \[4, 3, 3, 3\] do not fit a shard of 5"):
-        tensor_parallel_linear(torch.randn(5, 2, 3), weight, None, sequence_length=13, **options)
+        tensor_parallel_linear(torch.randn(5, 2, 3), weight, None, sequence=SequenceView(13, group), **options)
 
 
 FLOATS = {COLUMN: 12 * 2 * 6, COLUMN_SEQUENCE: 6 * 2 * 6, ROW: 12 * 2 * 9, ROW_SEQUENCE: 12 * 2 * 9}

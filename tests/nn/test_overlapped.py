@@ -8,6 +8,7 @@ from test_linear import COLUMN_SEQUENCE, ROW_SEQUENCE, Case, Noted, Products
 from shardwise.core.communication import overlap
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.context import context_of
+from shardwise.core.sequence_view import SequenceView
 from shardwise.nn import ColumnLinear, RowLinear, linear
 from shardwise.nn.linear import tensor_parallel_linear
 from shardwise.nn.recompute import recomputed
@@ -22,7 +23,7 @@ def run(case, overlaps=True, input_=None):
         case.own.get("bias"),
         parallelism=case.parallelism,
         group=case.group,
-        sequence_length=case.whole["input"].size(0),
+        sequence=SequenceView(case.whole["input"].size(0), case.group),
         overlaps=overlaps,
     )
 
@@ -197,7 +198,7 @@ def test_weight_gradients_that_go_elsewhere(group, parallelism, options):
         # Five positions on two ranks.
         rows = 5 if kind is RowLinear else 3 - group.rank()
         x = torch.randn(rows, 2, width, dtype=torch.float64, requires_grad=True)
-        told = {"sequence_length": 5} if kind is ColumnLinear else {}
+        told = {"sequence": SequenceView(5, group)} if kind is ColumnLinear else {}
         layer(x, **told).square().sum().backward()
         layer.backward_dw()
         gradient = layer.weight.main_grad if layer.fuse_weight_gradient else layer.weight.grad

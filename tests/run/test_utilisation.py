@@ -13,6 +13,7 @@ from run.tiny import tiny_settings
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.run.metrics import read_metrics
 from shardwise.run.run import train
@@ -30,7 +31,8 @@ def test_model_flops_are_those_of_the_products(group, kind):
         hidden = torch.zeros(s, b, model.hidden_size, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         rotary = None if built.rotary is None else built.rotary(torch.arange(s, device="meta"), torch.float32)
-        built._logits(built.decoder(hidden, rotary=rotary, sequence_length=s), s).sum().backward()
+        sequence = SequenceView(s)
+        built._logits(built.decoder(hidden, rotary=rotary, sequence=sequence), sequence).sum().backward()
     assert counter.get_total_flops() == b * s * model_flops_per_token(model, s)
 
 

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError, ShardingError
-from shardwise.core.sharding import balanced_sizes
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
@@ -69,17 +69,15 @@ class Pooler(GroupModule):
 
     def __init__(self, config: ModelConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
-        self.sequence_parallel = config.sequence_parallel
-        self.tp_group = tp_group
         self.dense = _dense(config, config.hidden_size, tp_group)
 
-    def forward(self, hidden: Tensor, *, sequence_length: int) -> Tensor:
-        """``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` of ``sequence_length`` positions, to ``[b, h]``."""
+    def forward(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
+        """``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to ``[b, h]``."""
         first = hidden[:1]
-        if self.sequence_parallel:
+        if sequence.group is not None:
             # Each rank that has tokens contributes one; the first rank's is the first of the sequence.
-            sizes = [min(size, 1) for size in balanced_sizes(sequence_length, self.tp_group.size())]
-            first = moves.gather(first, dim=0, group=self.tp_group, sizes=sizes)
+            sizes = [min(size, 1) for size in sequence.sizes]
+            first = moves.gather(first, dim=0, group=sequence.group, sizes=sizes)
         output: Tensor = torch.tanh(self.dense(first[0]))
         return output
 
@@ -195,31 +193,31 @@ class Bert(TransformerModel):
         if (lm_labels if self.classification is not None else labels) is not None:
             given, wanted = ("labels", "lm_labels") if self.classification is None else ("lm_labels", "labels")
             raise ShardingError(f"{given} are given, and this model's are {wanted}")
-        s = self._sequence_length(input_ids, attention_mask, lm_labels)
+        sequence = self._sequence_of(input_ids, attention_mask, lm_labels)
         if self.pre_process:
             hidden: Tensor = self.embedding(input_ids, position_ids, tokentype_ids)
         else:
             hidden = self._input_of_a_later_stage()
         forbidden = None
         if attention_mask is not None:
-            forbidden = forbidden_keys(is_token(attention_mask, hidden.size(1), s))
+            forbidden = forbidden_keys(is_token(attention_mask, hidden.size(1), sequence.length))
         hidden = self.encoder(
             hidden,
             attention_mask=AttentionMask(forbidden, alibi_slopes=self.alibi_slopes),
-            sequence_length=s,
-            **self._rotary(position_ids, s, hidden),
+            sequence=sequence,
+            **self._rotary(position_ids, sequence.length, hidden),
         )
         if not self.post_process:
             return hidden
         if self.classification is not None:
             if self.pooler is None:
-                logits = self.classifier.of_tokens(hidden, s).transpose(0, 1)
+                logits = self.classifier.of_tokens(hidden, sequence).transpose(0, 1)
             else:
-                logits = self.classifier.of_sequences(self.pooler(hidden, sequence_length=s))
+                logits = self.classifier.of_sequences(self.pooler(hidden, sequence))
             return viewless(logits) if labels is None else self.classification.loss(logits, labels)
         binary_logits = None
         if self.pooler is not None and self.binary_head is not None:
-            binary_logits = self.binary_head(self.pooler(hidden, sequence_length=s))
+            binary_logits = self.binary_head(self.pooler(hidden, sequence))
         hidden = self.lm_head(hidden)
-        scores = self._logits(hidden, s) if lm_labels is None else self._loss(hidden, lm_labels, s)
+        scores = self._logits(hidden, sequence) if lm_labels is None else self._loss(hidden, lm_labels, sequence)
         return scores, binary_logits

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError, ShardingError
-from shardwise.core.sharding import balanced_range, balanced_sizes
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.validation import check_ids, safe_to_look_up
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import ResidualDropout
@@ -126,29 +126,27 @@ class Classifier(ReplicatedLinear):
 
     def __init__(self, config: ModelConfig, spec: Classification, tp_group: ProcessGroup) -> None:
         assert config.init_method is not None
-        self_shards = config.sequence_parallel and spec.is_of_tokens
         super().__init__(
             config.hidden_size,
             spec.num_labels,
             init=config.init_method,
             bias=spec.bias,
-            sequence_shards=self_shards,
+            sequence_shards=config.sequence_parallel and spec.is_of_tokens,
             **layer_arguments(config, group=tp_group, linear=False),
         )
-        self._sequence_parallel = config.sequence_parallel
         self.spec = spec
-        self.dropout = ResidualDropout(spec.dropout, self_shards, tp_group)
+        self.dropout = ResidualDropout(spec.dropout)
 
-    def of_tokens(self, hidden: Tensor, s: int) -> Tensor:
+    def of_tokens(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
         """``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to ``[s, b, n]``."""
-        logits: Tensor = self(self.dropout(hidden, sequence_length=s))
-        if self._sequence_parallel:
-            logits = moves.gather(logits, dim=0, group=self.group, sizes=balanced_sizes(s, self.group.size()))
+        logits: Tensor = self(self.dropout(hidden, sequence))
+        if sequence.group is not None:
+            logits = moves.gather(logits, dim=0, group=sequence.group, sizes=sequence.sizes)
         return logits
 
     def of_sequences(self, pooled: Tensor) -> Tensor:
         """``[b, h]`` to ``[b, n]``."""
-        logits: Tensor = self(self.dropout(pooled))
+        logits: Tensor = self(self.dropout(pooled, SequenceView.of(pooled, None)))
         return logits
 
     def last_tokens(self, input_ids: Tensor) -> Tensor:
@@ -168,11 +166,9 @@ class Classifier(ReplicatedLinear):
         places = torch.arange(s, device=input_ids.device)
         return (places * (input_ids != pad)).argmax(dim=1)
 
-    def pool(self, hidden: Tensor, places: Tensor, s: int) -> Tensor:
+    def pool(self, hidden: Tensor, places: Tensor, sequence: SequenceView) -> Tensor:
         """``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to the states ``[b, h]`` at ``places`` ``[b]``."""
-        start, stop = (0, s)
-        if self._sequence_parallel:
-            start, stop = balanced_range(s, self.group.size(), self.group.rank())
+        start, stop = sequence.interval
         if start == stop:
             # Nothing, but of what this rank's backward passes through.
             picked = hidden.sum(dim=0)
@@ -181,4 +177,4 @@ class Classifier(ReplicatedLinear):
             index = (places - start).clamp(0, stop - start - 1)
             picked = hidden[index, torch.arange(len(places), device=places.device)]
             picked = picked.masked_fill(~here.unsqueeze(-1), 0.0)
-        return moves.reduce(picked, group=self.group) if self._sequence_parallel else picked
+        return picked if sequence.group is None else moves.reduce(picked, group=sequence.group)

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from shardwise.core.errors import ShardingError
+from shardwise.core.sequence_view import SequenceView
 from shardwise.models.classification import Classification
 from shardwise.models.token_embedding import TokensFirst, check_inputs, forbidden_keys, is_token, positions_of
 from shardwise.models.transformer.attention import KeyValueCache
@@ -101,7 +102,8 @@ class GPT(TransformerModel):
             document_ids=document_ids,
         )
         own_ids, own_labels = input_ids, labels
-        s = self._sequence_length(input_ids, position_ids, labels if self.classification is None else None)
+        sequence = self._sequence_of(input_ids, position_ids, labels if self.classification is None else None)
+        s = sequence.length
         forbidden, first, key_positions = attention_mask, None, None
         if attention_mask is not None and attention_mask.dim() == 2:
             b = (self._input_of_a_later_stage() if input_ids is None else input_ids.t()).size(1)
@@ -127,17 +129,17 @@ class GPT(TransformerModel):
                 query_position=getattr(cache, "query_position", None),
             ),
             cache=cache,
-            sequence_length=s,
+            sequence=sequence,
             **self._rotary(position_ids, s, hidden, self._own_lengths(lengths, document_ids, (hidden.size(1), s))),
         )
         if not self.post_process:
             return hidden
         if self.classification is not None:
-            return self._classify(self.classification, hidden, own_ids, own_labels, s, first)
+            return self._classify(self.classification, hidden, own_ids, own_labels, sequence, first)
         if labels is None:
-            logits = self._logits(hidden, s)
+            logits = self._logits(hidden, sequence)
             return logits if first is None else first.move_sequence_back(logits)
-        loss = self._loss(hidden, labels, s)
+        loss = self._loss(hidden, labels, sequence)
         return loss if first is None else first.move_back(loss)
 
     def _own_lengths(
@@ -168,11 +170,11 @@ class GPT(TransformerModel):
         hidden: Tensor,
         input_ids: Tensor | None,
         labels: Tensor | None,
-        s: int,
+        sequence: SequenceView,
         first: TokensFirst | None,
     ) -> Tensor:
         if spec.is_of_tokens:
-            logits = self.classifier.of_tokens(hidden, s)
+            logits = self.classifier.of_tokens(hidden, sequence)
             logits = (logits if first is None else first.move_sequence_back(logits)).transpose(0, 1)
         else:
             if input_ids is None:
@@ -180,7 +182,7 @@ class GPT(TransformerModel):
             places = self.classifier.last_tokens(input_ids)
             if first is not None:
                 places = first.place_of(places)
-            logits = self.classifier.of_sequences(self.classifier.pool(hidden, places, s))
+            logits = self.classifier.of_sequences(self.classifier.pool(hidden, places, sequence))
         return viewless(logits) if labels is None else spec.loss(logits, labels)
 
     @property

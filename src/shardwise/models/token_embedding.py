@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.layout import I, Layout, hidden_layout
+from shardwise.core.sequence_view import SequenceView
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import ResidualDropout
 from shardwise.models.transformer.mlp import layer_arguments, make_norm
@@ -95,7 +96,7 @@ class TokenEmbedding(GroupModule):
         if config.embedding_layernorm:
             with parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization):
                 self.layernorm = make_norm(config)
-        self.dropout = ResidualDropout(config.hidden_dropout, self.scatters, self.tp_group)
+        self.dropout = ResidualDropout(config.hidden_dropout)
 
     @property
     def input_layout(self) -> Layout:
@@ -150,7 +151,7 @@ class TokenEmbedding(GroupModule):
         if self.layernorm is not None:
             norm = arithmetic_of(self.tp_group).norm
             hidden = norm(self.layernorm, hidden, group=self.tp_group, sequence_parallel=self.scatters)
-        output: Tensor = self.dropout(hidden, sequence_length=s)
+        output: Tensor = self.dropout(hidden, SequenceView(s, self.tp_group if self.scatters else None))
         return viewless(output)
 
 

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.core.errors import AssertedShardingError, ConfigError, ShardingError
 from shardwise.core.initialization import draw_seed, part_seeded
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification, Classifier
 from shardwise.models.config import ModelConfig
@@ -200,25 +201,25 @@ class TransformerModel(FixedTensors, LanguageModel):
             **layer_arguments(self.config, group=self.tp_group),
         )
 
-    def _logits(self, hidden: Tensor, s: int) -> Tensor:
+    def _logits(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
         """``[s, b, h]``, or this rank's shard, to ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``)."""
-        logits: Tensor = self.output_layer(hidden, self._output_weight(), sequence_length=s)
+        logits: Tensor = self.output_layer(hidden, self._output_weight(), sequence=sequence)
         logits = self._scaled(logits)
         return viewless(logits if self.parallel_output else self.output_layer.gather(logits))
 
-    def _loss(self, hidden: Tensor, labels: Tensor, s: int) -> Tensor:
+    def _loss(self, hidden: Tensor, labels: Tensor, sequence: SequenceView) -> Tensor:
         """``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""
         weight = self._output_weight()
-        shape, length, places = labels.shape, s, None
+        shape, places = labels.shape, None
         # A rank of a sequence-parallel layer does not have the tokens of the others.
         if not self.sequence_parallel and self._arithmetic.leaves_out_tokens:
             assert self.vocab_size is not None
             places = places_learned(labels, self.vocab_size)
         if places is not None:
             hidden, labels = tokens_at(places, hidden, labels)
-            length = len(places)
+            sequence = SequenceView(len(places))
         if not self.fuses_output_layer_and_loss:
-            logits = self.output_layer(hidden, weight, sequence_length=length)
+            logits = self.output_layer(hidden, weight, sequence=sequence)
             # Only the loss reads these logits, so their memory may be reused for their gradient.
             losses = self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
         else:
@@ -375,12 +376,13 @@ class TransformerModel(FixedTensors, LanguageModel):
             raise ShardingError("this stage has no embedding (pre_process=False); call set_input_tensor before forward")
         return self._input_tensor
 
-    def _sequence_length(self, *of_tokens: Tensor | None) -> int:
-        """``s``, from the first of ``[s]`` or ``[b, s]`` that is there, else from the input tensor."""
+    def _sequence_of(self, *of_tokens: Tensor | None) -> SequenceView:
+        """The view of hidden states: as long as the first ``[s]`` or ``[b, s]`` given, else as the input tensor."""
+        group = self.tp_group if self.sequence_parallel else None
         for tensor in of_tokens:
             if tensor is not None:
-                return tensor.size(-1)
+                return SequenceView(tensor.size(-1), group)
         hidden = self._input_of_a_later_stage()
-        if self.sequence_parallel and self.tp_group.size() > 1:
+        if group is not None:
             raise ShardingError("with sequence parallelism a stage cannot tell the sequence's length; pass input_ids")
-        return hidden.size(0)
+        return SequenceView(hidden.size(0))

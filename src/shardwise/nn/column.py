@@ -14,6 +14,7 @@ from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError, ShardingError, WeightError
 from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import I, Layout, R, V
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Interval, ParamLayout, Replicas
 from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.parallel_linear import ParallelLinear, as_linear
@@ -138,15 +139,14 @@ class ColumnLinear(ParallelLinear):
         self.weight = Parameter(weight)
         self._made("weight")
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, *, sequence_length: int | None = None) -> Tensor:
+    def forward(self, input_: Tensor, weight: Tensor | None = None, *, sequence: SequenceView | None = None) -> Tensor:
         """Apply the layer.
 
         Args:
             input_: ``[s, b, i]``, the same on every rank, or this rank's shard ``[s/t, b, i]`` with sequence
                 parallelism; not modified.
             weight: ``[o/t, i]``, in place of the layer's own.
-            sequence_length: ``s``, where the ranks do not divide it, with sequence parallelism: shards are then of the
-                balanced sizes. None if all ranks hold as many positions.
+            sequence: read with sequence parallelism; None if all ranks hold as many positions.
 
         Returns:
             ``[s, b, o/t]``.
@@ -155,7 +155,7 @@ class ColumnLinear(ParallelLinear):
             ShardingError: the input is not of the layer's width.
             WeightError: there is no weight, or a passed one is not of this layer's shape.
         """
-        return self._multiply(input_, self._checked_weight(input_, weight), self.bias, sequence_length)
+        return self._multiply(input_, self._checked_weight(input_, weight), self.bias, sequence)
 
     def _checked_weight(self, input_: Tensor, weight: Tensor | None) -> Tensor:
         """The layer's own weight if ``weight`` is None; an error for one of another shape, or an input that is."""

@@ -25,7 +25,7 @@ def sharded_dropout(
     p: float,
     *,
     dim: int | None,
-    group: ProcessGroup,
+    group: ProcessGroup | None,
     sizes: Sequence[int] | None = None,
     training: bool = True,
     layer_number: int | None = None,
@@ -36,7 +36,7 @@ def sharded_dropout(
         input_: this rank's shard, or the whole tensor, the same on every rank, if ``dim`` is None; not modified.
         p: from 0 to 1.
         dim: the dimension that the ranks split.
-        group: the ranks that share the tensor.
+        group: the ranks that share the tensor; may be None where ``dim`` is.
         sizes: every rank's size along ``dim``; all the same as this rank's if None.
         training: return the input itself if False.
         layer_number: the layer that draws, by the "global" rule from a stream of its own; None for one that all share.
@@ -68,7 +68,7 @@ def global_keep_mask(
     p: float,
     *,
     dim: int | None,
-    group: ProcessGroup,
+    group: ProcessGroup | None,
     sizes: Sequence[int] | None = None,
     device: torch.device | None = None,
     layer_number: int | None = None,
@@ -79,7 +79,7 @@ def global_keep_mask(
         shape: of this rank's shard.
         p: probability of dropping an element.
         dim: the dimension that the ranks split; None if ``shape`` is the whole tensor's.
-        group: the ranks that share the tensor.
+        group: the ranks that share the tensor; may be None where ``dim`` is.
         sizes: every rank's size along ``dim``; all the same as this rank's if None.
         device: where to draw; another device draws other numbers.
         layer_number: the layer that draws, from a stream of its own; None for one that all share.
@@ -95,6 +95,7 @@ def global_keep_mask(
     if dim is None:
         outer, total, first, size, inner = 1, math.prod(shape), 0, math.prod(shape), 1
     else:
+        assert group is not None
         dim, rank = checked_dim(dim, shape), group.rank()
         size = shape[dim]
         sizes = (size,) * group.size() if sizes is None else sizes

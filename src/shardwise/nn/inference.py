@@ -22,11 +22,12 @@ from shardwise.core.communication.collectives import all_gather, all_reduce
 from shardwise.core.communication.context import context_of
 from shardwise.core.communication.symmetric_memory import symmetric_buffer_of
 from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, balanced_range, balanced_sizes
 from shardwise.kernels import products
 from shardwise.kernels.norms import fused_reduce_norm_, runs_fused
 from shardwise.nn.column import ColumnLinear
-from shardwise.nn.linear import LinearParallelism, shard_sizes
+from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.norm import Normalization, NormFunction
 from shardwise.nn.row import RowLinear
 
@@ -83,7 +84,7 @@ class InferenceColumnLinear(ColumnLinear):
         input_: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sequence_length: int | None = None,
+        sequence: SequenceView | None = None,
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
         _check_input(input_, weight)
@@ -92,38 +93,40 @@ class InferenceColumnLinear(ColumnLinear):
         if not (self._gathers or self.skip_norm_and_all_gather):
             return products.linear(self._normed(input_), weight, bias)
         # A subclass that overrides a step knows Megatron's arguments only.
-        length = {} if sequence_length is None else {"sequence_length": sequence_length}
-        buffer = self._maybe_allocate_symmetric_buffer(input_, **length)
+        given = {} if sequence is None else {"sequence": sequence}
+        buffer = self._maybe_allocate_symmetric_buffer(input_, **given)
         whole: Tensor | None = None
         if self.skip_norm_and_all_gather and buffer["handle"] is not None:
             whole = self._left_by_row_layer(input_)
         if whole is None:
-            whole = self._all_gather(self._normed(input_), buffer, **length)
+            whole = self._all_gather(self._normed(input_), buffer, **given)
         return products.linear(whole, weight, bias)
 
-    def _maybe_allocate_symmetric_buffer(self, x: Tensor, *, sequence_length: int | None = None) -> dict[str, Any]:
+    def _maybe_allocate_symmetric_buffer(self, x: Tensor, *, sequence: SequenceView | None = None) -> dict[str, Any]:
         """Symmetric memory for the whole input: ``{"tensor": [s, b, i], "handle": ...}``, both None if it is too small.
 
         Args:
             x: ``[s/t, b, i]`` (``[s, b, i]`` without sequence parallelism).
-            sequence_length: ``s``, where the ranks do not divide it.
+            sequence: where the ranks do not divide it.
         """
         shape = list(x.shape)
         if self._gathers:
-            shape[0] = x.size(0) * self.group.size() if sequence_length is None else sequence_length
+            shape[0] = (sequence or SequenceView.of(x, self.group)).length
         return symmetric_buffer_of(self.group, x.device).maybe_get_tensor(shape, x.dtype)
 
-    def _all_gather(self, x: Tensor, symm_mem_buffer: dict[str, Any], *, sequence_length: int | None = None) -> Tensor:
+    def _all_gather(
+        self, x: Tensor, symm_mem_buffer: dict[str, Any], *, sequence: SequenceView | None = None
+    ) -> Tensor:
         """The whole input ``[s, b, i]`` of this rank's shard; without sequence parallelism it is whole already.
 
         Args:
             x: ``[s/t, b, i]``.
             symm_mem_buffer: of ``_maybe_allocate_symmetric_buffer``.
-            sequence_length: ``s``, where the ranks do not divide it.
+            sequence: where the ranks do not divide it.
         """
         if not self._gathers:
             return x
-        sizes = shard_sizes(x, sequence_length, self.group)
+        sizes = None if sequence is None else sequence.sizes_to_gather(x)
         return all_gather(x, group=self.group, dim=0, sizes=sizes, buffer=context_of(self.group).buffers)
 
     @property

@@ -25,8 +25,8 @@ from shardwise.core.communication.collectives import (
 )
 from shardwise.core.communication.context import context_of
 from shardwise.core.communication.transports.transport import Pending
-from shardwise.core.errors import ShardingError
 from shardwise.core.layout import Layout, hidden_layout
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import uneven_sizes
 from shardwise.kernels.products import Products, add_product_, autocast, main_grad_of
 from shardwise.nn.overlapped import multiply_gathered, multiply_scattered
@@ -209,7 +209,7 @@ def tensor_parallel_linear(
     *,
     parallelism: LinearParallelism,
     group: ProcessGroup | None,
-    sequence_length: int | None = None,
+    sequence: SequenceView | None = None,
     weight_gradient: WeightGradient | None = None,
     products: Products = _USUAL,
     overlaps: bool = False,
@@ -222,8 +222,7 @@ def tensor_parallel_linear(
         bias: ``[o]`` or None; with ROW it would be added once per rank, so it must be None there.
         parallelism: which communication.
         group: the ranks that share the layer; may be None with LOCAL.
-        sequence_length: ``s``, which COLUMN_SEQUENCE cannot see: shards are then of the balanced sizes. None if all
-            ranks hold as many positions.
+        sequence: whose shards COLUMN_SEQUENCE gathers; None if all ranks hold as many positions.
         weight_gradient: what becomes of the weight's gradient; autograd's if None.
         products: makes the products.
         overlaps: let the products of COLUMN_SEQUENCE and ROW_SEQUENCE be made as the ranks' rows come and go; nothing
@@ -233,16 +232,15 @@ def tensor_parallel_linear(
         ``[s, b, o]`` (``[s/t, b, o]`` with ROW_SEQUENCE, by the balanced rule).
 
     Raises:
-        ShardingError: ``sequence_length`` does not fit this rank's shard.
+        ShardingError: ``sequence`` does not fit this rank's shard.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198).
     """
     if group is None or group.size() == 1:
         parallelism = LinearParallelism.LOCAL
     sizes: Sizes = None
-    if sequence_length is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
-        assert group is not None
-        sizes = shard_sizes(input_, sequence_length, group)
+    if sequence is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
+        sizes = sequence.sizes_to_gather(input_)
     if isinstance(weight, QuantizedTensor):
         product = _quantized(input_, weight, bias, parallelism, group, sizes)
         return products.cast(product)
@@ -292,28 +290,6 @@ def reduce_product(output: Tensor, parallelism: LinearParallelism, group: Proces
     if parallelism is LinearParallelism.ROW:
         return moves.reduce(output, group=group)
     return moves.reduce_scatter(output, dim=0, group=group)
-
-
-def shard_sizes(shard: Tensor, sequence_length: int | None, group: ProcessGroup) -> Sizes:
-    """How many positions of a sequence each rank holds; None where all hold as many.
-
-    Args:
-        shard: ``[s/t, ...]``.
-        sequence_length: ``s``, by the balanced rule; None if all ranks hold as many.
-        group: the ranks that hold the sequence.
-
-    Raises:
-        ShardingError: ``sequence_length`` does not fit this rank's shard.
-    """
-    if sequence_length is None:
-        return None
-    sizes = uneven_sizes(sequence_length, group.size())
-    if sizes is None and shard.size(0) * group.size() != sequence_length:
-        raise ShardingError(
-            f"rank {group.rank()} of {group.size()} has {shard.size(0)} positions of a sequence of "
-            f"{sequence_length}; it should have {sequence_length // group.size()}"
-        )
-    return sizes
 
 
 def _overlapped(

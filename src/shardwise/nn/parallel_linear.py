@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import Layout
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout
 from shardwise.kernels.products import Products
 from shardwise.nn.arithmetic import arithmetic_of
@@ -129,7 +130,7 @@ class ParallelLinear(ShardedModule):
         input_: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sequence_length: int | None = None,
+        sequence: SequenceView | None = None,
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
         """``input_ @ weight.T + bias`` with the layer's communication, unless another is given."""
@@ -142,7 +143,7 @@ class ParallelLinear(ShardedModule):
             bias,
             parallelism=parallelism or self.parallelism,
             group=self.group,
-            sequence_length=sequence_length,
+            sequence=sequence,
             weight_gradient=weight_gradient,
             products=self._products.aligned(input_, weight) if self.align_rows else self._products,
             overlaps=self.overlap,

@@ -17,7 +17,7 @@ from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.nn.column import ColumnLinear
 from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.weight_gradient import WeightGradientQueue
-from shardwise.tensor_parallel.linear_functions import warn_of_connections
+from shardwise.tensor_parallel.linear_functions import sequence_view, warn_of_connections
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
 
 
@@ -166,7 +166,8 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         if weight is None and self.weight is None:
             raise WeightError("the layer was made with skip_weight_param_allocation; pass a weight to forward")
         added_bias = None if self.skip_bias_add else self.bias
-        output = self._multiply(input_, self._checked_weight(input_, weight), added_bias, sequence_length)
+        sequence = sequence_view(sequence_length, self.group)
+        output = self._multiply(input_, self._checked_weight(input_, weight), added_bias, sequence)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather and self.tp_size > 1:
             output = self.gather(output)

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import AssertedConfigError
+from shardwise.core.sequence_view import SequenceView
 from shardwise.kernels import products
 from shardwise.kernels.products import Products, ProductsIn
 from shardwise.megatron.config import ModelParallelConfig
@@ -71,7 +72,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         bias,
         parallelism=parallelism,
         group=group,
-        sequence_length=sequence_length,
+        sequence=sequence_view(sequence_length, group),
         weight_gradient=_weight_gradient(
             weight, gradient_accumulation_fusion, grad_output_buffer, wgrad_deferral_limit
         ),
@@ -136,7 +137,7 @@ def linear_with_frozen_weight(
         bias,
         parallelism=parallelism,
         group=group,
-        sequence_length=sequence_length,
+        sequence=sequence_view(sequence_length, group),
         products=Products() if output_dtype is None else ProductsIn(output_dtype),
     )
 
@@ -215,6 +216,11 @@ def _weight_gradient(
         () if grad_output_buffer is None else (WeightGradientQueue(limit=limit or 0, grad_outputs=grad_output_buffer),)
     )
     return WeightGradient(weight, fuse=fuse, queues=queues)
+
+
+def sequence_view(length: int | None, group: ProcessGroup | None) -> SequenceView | None:
+    """The engine's argument for Megatron's layers' ``sequence_length``."""
+    return None if length is None else SequenceView(length, group)
 
 
 def warn_of_connections(device: torch.device, parallelism: LinearParallelism) -> None:

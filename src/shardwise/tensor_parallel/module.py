@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwise import parallel_state
 from shardwise.core.errors import AssertedConfigError
 from shardwise.core.initialization import initialize_shard_
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
@@ -153,7 +154,7 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
         input_: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sequence_length: int | None = None,
+        sequence: SequenceView | None = None,
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
         offloading = getattr(self.config, "_cpu_offloading_context", None)
@@ -163,7 +164,7 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
                 "stay on their device here; set cpu_offloading=False, or use torch.autograd.graph.save_on_cpu()"
             )
         if getattr(self._forward_impl, "__func__", None) is MegatronLinear._forward_impl:
-            return super()._multiply(input_, weight, bias, sequence_length, parallelism)
+            return super()._multiply(input_, weight, bias, sequence, parallelism)
         parallelism = parallelism or self.parallelism
         defers = self.config.defer_embedding_wgrad_compute and weight.requires_grad
         buffer, limit = (self.grad_output_buffer, self.config.wgrad_deferral_limit) if defers else (None, None)
@@ -181,7 +182,7 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
             grad_output_buffer=buffer,
             wgrad_deferral_limit=limit,
             tp_group=self.group,
-            **({} if sequence_length is None else {"sequence_length": sequence_length}),
+            **({} if sequence is None else {"sequence_length": sequence.length}),
             **({} if self.output_dtype is None else {"output_dtype": self.output_dtype}),
         )
         return reduce_product(output, parallelism, self.group)

@@ -30,6 +30,7 @@ from harness.kept_bytes import kept_by
 from torch import nn
 
 from shardwise.core.random import seed_streams, streams
+from shardwise.core.sequence_view import SequenceView
 from shardwise.models.config import RECOMPUTE_MODULES
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.layer import ResidualDropout, make_norm
@@ -102,7 +103,9 @@ def measured_parts(group, sequence_parallel, dtype):
         "attention core, one group on each rank": kept_by(core(group, config(num_query_groups=t)), between),
         "attention core, rotary": kept_by(core(group, plain), between, rotary=rotary),
         f"attention core, dropout, {kind}": kept_by(core(group, config(attention_dropout=0.25)), between),
-        "residual dropout": kept_by(ResidualDropout(0.25, plain.sequence_parallel, group), between),
+        "residual dropout": kept_by(
+            ResidualDropout(0.25), between, sequence=SequenceView(S, group if sequence_parallel else None)
+        ),
         "residual addition": kept_by(torch.add, between, input_of(plain, group)),
         "embedding": kept_by(embedding(group, plain), torch.randint(V, (B, S))),
         "loss": kept_by(loss(group), input_of(plain, group, V // t, whole_sequence=True)),

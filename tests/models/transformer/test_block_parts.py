@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import balanced_range
 from shardwise.megatron.config import TransformerConfig
 from shardwise.models.transformer.attention import SelfAttention
@@ -53,7 +54,7 @@ def test_recomputation_adds_no_collective(group, make, sequence_parallel, gated)
         part.zero_grad()
         x.grad = None
         with CollectiveCounter() as counter:
-            output = call(part, x, sequence_length=s)
+            output = call(part, x, sequence=SequenceView(s, group if sequence_parallel else None))
             output.backward(torch.ones_like(output))
         launches.append(sorted(launch.name for launch in counter.launches))
         results.append([output.detach(), x.grad, *(param.grad for param in part.parameters())])
@@ -76,7 +77,7 @@ def test_a_shard_of_the_sequence_gives_a_shard_of_the_result(group, make):
     with torch.no_grad():
         own.copy_(x[start:stop])
     expected = whole(x)
-    output = split(own, sequence_length=s)
+    output = split(own, sequence=SequenceView(s, group))
     assert_close_to(output.detach(), expected[start:stop].detach(), rtol_of_norm=1e-12)
     expected.square().sum().backward()
     output.square().sum().backward()

@@ -9,6 +9,7 @@ from harness.groups import alone
 from harness.parity import assert_close_to, assert_unmodified, gather_shards
 from layer_cases import CASES, SLOPES, B, H, S, layer_of, mask_of, rotary_of
 
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import balanced_range
 from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.tensor_parallel.layers import named_param_layouts
@@ -49,7 +50,7 @@ def test_options_equal_the_dense_layer(group, sequence_parallel):
                 x,
                 attention_mask=mask_of(case, config, group),
                 rotary=rotary_of(case, config),
-                sequence_length=S,
+                sequence=SequenceView(S, group if sequence_parallel else None),
             )
             (output * weighting[mine]).sum().backward()
         finalize_gradients_(layer, tp_group=group, dp_group=own)

@@ -10,6 +10,7 @@ from harness.groups import alone
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, balanced_range
 from shardwise.nn import ColumnLinear, RowLinear
 from shardwise.nn.quantization import QuantizedTensor, quantize_shard, tensor
@@ -102,7 +103,7 @@ def test_layers_multiply_by_what_the_codes_stand_for(group, sequence_parallel, m
             rows = slice(None) if row else slice(*balanced_range(shape[0], t, rank))
             tokens, outs = (slice(None), slice(first, last)) if row else (slice(first, last), slice(None))
             own = x[tokens][..., features].clone().requires_grad_()
-            output = layer(own) if row else layer(own, sequence_length=s if sequence_parallel else None)
+            output = layer(own) if row else layer(own, sequence=SequenceView(s, group) if sequence_parallel else None)
             assert_close_to(output, expected[outs][..., rows], rtol_of_norm=1e-13)
             output.backward(grad[outs][..., rows])
             assert_close_to(own.grad, dense.grad[tokens][..., features], rtol_of_norm=1e-13)

@@ -166,7 +166,7 @@ class GPTModel(MegatronTransformer, GPT):
         if packed_seq_params is not None:
             if document_ids is not None:
                 raise ConfigError("packed_seq_params and document_ids both say which tokens are together; give one")
-            s = self._sequence_length(input_ids, position_ids, labels)
+            s = self._sequence_of(input_ids, position_ids, labels).length
             b = 1 if input_ids is None else input_ids.size(0)
             document_ids, places = packed_seq_params.documents_and_positions(torch.Size((b, s)))
             if position_ids is None or self.position_embedding_type == "rope":

@@ -10,6 +10,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.inert_settings import say_once
@@ -109,15 +110,16 @@ class MegatronTransformer(LanguageModule):
             tp_group=self.tp_group,
         )
 
-    def _logits(self, hidden: Tensor, s: int) -> Tensor:
+    def _logits(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
         model: Any = self
         weight = self.shared_embedding_or_output_weight()
+        s = sequence.length
         logits: Tensor = model.output_layer(hidden, weight, not model.parallel_output, sequence_length=s)[0]
         return logits
 
-    def _loss(self, hidden: Tensor, labels: Tensor, s: int) -> Tensor:
+    def _loss(self, hidden: Tensor, labels: Tensor, sequence: SequenceView) -> Tensor:
         model: Any = self
-        shared_weight = self.shared_embedding_or_output_weight()
+        shared_weight, s = self.shared_embedding_or_output_weight(), sequence.length
         return self.compute_output_layer_and_language_model_loss(
             hidden,
             labels,

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError
-from shardwise.core.sharding import balanced_sizes, local_parts, uneven_sizes
+from shardwise.core.sequence_view import SequenceView
+from shardwise.core.sharding import local_parts
 from shardwise.exact.by_parts import linear_by_rows
 from shardwise.exact.products import ExactProducts
 from shardwise.models.adapters.adapter import Adapter, LoraAdapter, row_lengths
@@ -272,24 +273,21 @@ class LoraColumn(LoraLinear):
         input_: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sequence_length: int | None = None,
+        sequence: SequenceView | None = None,
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
         if bias is not None and self.lora_bias_rows is not None:
             bias = torch.where(self.lora_bias_rows, bias, bias.detach())
         is_dora = self._is_active and self.lora_config.use_dora
         # The factors of DoRA are not of the bias.
-        output = super()._multiply(input_, weight, None if is_dora else bias, sequence_length, parallelism)
+        output = super()._multiply(input_, weight, None if is_dora else bias, sequence, parallelism)
         if not self._is_active:
             return output
-        t, sizes = self.group.size(), None
-        if self.sequence_parallel and sequence_length is not None:
-            sizes = balanced_sizes(sequence_length, t)
+        sizes = sequence.sizes_to_gather(input_) if self.sequence_parallel and sequence is not None else None
         low_rank = self._low_rank(input_, dim=0 if self.sequence_parallel else None, sizes=sizes)
         if self.sequence_parallel:
-            uneven = None if sequence_length is None else uneven_sizes(sequence_length, t)
-            low_rank = moves.gather_for_parts(low_rank, dim=0, group=self.group, sizes=uneven)
-        elif t > 1:
+            low_rank = moves.gather_for_parts(low_rank, dim=0, group=self.group, sizes=sizes)
+        elif self.group.size() > 1:
             low_rank = moves.copy(low_rank, group=self.group)
         output = self._add_up(output, low_rank)
         if is_dora:
@@ -309,11 +307,11 @@ class LoraRow(LoraLinear):
         input_: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sequence_length: int | None = None,
+        sequence: SequenceView | None = None,
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
         if not self._is_active:
-            return super()._multiply(input_, weight, bias, sequence_length, parallelism)
+            return super()._multiply(input_, weight, bias, sequence, parallelism)
         is_dora = self.lora_config.use_dora
         output = super()._multiply(input_, weight, None if is_dora else bias, parallelism=LinearParallelism.LOCAL)
         output = self._add_up(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes))
@@ -374,10 +372,10 @@ class ExactLoraRow(_ExactLora, LoraRow):
         input_: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sequence_length: int | None = None,
+        sequence: SequenceView | None = None,
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
-        output = super(LoraRow, self)._multiply(input_, weight, bias, sequence_length, parallelism)
+        output = super(LoraRow, self)._multiply(input_, weight, bias, sequence, parallelism)
         if not self._is_active:
             return output
         low_rank = self._low_rank(input_, dim=-1, sizes=self._input_sizes)

@@ -14,6 +14,7 @@ from torch.nn.attention import sdpa_kernel
 
 from shardwise.core.layout import Layout
 from shardwise.core.random import streams
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Replicas
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
@@ -178,7 +179,7 @@ class SelfAttention(GroupModule):
         rotary: tuple[Tensor, Tensor] | None = None,
         window_rotary: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
-        sequence_length: int | None = None,
+        sequence: SequenceView | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -189,7 +190,7 @@ class SelfAttention(GroupModule):
             rotary: cosine and sine of the positions; no rotation if None.
             window_rotary: the same for layers with a window, where these have their own.
             cache: keys and values of earlier tokens; what is new is appended.
-            sequence_length: ``s``, which sequence parallelism must be told where the ranks do not divide it.
+            sequence: read with sequence parallelism; None if all ranks hold as many positions.
 
         Returns:
             Like ``hidden``.
@@ -197,7 +198,7 @@ class SelfAttention(GroupModule):
         Raises:
             ShardingError: a mask that does not fit.
         """
-        mixed: Tensor = self.linear_qkv(hidden, sequence_length=sequence_length)
+        mixed: Tensor = self.linear_qkv(hidden, sequence=sequence)
         if self.window_size is not None and window_rotary is not None:
             rotary = window_rotary
         mask = attention_mask if isinstance(attention_mask, AttentionMask) else AttentionMask(attention_mask)

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.initialization import part_seeded
 from shardwise.core.layout import Layout, hidden_layout
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.kernels.agreed import agree_on_kernels
@@ -108,10 +109,10 @@ class TransformerBlock(GroupModule):
             assert isinstance(layer, TransformerLayer)
             yield _part(layer.layer_number), layer
 
-    def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **attention: Any) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
 
-        ``sequence_length`` and what else is given by keyword are those of ``SelfAttention.forward``.
+        ``sequence`` and what else is given by keyword are those of ``SelfAttention.forward``.
         """
         for line in agree_on_kernels(hidden, group=self.tp_group):
             if self.tp_group.rank() == 0:
@@ -119,7 +120,7 @@ class TransformerBlock(GroupModule):
         for layers, is_recomputed in self._spans():
             # With a cache, a second call would append to it once more.
             run = recomputed if is_recomputed and attention.get("cache") is None else _call
-            hidden = run(_through, layers, hidden, sequence_length=sequence_length, **attention)
+            hidden = run(_through, layers, hidden, sequence=sequence, **attention)
         if self.final_layernorm is not None:
             norm, split = arithmetic_of(self.tp_group).norm, self._sequence_parallel
             hidden = norm(self.final_layernorm, hidden, group=self.tp_group, sequence_parallel=split)

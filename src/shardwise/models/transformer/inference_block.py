@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.core.communication.collectives import all_gather, split_for_rank
 from shardwise.core.communication.symmetric_memory import symmetric_buffer_of
 from shardwise.core.errors import ConfigError
-from shardwise.core.sharding import balanced_sizes
+from shardwise.core.sequence_view import SequenceView
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.block import TransformerBlock
 from shardwise.models.transformer.layer import TransformerLayer
@@ -91,7 +91,7 @@ class InferenceLayer(TransformerLayer):
         assert isinstance(rows[1], InferenceRowLinear)
         return rows[0], rows[1]
 
-    def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **keywords: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **keywords: Any) -> Tensor:
         """``[s, b, h]``, or ``[s/t, b, h]``, to the same; always a shard from the first layer on in fused mode."""
         attention, mlp = self.self_attention, self.mlp
         residual = hidden
@@ -99,13 +99,13 @@ class InferenceLayer(TransformerLayer):
             if self.splits_residual:
                 residual = split_for_rank(hidden, group=attention.group, dim=0)
             attention.linear_proj.residual = residual
-        attended: Tensor = attention(hidden, sequence_length=sequence_length, **keywords)
+        attended: Tensor = attention(hidden, sequence=sequence, **keywords)
         if not self.fused:
             hidden = residual + attended
-            mixed: Tensor = mlp(hidden, sequence_length=sequence_length)
+            mixed: Tensor = mlp(hidden, sequence=sequence)
             return hidden + mixed
         mlp.linear_fc2.residual = attended
-        new_residual: Tensor = mlp(attended, sequence_length=sequence_length)
+        new_residual: Tensor = mlp(attended, sequence=sequence)
         return new_residual
 
 
@@ -156,10 +156,12 @@ class InferenceBlock(TransformerBlock):
             layer.fused = True
 
     @torch.no_grad()
-    def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **attention: Any) -> Tensor:
         """As ``TransformerBlock``'s; in fused mode to ``[s, b, h]``, which the next pass in this group overwrites."""
+        if self.fused and sequence is not None:
+            sequence = SequenceView(sequence.length, self.tp_group)
         for layer in self.layers:
-            hidden = layer(hidden, sequence_length=sequence_length, **attention)
+            hidden = layer(hidden, sequence=sequence, **attention)
         norm = self.final_layernorm
         if not self.fused or norm is None:
             return hidden if norm is None else norm(hidden)
@@ -167,6 +169,5 @@ class InferenceBlock(TransformerBlock):
         if left is not None and left.normed is not None:
             return left.normed
         # The buffer is too small for it.
-        assert sequence_length is not None
-        sizes = balanced_sizes(sequence_length, self.tp_group.size())
-        return all_gather(norm(hidden), group=self.tp_group, dim=0, sizes=sizes)
+        assert sequence is not None
+        return all_gather(norm(hidden), group=self.tp_group, dim=0, sizes=sequence.sizes)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.layout import Layout, hidden_layout
-from shardwise.core.sharding import balanced_sizes
+from shardwise.core.sequence_view import SequenceView
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.mlp import MLP, make_norm
@@ -20,32 +20,30 @@ from shardwise.nn.recompute import OutputRecomputation, recomputed
 __all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "make_norm"]
 
 
-class ResidualDropout(GroupModule):
+class ResidualDropout(nn.Module):
     """Dropout on the residual stream: the same mask on every rank, or on its shard of the sequence each rank's own.
 
     With streams of the "global" rule, the mask of the whole sequence is the same at every number of ranks.
 
     Args:
         p: dropout probability.
-        sequence_parallel: whether each rank holds its shard of the sequence.
-        group: the ranks that share the sequence.
         layer_number: of the layer that it is in; None if in none.
     """
 
-    def __init__(self, p: float, sequence_parallel: bool, group: ProcessGroup, layer_number: int | None = None) -> None:
+    def __init__(self, p: float, layer_number: int | None = None) -> None:
         super().__init__()
         self.layer_number = layer_number
         self.p = p
-        self.sequence_parallel = sequence_parallel
-        self.group = group
 
-    def forward(self, input_: Tensor, *, sequence_length: int | None = None) -> Tensor:
-        """``[s, ...]``, or ``[s/t, ...]`` of ``sequence_length`` positions, to the same shape."""
+    def forward(self, input_: Tensor, sequence: SequenceView) -> Tensor:
+        """``[s, ...]``, or this rank's shard ``[s/t, ...]``, to the same shape."""
         if self.p == 0.0 or not self.training:
             return input_
-        sizes = None if sequence_length is None else balanced_sizes(sequence_length, self.group.size())
-        dim = 0 if self.sequence_parallel else None
-        return sharded_dropout(input_, self.p, dim=dim, group=self.group, sizes=sizes, layer_number=self.layer_number)
+        group = sequence.group
+        dim = None if group is None else 0
+        return sharded_dropout(
+            input_, self.p, dim=dim, group=group, sizes=sequence.sizes, layer_number=self.layer_number
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class TransformerLayer(GroupModule):
             self.pre_mlp_layernorm = spec.norm(config) if is_before else None
             self.mlp = spec.mlp(config, tp_group)
             self.post_mlp_layernorm = spec.norm(config) if is_after else None
-        self.dropout = ResidualDropout(config.hidden_dropout, config.sequence_parallel, tp_group, layer_number)
+        self.dropout = ResidualDropout(config.hidden_dropout, layer_number)
 
     @property
     def input_layout(self) -> Layout:
@@ -129,40 +127,41 @@ class TransformerLayer(GroupModule):
         """As ``input_layout``."""
         return self.input_layout
 
-    def forward(self, hidden: Tensor, *, sequence_length: int | None = None, **attention: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **attention: Any) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
 
-        ``sequence_length`` and what else is given by keyword are those of ``SelfAttention.forward``.
+        ``sequence`` and what else is given by keyword are those of ``SelfAttention.forward``.
         """
+        sequence = sequence or SequenceView.of(hidden, self._tp_group if self._sequence_parallel else None)
         residual, input_, norm = self._before(hidden, self.input_layernorm)
-        attended = self.self_attention(input_, sequence_length=sequence_length, **attention)
+        attended = self.self_attention(input_, sequence=sequence, **attention)
         if norm is not None:
             norm.discard_(attended)
-        added = self._branch(attended, self.post_self_attn_layernorm, sequence_length)
+        added = self._branch(attended, self.post_self_attn_layernorm, sequence)
         if self.is_parallel:
             residual = residual + added
             _, input_, norm = self._before(hidden, self.pre_mlp_layernorm)
         else:
             residual, input_, norm = self._between(residual, added)
         if self.recomputes_mlp:
-            mixed = recomputed(self.mlp, input_, sequence_length=sequence_length)
+            mixed = recomputed(self.mlp, input_, sequence=sequence)
         else:
-            mixed = self.mlp(input_, sequence_length=sequence_length)
+            mixed = self.mlp(input_, sequence=sequence)
         if norm is not None:
             norm.discard_(mixed)
-        added = self._branch(mixed, self.post_mlp_layernorm, sequence_length)
+        added = self._branch(mixed, self.post_mlp_layernorm, sequence)
         # The norm after a pre-norm layer's sum is the next layer's: layers are recomputed, sharded and put on stages
         # one by one.
         norm_after = self.post_mlp_layernorm if self._norms_sum else None
         return residual + added if norm_after is None else self._add_and_norm(norm_after, residual, added)[1]
 
-    def _branch(self, output: Tensor, norm: nn.Module | None, sequence_length: int | None) -> Tensor:
+    def _branch(self, output: Tensor, norm: nn.Module | None, sequence: SequenceView) -> Tensor:
         """What attention or MLP adds to the residual stream."""
         if norm is not None and not self._norms_sum:
             output = self._normed(norm, output)
         if self.residual_multiplier != 1.0:
             output = output * self.residual_multiplier
-        added: Tensor = self.dropout(output, sequence_length=sequence_length)
+        added: Tensor = self.dropout(output, sequence)
         return added
 
     def _before(self, hidden: Tensor, norm: nn.Module | None) -> _Input:

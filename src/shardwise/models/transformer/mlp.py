@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.layout import Layout
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Replicas
 from shardwise.kernels.elementwise import swiglu
 from shardwise.models.config import LayerConfig, ModelConfig
@@ -141,12 +142,12 @@ class MLP(GroupModule):
         """As ``input_layout``."""
         return self.linear_fc2.output_layout
 
-    def forward(self, hidden: Tensor, *, sequence_length: int | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence_length`` is ``s``, which sequence parallelism must be told where the ranks do not divide it.
+        ``sequence`` is read with sequence parallelism; None if all ranks hold as many positions.
         """
-        inner: Tensor = self.linear_fc1(hidden, sequence_length=sequence_length)
+        inner: Tensor = self.linear_fc1(hidden, sequence=sequence)
         if not self.recomputes_activation:
             output: Tensor = self.linear_fc2(self._activate(inner))
             return output

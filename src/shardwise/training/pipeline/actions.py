@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.sharding import balanced_sizes, divide
+from shardwise.core.sequence_view import SequenceView
+from shardwise.core.sharding import divide
 
 
 class Kind(Enum):
@@ -327,10 +328,8 @@ def hidden_shape(
     Raises:
         IndivisibleError: the context-parallel ranks do not divide the sequence.
     """
-    length = local_length(seq_length, cp_group)
-    if config.sequence_parallel and tp_group is not None:
-        length = balanced_sizes(length, tp_group.size())[tp_group.rank()]
-    return length, micro_batch_size, config.hidden_size
+    sequence = SequenceView(local_length(seq_length, cp_group), tp_group if config.sequence_parallel else None)
+    return sequence.size, micro_batch_size, config.hidden_size
 
 
 def local_length(seq_length: int, cp_group: ProcessGroup | None) -> int:

@@ -1,0 +1,75 @@
+"""Which positions of each sample this rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.errors import ShardingError
+from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes, uneven_sizes
+
+
+@dataclass(frozen=True)
+class SequenceView:
+    """The positions of a batch's sequences that this rank holds: all, or its shard by the balanced rule.
+
+    A model makes one in each forward, and everything that depends on the sequence's length or on how it is split reads
+    it. A shard alone does not tell the length where the ranks do not divide it.
+
+    Attributes:
+        length: positions of the whole sequence, ``s``.
+        group: the ranks that split it, with sequence parallelism; None where every rank holds all of it.
+
+    Raises:
+        ShardingError: a negative length.
+    """
+
+    length: int
+    group: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            raise ShardingError(f"the length of a sequence is {self.length}; it must not be negative")
+
+    @classmethod
+    def of(cls, shard: Tensor, group: ProcessGroup | None) -> SequenceView:
+        """The view of a tensor ``[s/t, ...]``, where every rank of ``group`` holds as many positions."""
+        return cls(shard.size(0) * (1 if group is None else group.size()), group)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Positions that each rank holds."""
+        return balanced_sizes(self.length, 1 if self.group is None else self.group.size())
+
+    @property
+    def interval(self) -> Interval:
+        """First position that this rank holds, and the one after its last."""
+        return intervals_of_sizes(self.sizes)[0 if self.group is None else self.group.rank()]
+
+    @property
+    def size(self) -> int:
+        """Positions that this rank holds."""
+        start, stop = self.interval
+        return stop - start
+
+    def sizes_to_gather(self, shard: Tensor) -> tuple[int, ...] | None:
+        """What a gather of ``shard``, ``[s/t, ...]``, is told: ``sizes``, or None where all are equal.
+
+        Raises:
+            ShardingError: no group splits the sequence, or the shard is not of its rank's size.
+        """
+        if self.group is None:
+            raise ShardingError(
+                f"shards of a sequence are gathered, and SequenceView({self.length}) has no group; give it the group "
+                "that splits the sequence"
+            )
+        t, rank = self.group.size(), self.group.rank()
+        sizes = uneven_sizes(self.length, t)
+        if sizes is None and shard.size(0) * t != self.length:
+            raise ShardingError(
+                f"rank {rank} of {t} has {shard.size(0)} positions of a sequence of {self.length}; it should have "
+                f"{self.length // t}"
+            )
+        return sizes
