@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import host_numbers
+from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import DivergenceError
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
@@ -30,7 +31,12 @@ from shardwise.training.gradients import Total
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective
 from shardwise.training.optimization import build_optimizer
-from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
+from shardwise.training.optimizer.gradients import (
+    clip_grad_norm_,
+    exact_grad_norm,
+    finalize_gradients_,
+    global_grad_norm,
+)
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, DynamicLossScale
 from shardwise.training.optimizer.optimizer import set_learning_rate_
 from shardwise.training.optimizer.zero import ZeroOptimizer
@@ -117,6 +123,7 @@ class Trainer:
         self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
         self.objective = CrossEntropy(self.gradients.sum_of_losses) if objective is None else objective
         self._needs_lengths = self.objective.depends_on_length or any(each.depends_on_length for each in self._chunks)
+        self._norm_of = global_grad_norm if exact_parts(groups.tp) is None else exact_grad_norm
         self._step = self._num_micro_batches = 0
         self._seed_micro_batch = self._seed_in_order if self.gradients.seeds_micro_batches else _draw_on
         self.loss_scale = DynamicLossScale() if precision.scales_loss else None
@@ -196,6 +203,7 @@ class Trainer:
             pp_group=pp_group,
             loss_scale=scale,
             shares=None if self.zero is None else self.zero.parameters.shares,
+            norm_of=self._norm_of,
         )
         if meanwhile is not None:
             meanwhile()

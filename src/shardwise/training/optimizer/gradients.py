@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import device_of_host_facts
-from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout, ParamShard, has_copies, holders, segments
 from shardwise.core.sharding.balanced import first_row, group_of_rows, local_rows
@@ -138,14 +137,6 @@ def global_grad_norm(
         An fp64 scalar, the same on every rank.
     """
     replicas = replicas_of(model)
-    if exact_parts(tp_group) is not None:
-        counted_once = (
-            (gradient, layout, None if shares is None else shares[param])
-            for _, param, layout in named_param_layouts(model, tp_group.size())
-            if (gradient := gradient_of(param)) is not None and not replicas[param].is_copy
-        )
-        norm = exact_norm(counted_once, tp_group=tp_group, pp_group=pp_group)
-        return torch.tensor(norm, dtype=torch.float64, device=next(model.parameters()).device)
     counted = [
         part
         for _, param, layout in named_param_layouts(model, tp_group.size())
@@ -162,6 +153,24 @@ def global_grad_norm(
     return (total if pp_group is None else all_reduce(total, group=pp_group)).sqrt()
 
 
+def exact_grad_norm(
+    model: nn.Module,
+    *,
+    tp_group: ProcessGroup,
+    pp_group: ProcessGroup | None = None,
+    shares: Mapping[Parameter, Share] | None = None,
+) -> Tensor:
+    """``global_grad_norm`` with the same bits at every layout; ``tp_group`` sums over parts."""
+    replicas = replicas_of(model)
+    counted_once = (
+        (gradient, layout, None if shares is None else shares[param])
+        for _, param, layout in named_param_layouts(model, tp_group.size())
+        if (gradient := gradient_of(param)) is not None and not replicas[param].is_copy
+    )
+    norm = exact_norm(counted_once, tp_group=tp_group, pp_group=pp_group)
+    return torch.tensor(norm, dtype=torch.float64, device=next(model.parameters()).device)
+
+
 def clip_grad_norm_(
     model: nn.Module,
     max_norm: float,
@@ -170,6 +179,7 @@ def clip_grad_norm_(
     pp_group: ProcessGroup | None = None,
     loss_scale: float = 1.0,
     shares: Mapping[Parameter, Share] | None = None,
+    norm_of: Callable[..., Tensor] = global_grad_norm,
 ) -> Tensor:
     """Scale all gradients down, in place, if their global norm is over ``max_norm``.
 
@@ -180,12 +190,13 @@ def clip_grad_norm_(
         pp_group: the stages that share out the layers; None if there is one.
         loss_scale: by which the loss was multiplied, and so the gradients are; they are divided by it in any case.
         shares: as in ``global_grad_norm``; then what this rank has of the gradients is scaled.
+        norm_of: ``global_grad_norm``, or ``exact_grad_norm``.
 
     Returns:
         The norm before, but divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host has not waited
         for it on a GPU.
     """
-    norm = global_grad_norm(model, tp_group=tp_group, pp_group=pp_group, shares=shares) / loss_scale
+    norm = norm_of(model, tp_group=tp_group, pp_group=pp_group, shares=shares) / loss_scale
     clips = max_norm > 0 and not math.isinf(max_norm)
     own = _gradients(model.parameters()) if shares is None else [share.gradient for share in shares.values()]
     if clips and not norm.is_cpu:
