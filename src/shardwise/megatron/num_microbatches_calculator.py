@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
+from shardwise.megatron.errors import AssertedConfigError
 
 __all__ = [
     "ConstantNumMicroBatchesCalculator",

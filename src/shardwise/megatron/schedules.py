@@ -16,14 +16,17 @@ from shardwise import parallel_state
 from shardwise.core.communication.context import default_device
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.errors import IndivisibleError, asserting
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.config import LayerConfig
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
-from shardwise.training.pipeline.actions import hidden_shape, local_length
+from shardwise.training.pipeline.actions import hidden_shape, local_length as engine_local_length
 from shardwise.training.pipeline.schedules import forward_only as forward_only_schedule, make_schedule
 from shardwise.training.pipeline.stage import Pipeline, deferred_buffers, wrapped
 
 __all__ = ["get_forward_backward_func"]
+
+_local_length = asserting(IndivisibleError)(engine_local_length)
 
 ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
 
@@ -150,7 +153,7 @@ def forward_backward_func(
     pipeline: Pipeline[Any] = Pipeline(chunks, group=groups.pp)
     several_parts = num_stages * len(chunks) > 1
     with _checked_tokens(
-        chunks if several_parts else [], micro_batch_size, local_length(seq_length, getattr(groups, "cp", None))
+        chunks if several_parts else [], micro_batch_size, _local_length(seq_length, getattr(groups, "cp", None))
     ):
         results = pipeline.run(
             table,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardwise.core.communication.buffers import OrdinaryMemory
 from shardwise.core.communication.collectives import all_gather, reduce_scatter
-from shardwise.core.errors import AssertedShardingError
 from shardwise.kernels.norms import reduce_norm_
+from shardwise.megatron.errors import AssertedShardingError
 
 __all__ = [
     "are_tensors_nvls_eligible",

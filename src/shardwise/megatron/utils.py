@@ -19,13 +19,15 @@ from shardwise import parallel_state
 from shardwise.core.communication.buffers import GlobalMemoryBuffer
 from shardwise.core.communication.context import default_device
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
-from shardwise.core.errors import AssertedShardingError, ContradictionError, ShardingError
+from shardwise.core.errors import ContradictionError, ShardingError
 from shardwise.core.initialization import init_method_normal, scaled_init_method_normal
 from shardwise.core.sharded_state import sharded_state_dict
-from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, divide, ensure_divisibility, is_copy_by
+from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.dist_checkpointing import ShardedObject
+from shardwise.megatron.errors import AssertedShardingError
 from shardwise.tensor_parallel.layers import drain_embedding_wgrad_compute
+from shardwise.tensor_parallel.private_names import divide, ensure_divisibility
 
 __all__ = [
     "GlobalMemoryBuffer",

@@ -6,8 +6,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.buffers import GlobalMemoryBuffer, MemoryBlock
 from shardwise.core.communication.context import backends_of
-from shardwise.core.errors import ConfigError, NotInitializedError, TopologyError
+from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.topology import Topology
+from shardwise.megatron.errors import AssertedTopologyError, NotInitializedError, asserting
 
 
 @dataclass
@@ -56,6 +57,7 @@ def get_topology() -> Topology:
     return AMBIENT.topology
 
 
+@asserting(AssertedTopologyError)
 def group_of(name: str) -> ProcessGroup:
     """This rank's group of that name, or TopologyError."""
     return get_topology().group(name)
@@ -78,18 +80,21 @@ def carries_gloo(group: ProcessGroup) -> ProcessGroup:
     return group
 
 
+@asserting(AssertedTopologyError)
 def size_of(name: str) -> int:
     """Number of ranks in the group ``name``, unless overridden."""
     value = AMBIENT.sizes.get(name)
     return get_topology().size(name) if value is None else value
 
 
+@asserting(AssertedTopologyError)
 def rank_in(name: str, overridden_as: str | None = None) -> int:
     """This rank's place in the group ``name``, unless overridden, as that in ``overridden_as`` if given."""
     value = AMBIENT.ranks.get(overridden_as or name)
     return get_topology().rank(name) if value is None else value
 
 
+@asserting(AssertedTopologyError)
 def ranks_of(name: str) -> tuple[int, ...]:
     """Global ranks of the group ``name``, in group order."""
     return get_topology().ranks(name)

@@ -2,8 +2,8 @@
 
 from torch.distributed import ProcessGroup
 
-from shardwise.core.errors import AssertedConfigError
 from shardwise.core.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
+from shardwise.megatron.errors import AssertedConfigError
 from shardwise.parallel_state import ambient
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from shardwise.core.communication.context import backend_of, context_of, device_of
-from shardwise.core.errors import AssertedTopologyError, ConfigError, TopologyError
+from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.topology import (
     DEFAULT_ORDER,
     EmbeddingRanks,
@@ -16,6 +16,7 @@ from shardwise.core.topology import (
     default_embedding_ranks,
     default_position_embedding_ranks,
 )
+from shardwise.megatron.errors import AssertedConfigError, AssertedTopologyError, NotInitializedError, asserting
 from shardwise.parallel_state.ambient import AMBIENT
 
 
@@ -99,24 +100,26 @@ def initialize_model_parallel(
     _check_backend(pipeline_model_parallel_comm_backend)
     _check_interleaving(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
     levels = hierarchical_context_parallel_sizes
-    topology = Topology.create(
-        ParallelSizes(
-            tp=tensor_model_parallel_size,
-            pp=pipeline_model_parallel_size,
-            cp=context_parallel_size,
-            ep=expert_model_parallel_size,
-            etp=expert_tensor_parallel_size,
-            order=order,
-            hcp=None if levels is None else tuple(levels) if isinstance(levels, Sequence) else (levels,),
-            num_distributed_optimizer_instances=num_distributed_optimizer_instances,
-            hybrid_context_parallel=hybrid_context_parallel,
-            separate_all_gather=create_all_gather_group,
-        ),
-        timeout=_timeout(distributed_timeout_minutes),
-        embedding_ranks=get_embedding_ranks or default_embedding_ranks,
-        position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
-        validate=validate,
+    sizes = ParallelSizes(
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
+        ep=expert_model_parallel_size,
+        etp=expert_tensor_parallel_size,
+        order=order,
+        hcp=None if levels is None else tuple(levels) if isinstance(levels, Sequence) else (levels,),
+        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+        hybrid_context_parallel=hybrid_context_parallel,
+        separate_all_gather=create_all_gather_group,
     )
+    with asserting(AssertedConfigError, AssertedTopologyError if dist.is_initialized() else NotInitializedError):
+        topology = Topology.create(
+            sizes,
+            timeout=_timeout(distributed_timeout_minutes),
+            embedding_ranks=get_embedding_ranks or default_embedding_ranks,
+            position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
+            validate=validate,
+        )
     AMBIENT.topology = topology
     AMBIENT.memory_buffer = context_of(topology.group("tp")).buffers
     if virtual_pipeline_model_parallel_size is not None:

@@ -7,7 +7,8 @@ part ``n - 1`` of the last. Source: Narayanan et al. 2021 (arXiv:2104.04473), se
 
 from torch.distributed import ProcessGroup
 
-from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.errors import ConfigError
+from shardwise.megatron.errors import AssertedConfigError
 from shardwise.parallel_state.ambient import AMBIENT, get_topology, group_or_none, rank_in, ranks_of
 from shardwise.parallel_state.dense import get_pipeline_model_parallel_rank, get_pipeline_model_parallel_world_size
 

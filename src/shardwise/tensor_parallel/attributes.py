@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise import parallel_state
-from shardwise.core.errors import AssertedConfigError
 from shardwise.core.sharding import ParamLayout
+from shardwise.megatron.errors import AssertedConfigError
 
 # Imported by programs in spite of the underscore.
 _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS: dict[str, Any] = {

@@ -19,6 +19,7 @@ from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.weight_gradient import WeightGradientQueue
 from shardwise.tensor_parallel.linear_functions import warn_of_connections
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
+from shardwise.tensor_parallel.private_names import divide
 
 
 class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
@@ -86,6 +87,7 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         sizes: Sequence[int] | None = None,
         intervals: Sequence[Sequence[Interval]] | None = None,
     ) -> None:
+        divide(output_size, stride)
         arguments = self._arguments(
             config, tp_group, pg_collection, is_expert=is_expert, keep_master=keep_master_weight_for_test
         )

@@ -12,12 +12,17 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
+from shardwise.megatron.errors import AssertedConfigError, asserting
 from shardwise.nn.loss.cross_entropy import SplitCrossEntropy, cross_entropy_of_ranges
 from shardwise.nn.loss.options import LossOptions, Reduction
 from shardwise.nn.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 __all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]
+
+
+# Those of the loss.
+_options = asserting(AssertedConfigError)(LossOptions)
 
 
 class VocabParallelCrossEntropy:
@@ -114,7 +119,7 @@ class _VocabParallelCrossEntropy(Function):
             [(0, vocab_parallel_logits.size(-1))] if group.size() == 1 else None,
             vocab_parallel_logits,
             target,
-            LossOptions(label_smoothing),
+            _options(label_smoothing),
             Reduction("none", IGNORE_INDEX, None, True),
             group=group,
             function=partial(SplitCrossEntropy.forward, ctx),
@@ -195,7 +200,7 @@ def vocab_parallel_cross_entropy(
         None if vocab_size is None else vocab_ranges(local_size, vocab_size, padded_vocab_size, group),
         vocab_parallel_logits,
         target,
-        LossOptions(label_smoothing, z_loss, softcap, temperature),
+        _options(label_smoothing, z_loss, softcap, temperature),
         Reduction(reduction, ignore_index, data_parallel_group, validate),
         group=group,
         inplace_=inplace_,

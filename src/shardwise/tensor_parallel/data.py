@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import collectives
 from shardwise.core.communication.agreement import check_same
 from shardwise.core.communication.context import device_of
-from shardwise.core.errors import AssertedDataError, DataError
+from shardwise.core.errors import DataError
+from shardwise.megatron.errors import AssertedDataError
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
 
 __all__ = ["broadcast_data"]

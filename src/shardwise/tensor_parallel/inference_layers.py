@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
-from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import InitMethod
 from shardwise.kernels.norms import rms_norm
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
+from shardwise.megatron.errors import AssertedConfigError
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.symmetric_exchanges import (  # noqa: F401
     are_tensors_nvls_eligible,

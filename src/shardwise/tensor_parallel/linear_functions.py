@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from shardwise.core.errors import AssertedConfigError
 from shardwise.kernels import products
 from shardwise.kernels.products import ProductsIn
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.errors import AssertedConfigError, AssertedShardingError, asserting
 from shardwise.nn.linear import LinearParallelism, TensorParallelLinear, tensor_parallel_linear
 from shardwise.nn.weight_gradient import WeightGradient, WeightGradientQueue, compute_weight_gradients_
 from shardwise.parallel_state import resolve_tensor_model_parallel_group
@@ -256,6 +256,7 @@ def _communication(
     return LinearParallelism.COLUMN_SEQUENCE if sequence_parallel else LinearParallelism.COLUMN, group
 
 
+@asserting(AssertedShardingError)
 def drain_embedding_wgrad_compute(
     config: ModelParallelConfig,
     embedding_activation_buffer: list[Tensor],

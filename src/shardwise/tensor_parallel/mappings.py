@@ -13,9 +13,13 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
 from shardwise.core.errors import ShardingError
-from shardwise.core.sharding import balanced_sizes, divide
+from shardwise.core.sharding import balanced_sizes
 from shardwise.parallel_state import resolve_tensor_model_parallel_group as _resolve
-from shardwise.tensor_parallel.private_names import dist_all_gather_func, dist_reduce_scatter_func  # noqa: F401
+from shardwise.tensor_parallel.private_names import (  # noqa: F401
+    dist_all_gather_func,
+    dist_reduce_scatter_func,
+    divide,
+)
 from shardwise.tensor_parallel.regions import (  # noqa: F401
     _AllGatherFromTensorParallelRegion,
     _AllToAll,

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise import parallel_state
-from shardwise.core.errors import AssertedConfigError
 from shardwise.core.initialization import initialize_shard_
 from shardwise.core.sharding import ParamLayout
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.errors import AssertedConfigError
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn.linear import LinearParallelism, reduce_product
 from shardwise.nn.module import ShardedModule
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.nn.recompute import is_checkpointing
+from shardwise.parallel_state.ambient import group_of
 from shardwise.tensor_parallel.attributes import mark_parameter
 from shardwise.tensor_parallel.linear_functions import (
     linear_with_frozen_weight,
@@ -58,7 +58,7 @@ class MegatronLayer(ShardedModule):
         if tp_group is None:
             tp_group = getattr(pg_collection, name, None)
         if tp_group is None:
-            tp_group = parallel_state.get_topology().group(name)
+            tp_group = group_of(name)
         arguments = layer_arguments(config, group=tp_group, linear=linear)
         if linear and config.sequence_parallel and tp_group.size() == 1:
             warnings.warn(

@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import parallel_state
+from shardwise.core import sharding
 from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import InitMethod, initialize_shard_
 from shardwise.core.random import EXPERT_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
 from shardwise.core.sharding import ParamLayout
+from shardwise.megatron.errors import IndivisibleError, asserting
 from shardwise.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 
 # No extension is needed to accumulate weight gradients in place.
@@ -25,6 +27,8 @@ custom_fwd = partial(torch.amp.custom_fwd, device_type="cuda")
 custom_bwd = partial(torch.amp.custom_bwd, device_type="cuda")
 dist_all_gather_func = dist.all_gather_into_tensor
 dist_reduce_scatter_func = dist.reduce_scatter_tensor
+divide = asserting(IndivisibleError)(sharding.divide)
+ensure_divisibility = asserting(IndivisibleError)(sharding.ensure_divisibility)
 
 
 def _initialize_affine_weight_cpu(
@@ -64,6 +68,7 @@ def _initialize_affine_weight_cpu(
     if rank is None or world_size is None:
         rank = parallel_state.get_tensor_model_parallel_rank()
         world_size = parallel_state.get_tensor_model_parallel_world_size()
+    divide((output_size, input_size)[partition_dim], stride)
     layout = ParamLayout.split((output_size, input_size), partition_dim, world_size, stride=stride)
     own = layout.local_shape(rank)
     if tuple(weight.shape) != own or own[partition_dim] != per_partition_size:

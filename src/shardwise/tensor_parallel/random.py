@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise import parallel_state
 from shardwise.core.communication.context import default_device
-from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.core.random import (
     DATA_PARALLEL_STREAM,
     EXPERT_PARALLEL_STREAM,
@@ -31,6 +31,7 @@ from shardwise.core.random import (
     streams,
     streams_are_chosen,
 )
+from shardwise.megatron.errors import AssertedConfigError
 from shardwise.nn.recompute import is_checkpointing
 from shardwise.tensor_parallel.private_names import HAVE_TE  # noqa: F401
 from shardwise.tensor_parallel.recomputation import (

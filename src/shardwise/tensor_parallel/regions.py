@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.buffers import GlobalMemoryBuffer
 from shardwise.core.communication.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, split_for_rank
 from shardwise.core.communication.moves import _Copy, _Reduce, split_sizes
-from shardwise.core.errors import AssertedTopologyError
+from shardwise.megatron.errors import AssertedTopologyError
 from shardwise.parallel_state import get_global_memory_buffer
 
 Sizes = Sequence[int] | None

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.core.errors import AssertedConfigError, ContradictionError
+from shardwise.core.errors import ContradictionError
 from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import I, Layout
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.errors import AssertedConfigError
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.row import RowLinear
 from shardwise.tensor_parallel.module import MegatronLinear, StatelessExtra
+from shardwise.tensor_parallel.private_names import divide
 
 
 class RowParallelLinear(StatelessExtra, MegatronLinear, RowLinear):
@@ -70,6 +72,7 @@ class RowParallelLinear(StatelessExtra, MegatronLinear, RowLinear):
         pg_collection: ProcessGroupCollection | None = None,
         sizes: Sequence[int] | None = None,
     ) -> None:
+        divide(input_size, stride)
         arguments = self._arguments(
             config, tp_group, pg_collection, is_expert=is_expert, keep_master=keep_master_weight_for_test
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.errors import AssertedShardingError, asserting
 from shardwise.megatron.inert_settings import say_once
 from shardwise.megatron.models.transformer import MegatronTransformer
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
@@ -37,6 +38,8 @@ class BertModel(MegatronTransformer, Bert):
         ConfigError: a size or an option out of range.
         TopologyError: no groups given and none initialised, or not those that the stages need.
     """
+
+    set_input_tensor = asserting(AssertedShardingError)(Bert.set_input_tensor)
 
     def __init__(
         self,

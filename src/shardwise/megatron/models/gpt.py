@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.errors import AssertedShardingError, asserting
 from shardwise.megatron.models.transformer import MegatronTransformer
 from shardwise.megatron.packed_seq_params import PackedSeqParams
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
@@ -44,6 +45,8 @@ class GPTModel(MegatronTransformer, GPT):
         ConfigError: a size or an option out of range.
         TopologyError: no groups given and none initialised, or not those that the stages need.
     """
+
+    set_input_tensor = asserting(AssertedShardingError)(GPT.set_input_tensor)
 
     def __init__(
         self,

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamShard
 from shardwise.core.topology import Groups
 from shardwise.core.validation import validation_applies
 from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.errors import AssertedConfigError, AssertedShardingError, asserting
 from shardwise.megatron.module import MegatronModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.models.language_model import LanguageModel
@@ -117,6 +118,7 @@ class LanguageModule(LanguageModel, MegatronModule):
         )
         return viewless(loss.t().contiguous())
 
+    @asserting(AssertedConfigError)
     def compute_output_layer_and_language_model_loss(
         self,
         hidden: Tensor,
@@ -164,7 +166,7 @@ class LanguageModule(LanguageModel, MegatronModule):
             # Only the loss reads these logits, so their memory may become their gradient's.
             return self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
         if weight is None:
-            raise AssertedConfigError("output layer and loss in one need the output layer's weight; pass it")
+            raise ConfigError("output layer and loss in one need the output layer's weight; pass it")
         self.note_targets(labels)
         return self.loss_of_hidden(
             hidden,
@@ -202,6 +204,7 @@ class LanguageModule(LanguageModel, MegatronModule):
             model.output_layer.weight.is_embedding_or_output_parameter = True
         self.setup_tied_weight()
 
+    @asserting(AssertedShardingError)
     def tie_embeddings_and_output_weights_state_dict(
         self,
         sharded_state_dict: dict[str, ParamShard],

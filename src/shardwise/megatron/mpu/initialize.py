@@ -7,7 +7,7 @@ import warnings
 import torch.distributed as dist
 
 from shardwise import parallel_state
-from shardwise.core.errors import AssertedTopologyError
+from shardwise.megatron.errors import AssertedTopologyError
 from shardwise.parallel_state import destroy_model_parallel
 
 __all__ = sorted(

@@ -325,7 +325,7 @@ def hidden_shape(
         cp_group: context-parallel; it always shares the sequence.
 
     Raises:
-        IndivisibleError: the context-parallel ranks do not divide the sequence.
+        ShardingError: the context-parallel ranks do not divide the sequence.
     """
     length = local_length(seq_length, cp_group)
     if config.sequence_parallel and tp_group is not None:
