@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import init
 
-from shardwise import tensor_parallel
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import InitMethod
-from shardwise.megatron.config import ModelParallelConfig
-from shardwise.tensor_parallel import layers
-from shardwise.tensor_parallel.private_names import _initialize_affine_weight_cpu
+from shardwise.megatron.core import tensor_parallel
+from shardwise.megatron.core.tensor_parallel import layers
+from shardwise.megatron.core.tensor_parallel.private_names import _initialize_affine_weight_cpu
+from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 
 __all__ = [*layers.__all__, "LayerOutput"]
 
