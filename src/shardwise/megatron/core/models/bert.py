@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.megatron.arguments import given
 from shardwise.megatron.core.models.transformer import MegatronTransformer
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.transformer.spec_utils import ModuleSpec
@@ -62,26 +63,9 @@ class BertModel(MegatronTransformer, Bert):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
+        options = given(locals(), but=self._NOT_OF_THE_ENGINE)
         groups = self._begin(config, transformer_layer_spec, fp16_lm_cross_entropy, pg_collection)
         config = self._dealt_out(config, groups, pre_process and post_process)
         if config.use_inference_optimized_layers:
             say_once("use_inference_optimized_layers", "BertModel has no layers for inference")
-        Bert.__init__(
-            self,
-            config,
-            vocab_size,
-            max_sequence_length,
-            groups=groups,
-            num_tokentypes=num_tokentypes,
-            layer_spec=layer_spec_of(transformer_layer_spec, config),
-            pre_process=pre_process,
-            post_process=post_process,
-            parallel_output=parallel_output,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-            position_embedding_type=position_embedding_type,
-            rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            add_binary_head=add_binary_head,
-            rope_scaling=rope_scaling,
-            vp_stage=vp_stage,
-        )
+        Bert.__init__(self, config, groups=groups, layer_spec=layer_spec_of(transformer_layer_spec, config), **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
+from shardwise.megatron.arguments import given
 from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.models import token_embedding
@@ -25,12 +26,5 @@ class LanguageModelEmbedding(token_embedding.TokenEmbedding):
         scatter_to_sequence_parallel: bool = True,
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(
-            config,
-            vocab_size,
-            max_sequence_length,
-            position_embedding_type,
-            num_tokentypes,
-            scatter_to_sequence_parallel,
-            tp_group=resolve_tensor_model_parallel_group(tp_group),
-        )
+        tp_group = resolve_tensor_model_parallel_group(tp_group)
+        super().__init__(**given(locals()))

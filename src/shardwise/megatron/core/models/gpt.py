@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
+from shardwise.megatron.arguments import given
 from shardwise.megatron.core.models.transformer import MegatronTransformer
 from shardwise.megatron.core.packed_seq_params import PackedSeqParams
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
@@ -67,25 +68,10 @@ class GPTModel(MegatronTransformer, GPT):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
+        options = given(locals(), but=self._NOT_OF_THE_ENGINE)
         groups = self._begin(config, transformer_layer_spec, fp16_lm_cross_entropy, pg_collection)
         config = self._dealt_out(config, groups, pre_process and post_process)
-        GPT.__init__(
-            self,
-            config,
-            vocab_size,
-            max_sequence_length,
-            groups=groups,
-            layer_spec=layer_spec_of(transformer_layer_spec, config),
-            pre_process=pre_process,
-            post_process=post_process,
-            parallel_output=parallel_output,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-            position_embedding_type=position_embedding_type,
-            rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            rope_scaling=rope_scaling,
-            vp_stage=vp_stage,
-        )
+        GPT.__init__(self, config, groups=groups, layer_spec=layer_spec_of(transformer_layer_spec, config), **options)
         if isinstance(transformer_layer_spec, ModuleSpec):
             self._check_own_attention()
         # In a tuple, so that it is no child of this model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.core.errors import ConfigError
+from shardwise.megatron.arguments import given
 from shardwise.megatron.core.transformer.layer_parts import (
     MLP,
     FusedLayerNorm,
@@ -16,11 +17,7 @@ from shardwise.megatron.core.transformer.transformer_config import TransformerCo
 from shardwise.megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from shardwise.models.transformer.masks import AttnMaskType
 
-__all__ = [
-    "get_gpt_decoder_block_spec",
-    "get_gpt_layer_local_spec",
-    "get_gpt_layer_with_transformer_engine_spec",
-]
+__all__ = ["get_gpt_decoder_block_spec", "get_gpt_layer_local_spec", "get_gpt_layer_with_transformer_engine_spec"]
 
 
 def get_gpt_layer_local_spec(
@@ -94,17 +91,7 @@ def get_gpt_layer_with_transformer_engine_spec(
     Raises:
         ConfigError: a layer that is not offered.
     """
-    return get_gpt_layer_local_spec(
-        num_experts=num_experts,
-        moe_grouped_gemm=moe_grouped_gemm,
-        qk_layernorm=qk_layernorm,
-        multi_latent_attention=multi_latent_attention,
-        fp8=fp8,
-        qk_l2_norm=qk_l2_norm,
-        use_kitchen=use_kitchen,
-        use_kitchen_attention=use_kitchen_attention,
-        kitchen_attention_backend=kitchen_attention_backend,
-    )
+    return get_gpt_layer_local_spec(**given(locals(), but=("use_te_op_fuser", "use_te_activation_func")))
 
 
 def get_gpt_decoder_block_spec(

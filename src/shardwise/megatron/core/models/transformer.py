@@ -30,6 +30,8 @@ class MegatronTransformer(LanguageModule):
             ``drain_embedding_wgrad_compute`` must be given after the last backward before the optimizer's step.
     """
 
+    _NOT_OF_THE_ENGINE = ("config", "transformer_layer_spec", "fp16_lm_cross_entropy", "pg_collection")
+
     def _enter(self, pg_collection: ProcessGroupCollection | None) -> Groups:
         groups = super()._enter(pg_collection)
         self.embedding_activation_buffer: list[Tensor] | None = None

@@ -41,11 +41,7 @@ class VocabParallelCrossEntropy:
 
     @staticmethod
     def calculate_predicted_logits(
-        vocab_parallel_logits: Tensor,
-        target: Tensor,
-        logits_max: Tensor,
-        vocab_start_index: int,
-        vocab_end_index: int,
+        vocab_parallel_logits: Tensor, target: Tensor, logits_max: Tensor, vocab_start_index: int, vocab_end_index: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What this rank's part of the vocabulary contributes.
 

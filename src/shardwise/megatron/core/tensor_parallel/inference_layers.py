@@ -13,6 +13,7 @@ from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import InitMethod
 from shardwise.kernels.norms import rms_norm
+from shardwise.megatron.arguments import given
 from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.symmetric_exchanges import (  # noqa: F401
@@ -77,22 +78,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear)
         name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        ColumnParallelLinear.__init__(
-            self,
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            stride=stride,
-            skip_bias_add=skip_bias_add,
-            skip_weight_param_allocation=skip_weight_param_allocation,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            tp_group=tp_group,
-            name=name,
-            pg_collection=pg_collection,
-        )
+        ColumnParallelLinear.__init__(self, **given(locals(), but=("gather_output",)))
         self.gather_output = gather_output
         self._finish(config)
 
@@ -154,21 +140,7 @@ class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
         name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        RowParallelLinear.__init__(
-            self,
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            input_is_parallel=input_is_parallel,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            tp_group=tp_group,
-            name=name,
-            pg_collection=pg_collection,
-        )
+        RowParallelLinear.__init__(self, **given(locals()))
 
     @property
     def next_layer_norm_weights(self) -> Tensor | None:

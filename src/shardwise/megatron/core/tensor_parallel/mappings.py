@@ -331,10 +331,7 @@ def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, *, num_t
     columns = balanced_sizes(h, t)
     sent = torch.cat([part.reshape(-1) for part in input_.split(columns, dim=1)])
     received = moves.all_to_all(
-        sent,
-        group=group,
-        output_sizes=[r * columns[rank] for r in rows],
-        input_sizes=[rows[rank] * c for c in columns],
+        sent, group=group, output_sizes=[r * columns[rank] for r in rows], input_sizes=[rows[rank] * c for c in columns]
     )
     return received.view(sum(rows), columns[rank])
 

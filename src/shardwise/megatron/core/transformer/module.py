@@ -50,10 +50,7 @@ class MegatronModule(GroupModule):
         return state
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: Sequence[ShardedOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ParamShard]:
         """This rank's part of every parameter and persistent buffer: its children's answers, and what it holds itself.
 
@@ -121,10 +118,7 @@ class Float16Module(MegatronModule):
         return self.module.state_dict(*args, **kwargs)
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: Sequence[ShardedOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ParamShard]:
         """The model's."""
         group = parallel_state.resolve_tensor_model_parallel_group(None)
