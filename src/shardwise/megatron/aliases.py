@@ -15,63 +15,64 @@ from typing import Any
 
 _CORE = "shardwise.megatron.core"
 
-# A module below ``shardwise.megatron.core``, its short name below ``shardwise`` or "-", and its names below
-# ``megatron.core``, of which "=" is that of its own path.
+# A module below ``shardwise.megatron.core``; its short names below ``shardwise``, or "-"; and its names below
+# ``megatron.core``, where "=" is its own path and ".name" is below that.
 _TABLE = """
-datasets                            megatron.datasets                    datasets.blended_megatron_dataset_builder
-datasets                            -                                    datasets.blended_megatron_dataset_config
-datasets                            -                                    datasets.gpt_dataset datasets.utils
-dist_checkpointing                  megatron.dist_checkpointing          dist_checkpointing.core
-dist_checkpointing                  -          dist_checkpointing.mapping dist_checkpointing.serialization
-dist_checkpointing                  -                                    dist_checkpointing.validation
-distributed                         megatron.distributed                 distributed.distributed_data_parallel
-distributed                         -                                    distributed.distributed_data_parallel_config
-distributed                         -                                    distributed.finalize_model_grads
-enums                               megatron.enums                       = transformer.enums
-models                              megatron.models
-models.bert                         -          models.bert.bert_lm_head models.bert.bert_model models.bert.pooler
-models.embedding                    -          models.common.embeddings.language_model_embedding
-models.gpt                          -                                    models.gpt.gpt_model
-models.gpt_layer_specs              megatron.layer_specs                 models.gpt.gpt_layer_specs
-models.language_module              -          models.common.language_module.language_module
-models.rotary_pos_embedding         megatron.rotary_pos_embedding        models.common.embeddings.rope_utils
-models.rotary_pos_embedding         -          models.common.embeddings.rotary_pos_embedding
-num_microbatches_calculator         megatron.num_microbatches_calculator =
-optimizer                           megatron.optimizer                   =
-packed_seq_params                   megatron.packed_seq_params           =
-parallel_state                      parallel_state                       = mpu
-pipeline_parallel.p2p_communication megatron.p2p_communication           =
-pipeline_parallel.schedules         megatron.schedules
-process_groups_config               megatron.process_groups_config       =
-symmetric_exchanges                 megatron.symmetric_exchanges         inference.communication.torch_symm_triton
-tensor_parallel                     tensor_parallel                      =
-tensor_parallel.cross_entropy       -                                    =
-tensor_parallel.data                -                                    =
-tensor_parallel.inference_layers    -                                    =
-tensor_parallel.layers              -                                    =
-tensor_parallel.mappings            -                                    =
-tensor_parallel.random              -                                    =
-tensor_parallel.utils               -                                    =
-tokenizers                          megatron.tokenizers                  tokenizers.megatron_tokenizer
-tokenizers                          -                                    tokenizers.text.libraries.null_tokenizer
-transformer.layer_parts             megatron.layer_parts    transformer.attention transformer.mlp transformer.torch_norm
-transformer.layer_parts             -          transformer.dot_product_attention
-transformer.layer_parts             -          fusions.fused_bias_dropout fusions.fused_layer_norm
-transformer.module                  megatron.module                      =
-transformer.spec_utils              megatron.spec_utils                  = transformer.identity_op
-transformer.transformer_config      megatron.config                      = model_parallel_config
-transformer.transformer_layer       megatron.transformer_layer           =
-utils                               megatron.utils                       = transformer.utils
+datasets megatron.datasets .gpt_dataset .utils .blended_megatron_dataset_builder .blended_megatron_dataset_config
+dist_checkpointing megatron.dist_checkpointing .core .mapping .serialization .validation
+distributed megatron.distributed .distributed_data_parallel .distributed_data_parallel_config .finalize_model_grads
+enums megatron.enums = transformer.enums
+models megatron.models
+models.bert - .bert_lm_head .bert_model .pooler
+models.embedding - models.common.embeddings.language_model_embedding
+models.gpt - .gpt_model
+models.gpt_layer_specs megatron.layer_specs models.gpt.gpt_layer_specs
+models.language_module - models.common.language_module.language_module
+models.rotary_pos_embedding megatron.rotary_pos_embedding models.common.embeddings.rotary_pos_embedding
+models.rotary_pos_embedding - models.common.embeddings.rope_utils
+num_microbatches_calculator megatron.num_microbatches_calculator =
+optimizer megatron.optimizer =
+packed_seq_params megatron.packed_seq_params =
+parallel_state parallel_state = mpu
+parallel_state.groups parallel_state.dense,parallel_state.experts
+pipeline_parallel.p2p_communication megatron.p2p_communication =
+pipeline_parallel.schedules megatron.schedules
+process_groups_config megatron.process_groups_config =
+symmetric_exchanges megatron.symmetric_exchanges inference.communication.torch_symm_triton
+tensor_parallel tensor_parallel =
+tensor_parallel.attributes tensor_parallel.private_names
+tensor_parallel.cross_entropy - =
+tensor_parallel.data - =
+tensor_parallel.inference_layers - =
+tensor_parallel.layers tensor_parallel.column,tensor_parallel.embedding,tensor_parallel.row =
+tensor_parallel.mappings - =
+tensor_parallel.random - =
+tensor_parallel.utils - =
+tokenizers megatron.tokenizers .megatron_tokenizer .text.libraries.null_tokenizer
+transformer.layer_parts megatron.layer_parts transformer.attention transformer.dot_product_attention transformer.mlp
+transformer.layer_parts - transformer.torch_norm fusions.fused_bias_dropout fusions.fused_layer_norm
+transformer.module megatron.module =
+transformer.spec_utils megatron.spec_utils = transformer.identity_op
+transformer.transformer_config megatron.config = model_parallel_config
+transformer.transformer_layer megatron.transformer_layer =
+utils megatron.utils = transformer.utils
 """
 _ROWS = [row.split() for row in _TABLE.strip().splitlines()]
 
-SHORT = {f"shardwise.{short}": f"{_CORE}.{module}" for module, short, *_ in _ROWS if short != "-"}
-
-MEGATRON = {
-    f"megatron.core.{module if name == '=' else name}": f"{_CORE}.{module}"
-    for module, _, *names in _ROWS
-    for name in names
+SHORT = {
+    f"shardwise.{short}": f"{_CORE}.{module}"
+    for module, shorts, *_ in _ROWS
+    for short in shorts.split(",")
+    if short != "-"
 }
+
+
+def _whole(name: str, module: str) -> str:
+    own = {"=": module, ".": module + name}
+    return f"megatron.core.{own.get(name[0], name)}"
+
+
+MEGATRON = {_whole(name, module): f"{_CORE}.{module}" for module, _, *names in _ROWS for name in names}
 MEGATRON |= {
     f"megatron.{name}": f"shardwise.megatron.{name}"
     for name in ("initialize", "mpu", "mpu.initialize", "mpu.layers", "mpu.mappings", "mpu.random", "mpu.utils")

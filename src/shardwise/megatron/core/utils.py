@@ -25,8 +25,8 @@ from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_c
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.dist_checkpointing import ShardedObject
+from shardwise.megatron.core.tensor_parallel.attributes import divide, ensure_divisibility
 from shardwise.megatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
-from shardwise.megatron.core.tensor_parallel.private_names import divide, ensure_divisibility
 from shardwise.megatron.errors import AssertedShardingError
 
 __all__ = [

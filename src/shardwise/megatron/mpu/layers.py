@@ -13,7 +13,7 @@ from shardwise.core.initialization import InitMethod
 from shardwise.megatron.arguments import given
 from shardwise.megatron.core import tensor_parallel
 from shardwise.megatron.core.tensor_parallel import layers
-from shardwise.megatron.core.tensor_parallel.private_names import _initialize_affine_weight_cpu
+from shardwise.megatron.core.tensor_parallel.attributes import _initialize_affine_weight_cpu
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 
 __all__ = [*layers.__all__, "LayerOutput"]

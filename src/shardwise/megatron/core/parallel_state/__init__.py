@@ -17,14 +17,13 @@ from shardwise.core.topology import (
     default_position_embedding_ranks,
     generate_masked_orthogonal_rank_groups,
 )
-from shardwise.megatron.core.parallel_state import dense, experts, initialize, memory, stages
+from shardwise.megatron.core.parallel_state import groups, initialize, memory, stages
 from shardwise.megatron.core.parallel_state.ambient import (
     get_all_ranks,
     get_topology,
     resolve_tensor_model_parallel_group,
 )
-from shardwise.megatron.core.parallel_state.dense import *  # noqa: F403 (its functions are offered here)
-from shardwise.megatron.core.parallel_state.experts import *  # noqa: F403 (likewise)
+from shardwise.megatron.core.parallel_state.groups import *  # noqa: F403 (its functions are offered here)
 from shardwise.megatron.core.parallel_state.initialize import *  # noqa: F403 (likewise)
 from shardwise.megatron.core.parallel_state.memory import *  # noqa: F403 (likewise)
 from shardwise.megatron.core.parallel_state.reference_globals import look_up as _look_up
@@ -40,7 +39,7 @@ __all__ = [
     "get_topology",
     "resolve_tensor_model_parallel_group",
 ]
-for _module in (dense, experts, initialize, memory, stages):
+for _module in (groups, initialize, memory, stages):
     # What a module defines, and not what it imports.
     __all__ += [name for name, value in vars(_module).items() if getattr(value, "__module__", "") == _module.__name__]
 __all__ = [name for name in __all__ if not name.startswith("_")]

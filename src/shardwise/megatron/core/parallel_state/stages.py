@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.core.parallel_state.ambient import AMBIENT, get_topology, group_or_none, rank_in, ranks_of
-from shardwise.megatron.core.parallel_state.dense import (
+from shardwise.megatron.core.parallel_state.groups import (
     get_pipeline_model_parallel_rank,
     get_pipeline_model_parallel_world_size,
 )

@@ -22,9 +22,8 @@ from shardwise.megatron.core.symmetric_exchanges import (  # noqa: F401
     multimem_all_gather,
     multimem_reduce_scatter,
 )
-from shardwise.megatron.core.tensor_parallel.column import ColumnParallelLinear
-from shardwise.megatron.core.tensor_parallel.private_names import HAVE_TE  # noqa: F401
-from shardwise.megatron.core.tensor_parallel.row import RowParallelLinear
+from shardwise.megatron.core.tensor_parallel.attributes import HAVE_TE  # noqa: F401
+from shardwise.megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.errors import AssertedConfigError
 from shardwise.nn.inference import InferenceColumnLinear, InferenceNormColumnLinear, InferenceRowLinear

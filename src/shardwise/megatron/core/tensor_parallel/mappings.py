@@ -15,7 +15,7 @@ from shardwise.core.communication import moves
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import balanced_sizes
 from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group as _resolve
-from shardwise.megatron.core.tensor_parallel.private_names import (  # noqa: F401
+from shardwise.megatron.core.tensor_parallel.attributes import (  # noqa: F401
     dist_all_gather_func,
     dist_reduce_scatter_func,
     divide,

@@ -31,7 +31,7 @@ from shardwise.core.random import (
     streams_are_chosen,
 )
 from shardwise.megatron.core import parallel_state
-from shardwise.megatron.core.tensor_parallel.private_names import HAVE_TE  # noqa: F401
+from shardwise.megatron.core.tensor_parallel.attributes import HAVE_TE  # noqa: F401
 from shardwise.megatron.core.tensor_parallel.recomputation import (
     CheckpointFunction,
     CheckpointWithoutOutput,

@@ -10,7 +10,7 @@ from shardwise.core.communication import collectives
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import balanced_range, balanced_sizes
 from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.megatron.core.tensor_parallel.private_names import dist_all_gather_func, divide, ensure_divisibility  # noqa: F401
+from shardwise.megatron.core.tensor_parallel.attributes import dist_all_gather_func, divide, ensure_divisibility  # noqa: F401
 
 __all__ = ["VocabUtility", "gather_split_1d_tensor", "split_tensor_along_last_dim", "split_tensor_into_1d_equal_chunks"]
 
