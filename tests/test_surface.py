@@ -208,7 +208,7 @@ def test_nothing_public_is_undocumented(module):
     defined = {
         name
         for name, value in vars(imported).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module
+        if not name.startswith("_") and getattr(value, "__module__", None) == imported.__name__
     }
     assert defined <= offered
     documented = set(re.findall(r"`(\w+)", GUIDE))

@@ -10,9 +10,27 @@ Programs written for Megatron find its names in ``shardwise.tensor_parallel``, `
 ``shardwise.megatron``.
 """
 
+import sys
+from importlib.machinery import ModuleSpec
+
 __version__ = "0.1.0"
 
 __all__ = ["Groups", "Topology"]
+
+
+class _Doors:
+    """Finds the two packages whose modules lie in ``shardwise.megatron.core``."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name not in ("shardwise.parallel_state", "shardwise.tensor_parallel"):
+            return None
+        from shardwise.megatron.aliases import FINDER
+
+        return FINDER.find_spec(name)
+
+
+sys.meta_path.append(_Doors)
 
 
 def __getattr__(name: str) -> object:

@@ -14,11 +14,14 @@ from storage.adapters.tiny_models import save_model
 import shardwise
 from shardwise.data.tokenizer import Tokenizer
 
-ROOMS = ("megatron", "parallel_state", "tensor_parallel")
 DOORS = [
-    module.name
-    for module in pkgutil.walk_packages(shardwise.__path__, "shardwise.")
-    if module.name.split(".")[1] in ROOMS
+    "shardwise.parallel_state",
+    "shardwise.tensor_parallel",
+    *(
+        module.name
+        for module in pkgutil.walk_packages(shardwise.__path__, "shardwise.")
+        if module.name.split(".")[1] == "megatron"
+    ),
 ]
 
 # One process for all commands, since most of the time goes into loading PyTorch; it prints each command's exit code.
@@ -34,10 +37,11 @@ assert not opened, opened
 
 
 def test_the_list_has_every_door():
-    assert set(ROOMS) <= {name.removeprefix("shardwise.") for name in DOORS}
-    assert "shardwise.megatron.models.gpt" in DOORS
+    assert {"shardwise.megatron", "shardwise.megatron.core.models.gpt"} <= set(DOORS)
     done = run("-c", "import shardwise.tensor_parallel", exit_code=1, TEST_WITHOUT_MODULES=" ".join(DOORS))
     assert "import of shardwise.tensor_parallel halted; None in sys.modules" in done.stderr
+    done = run("-c", "import shardwise.tensor_parallel", exit_code=1, TEST_WITHOUT_MODULES="shardwise.megatron")
+    assert "'shardwise.megatron' is not a package" in done.stderr
 
 
 @pytest.mark.slow

@@ -234,7 +234,7 @@ def _import_test_module(name: str, path: str) -> ModuleType:
 
 
 def _clean_up(group: dist.ProcessGroup) -> None:
-    parallel_state = sys.modules.get("shardwise.parallel_state")
+    parallel_state = sys.modules.get("shardwise.megatron.core.parallel_state")
     is_initialized = getattr(parallel_state, "model_parallel_is_initialized", None)
     if is_initialized is not None and is_initialized():
         parallel_state.destroy_model_parallel()  # type: ignore[union-attr]

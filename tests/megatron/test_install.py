@@ -14,6 +14,7 @@ import shardwise.megatron
 from shardwise import parallel_state, tensor_parallel
 from shardwise.core.errors import ConfigError
 from shardwise.megatron import datasets, distributed, layer_specs, module, tokenizers, utils
+from shardwise.megatron.aliases import SHORT
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.layer_parts import MLP, SelfAttention
 from shardwise.megatron.models import language_module
@@ -49,7 +50,7 @@ def test_imports_of_every_kind_find_the_same_objects():
     assert ps is parallel_state
     assert mpu is parallel_state
     assert megatron.core.tensor_parallel is tensor_parallel
-    assert megatron.core.tensor_parallel.layers is sys.modules["shardwise.tensor_parallel.layers"]
+    assert megatron.core.tensor_parallel.layers is sys.modules["shardwise.megatron.core.tensor_parallel.layers"]
     assert megatron.core.utils is utils
     assert TheirConfig is ModelParallelConfig
     assert TheirTransformerConfig is TransformerConfig
@@ -57,6 +58,45 @@ def test_imports_of_every_kind_find_the_same_objects():
     assert (TheirGPT, TheirBert, TheirEmbedding) == (GPTModel, BertModel, LanguageModelEmbedding)
     assert theirs_of_package is theirs_of_module is get_forward_backward_func
     assert _CopyToModelParallelRegion is tensor_parallel.mappings._CopyToModelParallelRegion
+
+
+SHORT_NAMES = """
+import sys
+import shardwise
+assert "torch" not in sys.modules and "shardwise.megatron" not in sys.modules
+import shardwise.tensor_parallel.layers
+from shardwise.tensor_parallel import mappings
+from shardwise import parallel_state
+import shardwise.megatron.models.gpt as gpt
+import shardwise.megatron.core.tensor_parallel as real
+assert shardwise.tensor_parallel is real and real.__spec__.name == real.__name__
+assert shardwise.tensor_parallel.layers is real.layers and mappings is real.mappings
+assert parallel_state is sys.modules["shardwise.megatron.core.parallel_state"]
+from shardwise.megatron.config import TransformerConfig
+assert gpt.TransformerConfig is TransformerConfig is shardwise.megatron.config.TransformerConfig
+real.mappings.divide = gpt
+from shardwise.tensor_parallel.mappings import divide
+assert divide is gpt
+try:
+    import shardwise.tensor_parallel.no_such_module
+except ModuleNotFoundError as error:
+    assert error.name == "shardwise.megatron.core.tensor_parallel.no_such_module"
+else:
+    raise AssertionError("it was imported")
+"""
+
+
+def test_a_short_name_is_the_module_itself_from_the_start():
+    run("-W", "error", "-c", SHORT_NAMES)
+
+
+def test_every_short_name_is_documented_and_imports():
+    guide = (Path(__file__).parents[2] / "docs" / "porting.md").read_text()
+    for short, target in SHORT.items():
+        assert importlib.import_module(short) is importlib.import_module(target), short
+        # What lies in these two is Megatron's, or was a module before.
+        if not short.startswith(("shardwise.parallel_state.", "shardwise.tensor_parallel.")):
+            assert f"`{short}" in guide or f"`{short.rpartition('.')[2]}`" in guide, short
 
 
 @pytest.mark.usefixtures("installed")

@@ -11,9 +11,10 @@ from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 
 from shardwise import parallel_state, tensor_parallel
 from shardwise.core.communication.accounting import CollectiveCounter
-from shardwise.core.errors import ConfigError, DesyncError, NotInitializedError, ShardingError, VocabularyError
+from shardwise.core.errors import ConfigError, DesyncError, ShardingError, VocabularyError
 from shardwise.core.sharding import ParamLayout
 from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.errors import AssertedConfigError, AssertedShardingError, NotInitializedError
 from shardwise.megatron.models.language_module import LanguageModule
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 
@@ -204,7 +205,7 @@ def test_tying_a_state_dict(group):
     if stage == 0:
         model.tie_embeddings_and_output_weights_state_dict(other, **names)
         assert other == {"else": entry}
-        with pytest.raises(ShardingError, match="'out' is in the state of a stage without output layer"):
+        with pytest.raises(AssertedShardingError, match="'out' is in the state of a stage without output layer"):
             model.tie_embeddings_and_output_weights_state_dict({"out": entry}, **names)
         return
     with pytest.raises(ShardingError, match="'out' is not in the state of the last stage"):
@@ -242,7 +243,7 @@ def test_losses_are_the_dense_ones(group):
     assert_close_to(fused(hidden, labels, **separate).detach(), expected, rtol_of_norm=1e-13)
     with pytest.raises(ConfigError, match="reduction='sum' and ignore_index=-100 need output layer and loss in one"):
         fused(hidden, labels, **separate, reduction="sum")
-    with pytest.raises(ConfigError, match="need the output layer's weight; pass it"):
+    with pytest.raises(AssertedConfigError, match="need the output layer's weight; pass it"):
         fused(hidden, labels)
     with pytest.raises(VocabularyError, match=f"{V} "):
         model.compute_language_model_loss(labels.clamp(min=V), local)

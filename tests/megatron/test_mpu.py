@@ -13,9 +13,10 @@ from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified,
 from torch.nn import init
 
 from shardwise import parallel_state, tensor_parallel
-from shardwise.core.errors import AssertedConfigError, AssertedTopologyError, ConfigError, NotInitializedError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron import initialize as megatron_initialize, mpu
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.errors import AssertedConfigError, AssertedTopologyError, NotInitializedError
 from shardwise.megatron.mpu import mappings
 
 I, O, ROWS = 7, 13, 5  # noqa: E741

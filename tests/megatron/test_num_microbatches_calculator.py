@@ -2,8 +2,9 @@
 
 import pytest
 
-from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.megatron import num_microbatches_calculator as calculator
+from shardwise.megatron.errors import AssertedConfigError
 
 
 @pytest.fixture(autouse=True)

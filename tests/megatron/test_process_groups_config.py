@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise import parallel_state
-from shardwise.core.errors import ConfigError, NotInitializedError
+from shardwise.core.errors import ConfigError
 from shardwise.core.topology import ParallelSizes, Topology
+from shardwise.megatron.errors import NotInitializedError
 from shardwise.megatron.process_groups_config import _GETTERS, ProcessGroupCollection
 
 NAMES = ["tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "tp_dp_cp"]

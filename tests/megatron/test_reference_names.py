@@ -10,11 +10,12 @@ from harness.parity import assert_bit_equal, assert_unmodified
 
 from shardwise import parallel_state as ps, tensor_parallel
 from shardwise.core import errors
-from shardwise.core.errors import AssertedConfigError, AssertedTopologyError, ShardingError, TopologyError
-from shardwise.core.sharding import divide
+from shardwise.core.errors import ConfigError, ShardingError, TopologyError
 from shardwise.core.topology import ParallelSizes, RankGenerator
-from shardwise.megatron import utils
+from shardwise.megatron import errors as asserted_errors, utils
 from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.errors import AssertedTopologyError
+from shardwise.megatron.utils import divide
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear, layers, mappings, random
 from shardwise.tensor_parallel.cross_entropy import _VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 
@@ -31,6 +32,38 @@ def test_the_tree_of_errors_is_the_one_that_is_drawn():
     for name, builtin in drawn.items():
         assert issubclass(classes[name], errors.ShardwiseError)
         assert not builtin or issubclass(classes[name], getattr(builtins, builtin))
+
+
+def test_errors_of_the_door_are_assertion_errors_of_the_engine_s_classes():
+    tree = asserted_errors.__doc__.partition("::")[2]
+    base, drawn = "", {}
+    for branch, name in re.findall(r"^    ([├└]── )?(\w+)", tree, re.MULTILINE):
+        base = base if branch else name
+        if branch:
+            drawn[name] = base
+    for name, base in drawn.items():
+        assert getattr(asserted_errors, name).__bases__ == (getattr(errors, base), AssertionError)
+    defined = {
+        name
+        for name, value in vars(asserted_errors).items()
+        if getattr(value, "__module__", "") == asserted_errors.__name__
+    }
+    assert drawn.keys() == defined - {"asserting"}
+
+
+def test_asserting_keeps_other_errors_and_says_where():
+    @asserted_errors.asserting(asserted_errors.AssertedShardingError)
+    def function(error):
+        raise error
+
+    with pytest.raises(asserted_errors.AssertedShardingError, match=r"^said$") as info:
+        function(ShardingError("said"))
+    assert [entry.name for entry in info.traceback][-1] == "function"
+    assert info.value.__suppress_context__
+    for error in (ConfigError("said"), errors.WeightError("said"), KeyError("said")):
+        with pytest.raises(type(error)) as info:
+            function(error)
+        assert info.value is error
 
 
 def test_what_the_reference_asserts_is_an_assertion_error():
@@ -74,6 +107,13 @@ def test_what_the_reference_asserts_of_a_topology_and_of_layers(group):
     ps.destroy_model_parallel()
     with pytest.raises(AssertionError, match="not initialised"):
         ps.get_embedding_group()
+    with pytest.raises(AssertionError, match=r"\[2\] of context parallelism multiply to 2"):
+        ps.initialize_model_parallel(context_parallel_size=3, hierarchical_context_parallel_sizes=[2])
+    with pytest.raises(AssertionError, match="instances 2 does not divide"):
+        ps.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    for loss in (vocab_parallel_cross_entropy, _VocabParallelCrossEntropy.apply):
+        with pytest.raises(AssertionError, match=r"label_smoothing is 1\.5"):
+            loss(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), 1.5, group)
 
     init_method = torch.nn.init.zeros_
     column = ColumnParallelLinear(
@@ -82,6 +122,8 @@ def test_what_the_reference_asserts_of_a_topology_and_of_layers(group):
     for weight in (None, torch.zeros(3, 4)):
         with pytest.raises(RuntimeError, match="weight"):
             column(torch.zeros(1, 1, 4), weight)
+    with pytest.raises(AssertionError, match="6 is not divisible by 4"):
+        ColumnParallelLinear(4, 6, config=config(), init_method=init_method, stride=4, tp_group=group)
     row = {"init_method": init_method, "bias": True, "skip_bias_add": False, "tp_group": group}
     with pytest.raises(RuntimeError, match="input_is_parallel=True"):
         RowParallelLinear(
@@ -260,7 +302,7 @@ def test_parts_of_the_ranks_by_powers_of_two():
     assert [name for name in lists if name.startswith("hybrid")] == ["hybrid2", "hybrid4"]
     assert lists["hybrid4"][:3] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
     assert not [name for name in ParallelSizes().rank_lists(8) if name.startswith("hybrid")]
-    with pytest.raises(AssertedConfigError, match="halves the dp x cp = 3 ranks"):
+    with pytest.raises(ConfigError, match="halves the dp x cp = 3 ranks"):
         ParallelSizes(hybrid_context_parallel=True).rank_lists(3)
 
 

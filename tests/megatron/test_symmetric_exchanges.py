@@ -8,8 +8,8 @@ import torch
 from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
-from shardwise.core.errors import AssertedShardingError
 from shardwise.megatron import symmetric_exchanges
+from shardwise.megatron.errors import AssertedShardingError
 
 S, H, T = 6, 5, 2
 

@@ -14,7 +14,8 @@ from shardwise.core.communication import collectives
 from shardwise.core.communication.buffers import GlobalMemoryBuffer
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.core.communication.transports.shared_memory import why_not_here
-from shardwise.core.errors import ConfigError, NotInitializedError, TopologyError
+from shardwise.core.errors import ConfigError, TopologyError
+from shardwise.megatron.errors import NotInitializedError
 from shardwise.parallel_state import reference_globals
 
 GROUPS = {

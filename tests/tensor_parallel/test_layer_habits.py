@@ -14,9 +14,9 @@ from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 from torch.autograd import Function
 
 from shardwise.core.communication.collectives import split_for_rank
-from shardwise.core.errors import AssertedConfigError
 from shardwise.core.initialization import Normal
 from shardwise.megatron.config import ModelParallelConfig
+from shardwise.megatron.errors import AssertedConfigError
 from shardwise.nn.column import ColumnLinear
 from shardwise.nn.recompute import recomputed
 from shardwise.tensor_parallel.layers import (

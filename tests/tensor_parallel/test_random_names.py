@@ -7,7 +7,8 @@ from harness.parity import assert_bit_equal
 
 from shardwise import parallel_state
 from shardwise.core import random
-from shardwise.core.errors import AssertedConfigError, ConfigError
+from shardwise.core.errors import ConfigError
+from shardwise.megatron.errors import AssertedConfigError
 from shardwise.tensor_parallel.random import (
     _get_all_rng_states,
     _get_cuda_rng_state,

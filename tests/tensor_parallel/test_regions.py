@@ -12,7 +12,8 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
 from shardwise.core.communication.buffers import GlobalMemoryBuffer
-from shardwise.core.errors import NotInitializedError, ShardingError
+from shardwise.core.errors import ShardingError
+from shardwise.megatron.errors import NotInitializedError
 from shardwise.tensor_parallel import regions
 
 

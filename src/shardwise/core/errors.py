@@ -4,29 +4,23 @@
 
     ShardwiseError
     ├── ConfigError      (ValueError)    a setting out of range, or two that contradict each other
-    │   ├── AssertedConfigError   (AssertionError)  an argument that is missing, or contradicts an earlier call
     │   ├── ContradictionError    (RuntimeError)    settings that exclude each other
     │   └── UnwritableError       (ValueError)      a file or folder that cannot be written
     ├── ShardingError    (ValueError)    a size, shape or split that does not fit the ranks
-    │   ├── IndivisibleError      (AssertionError)  a quotient that is not whole
-    │   ├── AssertedShardingError (AssertionError)  a view in place of a tensor, lists that are not as long
     │   └── WeightError           (RuntimeError)    a layer called without its weight, or with one of another shape
     ├── VocabularyError  (ValueError)    a token id outside the vocabulary
     ├── DataError        (ValueError)    a corpus, file or line that is not in the format that it should be in
-    │   └── AssertedDataError     (AssertionError)  tensors that are not what they were announced to be
     ├── CheckpointError  (RuntimeError)  a checkpoint that is damaged, incomplete or of another model
     ├── TopologyError    (RuntimeError)  groups used before initialisation, twice, or not to be had
-    │   ├── NotInitializedError   (AssertionError)  groups used before initialisation
-    │   └── AssertedTopologyError (AssertionError)  initialised already, or a group that this rank is not in
     ├── DesyncError      (RuntimeError)  ranks that disagree on what they are about to do
     ├── DivergenceError  (RuntimeError)  a loss that is NaN
     ├── OutOfMemoryError (MemoryError)   a rank that needs more memory than there is
     ├── ParityError      (RuntimeError)  a parallel result that does not equal the dense one
     └── LaunchError      (RuntimeError)  a rank that died, or could not be started
 
-Each is also the builtin in brackets, so that callers who do not know Shardwise catch what they expect. The second level
-is for programs written for Megatron, which has no errors of its own: where it has an ``assert``, or raises a
-RuntimeError for what is a ValueError here, the error is that as well.
+Each is also the builtin in brackets, so that callers who do not know Shardwise catch what they expect. What Megatron
+raises as a RuntimeError, and what is a ValueError here, is both. Where Megatron has an ``assert``, its names raise
+the errors of ``shardwise.megatron.errors``.
 
 A message carries the values that broke the rule and says what to do.
 """
@@ -43,10 +37,6 @@ class ConfigError(ShardwiseError, ValueError):
     """A setting out of range, or two settings that contradict each other."""
 
 
-class AssertedConfigError(ConfigError, AssertionError):
-    """An argument that the call needs and lacks, or that contradicts an earlier one; Megatron asserts it."""
-
-
 class ContradictionError(ConfigError, RuntimeError):
     """Settings that exclude each other, which Megatron says by a RuntimeError."""
 
@@ -57,14 +47,6 @@ class UnwritableError(ConfigError):
 
 class ShardingError(ShardwiseError, ValueError):
     """A size, shape or split that does not fit the ranks."""
-
-
-class IndivisibleError(ShardingError, AssertionError):
-    """A quotient that is not whole, which Megatron asserts."""
-
-
-class AssertedShardingError(ShardingError, AssertionError):
-    """A view where a tensor of its own is needed, or lists of different lengths; Megatron asserts it."""
 
 
 class WeightError(ShardingError, RuntimeError):
@@ -79,24 +61,12 @@ class DataError(ShardwiseError, ValueError):
     """A corpus, file or line that is not in the format that it should be in."""
 
 
-class AssertedDataError(DataError, AssertionError):
-    """Tensors that are not what they were announced to be, which Megatron asserts."""
-
-
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint that is damaged, incomplete or of another model."""
 
 
 class TopologyError(ShardwiseError, RuntimeError):
     """Process groups used before initialisation, initialised twice, or not to be had on this machine."""
-
-
-class NotInitializedError(TopologyError, AssertionError):
-    """Process groups used before initialisation, which Megatron asserts."""
-
-
-class AssertedTopologyError(TopologyError, AssertionError):
-    """Initialised already, or a group that this rank is not in; Megatron asserts it."""
 
 
 class DesyncError(ShardwiseError, RuntimeError):

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError
 
-_FOLDER = os.path.dirname(__file__)
+_FOLDER = os.path.join(os.path.dirname(__file__), "")
 _INERT = json.loads((Path(_FOLDER) / "inert_settings.json").read_text(encoding="utf-8"))
 
 
@@ -42,9 +42,7 @@ def _depth_of_the_caller() -> int:
     """The ``stacklevel``, seen from the function that calls this one, of the line that makes the config."""
     depth, frame = 1, sys._getframe(1)
     # The __init__ of a dataclass is code without a file.
-    while frame.f_back and (
-        frame.f_code.co_filename == "<string>" or os.path.dirname(frame.f_code.co_filename) == _FOLDER
-    ):
+    while frame.f_back and (frame.f_code.co_filename == "<string>" or frame.f_code.co_filename.startswith(_FOLDER)):
         depth, frame = depth + 1, frame.f_back
     return depth
 

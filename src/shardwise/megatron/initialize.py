@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from shardwise import parallel_state
 from shardwise.core.errors import ConfigError
-from shardwise.tensor_parallel.random import model_parallel_cuda_manual_seed
+from shardwise.megatron.core import parallel_state
+from shardwise.megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 __all__ = ["initialize_megatron", "set_jit_fusion_options"]
 

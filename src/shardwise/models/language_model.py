@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.errors import AssertedConfigError, AssertedShardingError, ConfigError, ShardingError, TopologyError
+from shardwise.core.errors import ConfigError, ShardingError, TopologyError
 from shardwise.core.sharded_state import state_of_parts
 from shardwise.core.sharding import ParamShard, Replicas, ShardedOffset
 from shardwise.core.topology import Groups
@@ -157,7 +157,7 @@ class LanguageModel(GroupModule):
             VocabularyError: a label outside the vocabulary.
         """
         if self.vocab_size is None:
-            raise AssertedConfigError(
+            raise ConfigError(
                 "output layer and loss in one need the size of the vocabulary, and this "
                 f"{type(self).__name__}'s vocab_size is None; set it"
             )
@@ -320,7 +320,7 @@ class LanguageModel(GroupModule):
         """
         if not self.post_process:
             if output_key in entries:
-                raise AssertedShardingError(
+                raise ShardingError(
                     f"{output_key!r} is in the state of a stage without output layer (post_process=False)"
                 )
             return

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardwise.core.errors import AssertedShardingError, ConfigError, ShardingError
+from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
@@ -348,7 +348,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         """
         if isinstance(input_tensor, Sequence):
             if len(input_tensor) != 1:
-                raise AssertedShardingError(f"a stage has one input tensor, and {len(input_tensor)} are given")
+                raise ShardingError(f"a stage has one input tensor, and {len(input_tensor)} are given")
             input_tensor = input_tensor[0]
         self._input_tensor = input_tensor
 

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_gather_async
 from shardwise.core.communication.transports.transport import Pending
-from shardwise.core.errors import AssertedShardingError
+from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import uneven_sizes
 from shardwise.kernels.products import Products, add_product_, main_grad_of, placeholder
 from shardwise.nn.recompute import is_kept_briefly
@@ -158,7 +158,7 @@ def compute_weight_gradients_(
         ConfigError: ``weight.main_grad`` is needed and missing.
     """
     if len(inputs) != len(grad_outputs):
-        raise AssertedShardingError(
+        raise ShardingError(
             f"{len(inputs)} inputs and {len(grad_outputs)} output gradients were kept; they must be as many"
         )
 

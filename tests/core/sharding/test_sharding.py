@@ -60,8 +60,8 @@ def test_divide():
     ensure_divisibility(0, 7)
     with pytest.raises(ShardingError, match="13 is not divisible by 4") as info:
         divide(13, 4)
-    # What tests for the reference catch.
-    assert isinstance(info.value, AssertionError)
+    # Megatron's assertions are the door's.
+    assert not isinstance(info.value, AssertionError)
     with pytest.raises(ValueError, match="13 is not divisible by 0"):
         ensure_divisibility(13, 0)
 

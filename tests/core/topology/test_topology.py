@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import parallel_state
 from shardwise.core.communication import context
-from shardwise.core.errors import ConfigError, DesyncError, NotInitializedError, TopologyError
+from shardwise.core.errors import ConfigError, DesyncError, TopologyError
 from shardwise.core.topology import ParallelSizes, Topology
 
 
@@ -21,7 +21,7 @@ def num_groups():
 
 
 def test_a_topology_needs_torch_distributed():
-    with pytest.raises(NotInitializedError, match=r"torch\.distributed is not initialised; call"):
+    with pytest.raises(TopologyError, match=r"torch\.distributed is not initialised; call"):
         Topology.create(tp=1)
 
 

@@ -24,27 +24,25 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, ShardingError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from shardwise.core.errors import IndivisibleError, ShardingError
-
 Interval = tuple[int, int]
 """``(start, stop)`` of consecutive indices, ``stop`` excluded."""
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raise IndivisibleError unless ``denominator`` divides ``numerator``."""
+    """Raise ShardingError unless ``denominator`` divides ``numerator``."""
     if denominator == 0 or numerator % denominator != 0:
-        raise IndivisibleError(f"{numerator} is not divisible by {denominator}")
+        raise ShardingError(f"{numerator} is not divisible by {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The exact quotient; IndivisibleError if there is a remainder."""
+    """The exact quotient; ShardingError if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 

@@ -22,7 +22,7 @@ from shardwise.core.communication import context
 from shardwise.core.communication.agreement import check_same, gather_objects
 from shardwise.core.communication.context import device_of
 from shardwise.core.communication.transports.shared_memory import close_channel
-from shardwise.core.errors import AssertedTopologyError, ConfigError, NotInitializedError, TopologyError
+from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.topology.sizes import (
     SEPARATE_ALL_GATHER,
     EmbeddingRanks,
@@ -92,13 +92,13 @@ class Topology:
             **axes: sizes by name in place of ``sizes``, as in ``Topology.create(tp=2)``.
 
         Raises:
-            NotInitializedError: ``torch.distributed`` is not initialised.
             ConfigError: sizes out of range, whatever the world.
-            TopologyError: the sizes do not divide the world, or a group could not be made.
+            TopologyError: ``torch.distributed`` is not initialised, the sizes do not divide the world, or a group could
+                not be made.
             DesyncError: ranks ask for different sizes; found under ``validate``.
         """
         if not dist.is_initialized():
-            raise NotInitializedError(
+            raise TopologyError(
                 "torch.distributed is not initialised; call torch.distributed.init_process_group() first, "
                 "or start the program with torchrun"
             )
@@ -145,13 +145,13 @@ class Topology:
         """This rank's group of that name.
 
         Raises:
-            AssertedTopologyError: there is none, or the topology was destroyed.
+            TopologyError: there is none, or the topology was destroyed.
         """
         try:
             return self._groups[name]
         except KeyError:
             where = f"it is in {sorted(self._groups)}" if self._groups else "the topology was destroyed"
-            raise AssertedTopologyError(f"rank {self.rank_in_world} is in no group {name!r}; {where}") from None
+            raise TopologyError(f"rank {self.rank_in_world} is in no group {name!r}; {where}") from None
 
     def groups(self) -> list[ProcessGroup]:
         """All groups that this rank is in, each once."""

@@ -11,13 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.core.errors import (
-    AssertedConfigError,
-    AssertedTopologyError,
-    ConfigError,
-    ContradictionError,
-    TopologyError,
-)
+from shardwise.core.errors import ConfigError, ContradictionError, TopologyError
 
 
 def check_size(name: str, size: Any) -> None:
@@ -196,7 +190,7 @@ class ParallelSizes:
         decoder = RankGenerator(self.tp, 1, world_size // dense, self.pp, self.cp, self.order)
         experts = RankGenerator(etp, self.ep, world_size // expert, self.pp, 1, self.order)
         if decoder.get_ranks("pp") != experts.get_ranks("pp"):
-            raise AssertedConfigError(
+            raise ConfigError(
                 f"order {self.order!r} puts dense and expert layers of one rank on different pipeline stages; "
                 "put pp last or make the expert sizes match"
             )
@@ -251,7 +245,7 @@ class ParallelSizes:
         for size in self.hcp:
             check_size("hcp", size)
         if math.prod(self.hcp) != self.cp:
-            raise AssertedConfigError(
+            raise ConfigError(
                 f"the levels {list(self.hcp)} of context parallelism multiply to {math.prod(self.hcp)}; they must "
                 f"multiply to cp {self.cp}"
             )
@@ -262,7 +256,7 @@ class ParallelSizes:
             return {}
         size = decoder.dp * decoder.cp
         if size % 2 != 0:
-            raise AssertedConfigError(
+            raise ConfigError(
                 f"hybrid_context_parallel halves the dp x cp = {size} ranks, which must be an even number"
             )
         parts = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0 and 2**power < size]
@@ -274,7 +268,7 @@ class ParallelSizes:
         check_size("num_distributed_optimizer_instances", instances)
         for what, size in (("dp x cp", decoder.dp * decoder.cp), ("expert dp", experts.dp)):
             if size % instances != 0:
-                raise AssertedTopologyError(
+                raise TopologyError(
                     f"num_distributed_optimizer_instances {instances} does not divide {what} = {size} ranks"
                 )
         dense_levels = (decoder.dp * decoder.cp // instances, instances)

@@ -6,9 +6,9 @@ import warnings
 
 import torch.distributed as dist
 
-from shardwise import parallel_state
-from shardwise.core.errors import AssertedTopologyError
-from shardwise.parallel_state import destroy_model_parallel
+from shardwise.megatron.core import parallel_state
+from shardwise.megatron.core.parallel_state import destroy_model_parallel
+from shardwise.megatron.errors import AssertedTopologyError
 
 __all__ = sorted(
     {

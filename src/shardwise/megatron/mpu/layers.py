@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import init
 
-from shardwise import tensor_parallel
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import InitMethod
-from shardwise.megatron.config import ModelParallelConfig
-from shardwise.tensor_parallel import layers
-from shardwise.tensor_parallel.private_names import _initialize_affine_weight_cpu
+from shardwise.megatron.arguments import given
+from shardwise.megatron.core import tensor_parallel
+from shardwise.megatron.core.tensor_parallel import layers
+from shardwise.megatron.core.tensor_parallel.attributes import _initialize_affine_weight_cpu
+from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 
 __all__ = [*layers.__all__, "LayerOutput"]
 
@@ -70,6 +71,10 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
     setattr(LayerOutput, f"__{_name}__", _operator(f"__{_name}__"))
 
 
+# Arguments that later releases do not have, or take by name.
+_OWN = ("config", "options", "moe", "enable_expert_tensor_parallelism")
+
+
 class VocabParallelEmbedding(tensor_parallel.VocabParallelEmbedding):
     """``tensor_parallel.VocabParallelEmbedding``, made without a config.
 
@@ -93,9 +98,7 @@ class VocabParallelEmbedding(tensor_parallel.VocabParallelEmbedding):
         config: ModelParallelConfig | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            num_embeddings, embedding_dim, init_method=init_method, config=config or ModelParallelConfig(), **options
-        )
+        super().__init__(**given(locals(), but=_OWN), config=config or ModelParallelConfig(), **options)
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -138,18 +141,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         config: ModelParallelConfig | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            config=config or ModelParallelConfig(),
-            init_method=init_method,
-            bias=bias,
-            gather_output=gather_output,
-            stride=stride,
-            keep_master_weight_for_test=keep_master_weight_for_test,
-            skip_bias_add=skip_bias_add,
-            **options,
-        )
+        super().__init__(**given(locals(), but=_OWN), config=config or ModelParallelConfig(), **options)
         self.is_expert_without_slicing = _is_whole(moe and not enable_expert_tensor_parallelism, self.tp_size)
 
     def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]  # A pair.
@@ -192,18 +184,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         config: ModelParallelConfig | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            config=config or ModelParallelConfig(),
-            init_method=init_method,
-            bias=bias,
-            input_is_parallel=input_is_parallel,
-            skip_bias_add=skip_bias_add,
-            stride=stride,
-            keep_master_weight_for_test=keep_master_weight_for_test,
-            **options,
-        )
+        super().__init__(**given(locals(), but=_OWN), config=config or ModelParallelConfig(), **options)
         self.is_expert_without_slicing = _is_whole(moe and not enable_expert_tensor_parallelism, self.tp_size)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]  # A pair.

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.parallel_state import resolve_tensor_model_parallel_group as _resolve
-from shardwise.tensor_parallel import mappings, regions
+from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group as _resolve
+from shardwise.megatron.core.tensor_parallel import mappings, regions
 
 __all__ = list(mappings.__all__)
 

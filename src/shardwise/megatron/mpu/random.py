@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwise import parallel_state
-from shardwise.core.errors import AssertedConfigError
 from shardwise.core.topology import Topology
-from shardwise.tensor_parallel import random
-from shardwise.tensor_parallel.recomputation import checkpoint as _checkpoint
-from shardwise.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from shardwise.megatron.core import parallel_state
+from shardwise.megatron.core.tensor_parallel import random
+from shardwise.megatron.core.tensor_parallel.recomputation import checkpoint as _checkpoint
+from shardwise.megatron.core.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from shardwise.megatron.errors import AssertedConfigError
 
 __all__ = [
     *random.__all__,

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from shardwise.core.communication.agreement import check_ids_alike
 from shardwise.core.communication.collectives import all_gather, all_reduce
-from shardwise.core.errors import AssertedConfigError, ConfigError, DesyncError, DivergenceError
+from shardwise.core.errors import ConfigError, DesyncError, DivergenceError
 from shardwise.core.sharding import Interval
 from shardwise.core.validation import validation_applies
 
@@ -42,7 +42,7 @@ class LossOptions:
     def __post_init__(self) -> None:
         # Each written so that NaN fails.
         if not 0.0 <= self.label_smoothing < 1.0:
-            raise AssertedConfigError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and under 1")
+            raise ConfigError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and under 1")
         if not 0.0 <= self.z_loss < math.inf:
             raise ConfigError(f"z_loss is {self.z_loss}; it must be at least 0 and finite")
         for name in ("softcap", "temperature"):

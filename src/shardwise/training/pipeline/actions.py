@@ -326,7 +326,7 @@ def hidden_shape(
         cp_group: context-parallel; it always shares the sequence.
 
     Raises:
-        IndivisibleError: the context-parallel ranks do not divide the sequence.
+        ShardingError: the context-parallel ranks do not divide the sequence.
     """
     sequence = SequenceView(local_length(seq_length, cp_group), tp_group if config.sequence_parallel else None)
     return sequence.size, micro_batch_size, config.hidden_size

@@ -1,0 +1,126 @@
+"""Other names of the door's modules, in one table: Megatron's, and the short ones of this library.
+
+A module lies at its path in Megatron, or at that of the package that has its names there. ``install`` makes Megatron's
+names; the short ones are found from the start, and each is the same module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_CORE = "shardwise.megatron.core"
+
+# A module below ``shardwise.megatron.core``; its short names below ``shardwise``, or "-"; and its names below
+# ``megatron.core``, where "=" is its own path and ".name" is below that.
+_TABLE = """
+datasets megatron.datasets .gpt_dataset .utils .blended_megatron_dataset_builder .blended_megatron_dataset_config
+dist_checkpointing megatron.dist_checkpointing .core .mapping .serialization .validation
+distributed megatron.distributed .distributed_data_parallel .distributed_data_parallel_config .finalize_model_grads
+enums megatron.enums = transformer.enums
+models megatron.models
+models.bert - .bert_lm_head .bert_model .pooler
+models.embedding - models.common.embeddings.language_model_embedding
+models.gpt - .gpt_model
+models.gpt_layer_specs megatron.layer_specs models.gpt.gpt_layer_specs
+models.language_module - models.common.language_module.language_module
+models.rotary_pos_embedding megatron.rotary_pos_embedding models.common.embeddings.rotary_pos_embedding
+models.rotary_pos_embedding - models.common.embeddings.rope_utils
+num_microbatches_calculator megatron.num_microbatches_calculator =
+optimizer megatron.optimizer =
+packed_seq_params megatron.packed_seq_params =
+parallel_state parallel_state = mpu
+parallel_state.groups parallel_state.dense,parallel_state.experts
+pipeline_parallel.p2p_communication megatron.p2p_communication =
+pipeline_parallel.schedules megatron.schedules
+process_groups_config megatron.process_groups_config =
+symmetric_exchanges megatron.symmetric_exchanges inference.communication.torch_symm_triton
+tensor_parallel tensor_parallel =
+tensor_parallel.attributes tensor_parallel.private_names
+tensor_parallel.cross_entropy - =
+tensor_parallel.data - =
+tensor_parallel.inference_layers - =
+tensor_parallel.layers tensor_parallel.column,tensor_parallel.embedding,tensor_parallel.row =
+tensor_parallel.mappings - =
+tensor_parallel.random - =
+tensor_parallel.utils - =
+tokenizers megatron.tokenizers .megatron_tokenizer .text.libraries.null_tokenizer
+transformer.layer_parts megatron.layer_parts transformer.attention transformer.dot_product_attention transformer.mlp
+transformer.layer_parts - transformer.torch_norm fusions.fused_bias_dropout fusions.fused_layer_norm
+transformer.module megatron.module =
+transformer.spec_utils megatron.spec_utils = transformer.identity_op
+transformer.transformer_config megatron.config = model_parallel_config
+transformer.transformer_layer megatron.transformer_layer =
+utils megatron.utils = transformer.utils
+"""
+_ROWS = [row.split() for row in _TABLE.strip().splitlines()]
+
+SHORT = {
+    f"shardwise.{short}": f"{_CORE}.{module}"
+    for module, shorts, *_ in _ROWS
+    for short in shorts.split(",")
+    if short != "-"
+}
+
+
+def _whole(name: str, module: str) -> str:
+    own = {"=": module, ".": module + name}
+    return f"megatron.core.{own.get(name[0], name)}"
+
+
+MEGATRON = {_whole(name, module): f"{_CORE}.{module}" for module, _, *names in _ROWS for name in names}
+MEGATRON |= {
+    f"megatron.{name}": f"shardwise.megatron.{name}"
+    for name in ("initialize", "mpu", "mpu.initialize", "mpu.layers", "mpu.mappings", "mpu.random", "mpu.utils")
+}
+MEGATRON |= {f"megatron.mpu.{name}": f"{_CORE}.tensor_parallel.{name}" for name in ("cross_entropy", "data")}
+
+# Megatron's packages that have names themselves: the modules that have them here.
+PACKAGES = {
+    f"megatron.{package}": tuple(f"{_CORE}.{module}" for module in modules.split())
+    for package, modules in {
+        "core": "transformer.transformer_config distributed",
+        "core.dist_checkpointing": "dist_checkpointing",
+        "core.distributed": "distributed",
+        "core.models.bert": "models.bert",
+        "core.models.gpt": "models.gpt",
+        "core.pipeline_parallel": "pipeline_parallel.schedules",
+        "core.pipeline_parallel.schedules": "pipeline_parallel.schedules",
+        "core.tokenizers": "tokenizers",
+        "core.transformer": (
+            "transformer.transformer_config transformer.module transformer.spec_utils transformer.transformer_layer"
+        ),
+    }.items()
+}
+
+
+class _ShortNames(MetaPathFinder, Loader):
+    """Imports a module by its short name, and what is in it: the module itself."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith("shardwise."):
+            return None
+        start = name
+        while start not in SHORT:
+            start = start.rpartition(".")[0]
+            if not start:
+                return None
+        return ModuleSpec(name, self, loader_state=SHORT[start] + name[len(start) :])
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(spec.loader_state)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import gave it the spec of the short name.
+        module.__spec__ = module.__spec__ and module.__spec__.loader_state
+
+
+FINDER = _ShortNames()
+# First, since a package's folder has the modules of its short name too.
+sys.meta_path.insert(0, FINDER)

@@ -1,0 +1,1 @@
+"""Megatron Core's modules, at its paths."""

@@ -1,0 +1,277 @@
+"""Megatron's data parallelism, on the engine's gradient buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise.core.communication import accounting
+from shardwise.core.communication.collectives import all_gather, all_reduce, broadcast_
+from shardwise.core.communication.context import device_of_host_facts
+from shardwise.core.errors import ConfigError, DivergenceError
+from shardwise.core.validation import validation_applies
+from shardwise.megatron.core import parallel_state
+from shardwise.megatron.core.models.language_module import LanguageModule
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.core.tensor_parallel.attributes import adopt_marks_
+from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
+from shardwise.megatron.inert_settings import check_inert, inert_settings_of
+from shardwise.training.gradients import GradientBuffers
+from shardwise.training.gradients.replicas import check_replicas, fingerprints
+from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.pipeline.stage import deferred_buffers, wrapped
+
+__all__ = ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize_model_grads"]
+
+if TYPE_CHECKING:
+
+    class _Inert: ...
+
+else:
+    _Inert = inert_settings_of("DistributedDataParallelConfig")
+
+
+@dataclass
+class DistributedDataParallelConfig(_Inert):
+    """How gradients are reduced over data-parallel ranks. Field names and defaults are Megatron's.
+
+    Attributes:
+        grad_reduce_in_fp32: accumulate and reduce in fp32, in place of the parameters' dtype.
+        overlap_grad_reduce: reduce bucket by bucket during the backward, in place of all at ``finish_grad_sync``.
+        check_for_nan_in_grad: a gradient that is NaN or infinite is an error on every rank.
+        bucket_size: the most elements of a bucket; max(40 million, 1 million for each data-parallel rank) if None.
+
+    Other fields are accepted for programs that set them: one that changes nothing here warns, and one that would change
+    numbers or memory raises.
+
+    Raises:
+        ConfigError: an option that is not offered.
+    """
+
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = False
+    check_for_nan_in_grad: bool = False
+    bucket_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_inert(self)
+
+
+class DistributedDataParallel(nn.Module):
+    """A model whose gradients are the mean over the data-parallel ranks, once ``finish_grad_sync`` was called.
+
+    Gradients lie in one flat buffer per dtype, of which each trained parameter's ``main_grad`` is a view. In the
+    parameter's own dtype ``grad`` is the same view, so that PyTorch's optimizers find it: Megatron leaves None there,
+    and such an optimizer does nothing.
+
+    Args:
+        config: of the model; kept.
+        ddp_config: how gradients are reduced.
+        module: the model, or a stage's chunk of it, on its device.
+        disable_bucketing: one bucket per dtype.
+        pg_collection: groups ``dp_cp``, ``tp`` and ``pp``; the ambient topology's if None.
+
+    Attributes:
+        module: the model.
+        gradients: the buffers.
+
+    Raises:
+        TopologyError: no groups given and none initialised.
+        DesyncError: the ranks have different parameters.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.ddp_config = ddp_config
+        self.module = module
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["dp_cp", "tp", "pp"])
+        self.dp_cp_group = _group_of(self.pg_collection, "dp_cp")
+        bucket_size = None
+        if ddp_config.overlap_grad_reduce and not disable_bucketing:
+            bucket_size = ddp_config.bucket_size or max(40_000_000, 1_000_000 * self.dp_cp_group.size())
+        self.gradients = GradientBuffers(
+            module,
+            group=self.dp_cp_group,
+            bucket_size=bucket_size,
+            dtype=torch.float32 if ddp_config.grad_reduce_in_fp32 else None,
+            average=True,
+            overlap=ddp_config.overlap_grad_reduce,
+            late=_deferred_weights(module),
+        )
+        adopt_marks_(module)
+        self._has_checked_replicas = False
+        self._models = [each for each in module.modules() if isinstance(each, LanguageModule)]
+        if self.dp_cp_group.size() > 1:
+            for model in self._models:
+                model.targets_of_first_step = []
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's; before the first one that gradients may come of, ranks compare the parameters they hold alike.
+
+        Raises:
+            DesyncError: they differ; on every rank that shares this chunk of the model.
+        """
+        if not self._has_checked_replicas and torch.is_grad_enabled() and validation_applies():
+            self._has_checked_replicas = True
+            for model in self._models:
+                model.has_checked_replicas = True
+            adopt_marks_(self.module)
+            check_replicas(self.module, tp_group=_group_of(self.pg_collection, "tp"), dp_group=self.dp_cp_group)
+        return self.module(*inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside it backward passes accumulate, and nothing is communicated."""
+        with self.gradients.no_sync():
+            yield
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start reducing what is not under way yet."""
+        self.gradients.start()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Reduce what is not reduced yet, and wait. Gradients are all-reduced always, so ``force_all_reduce`` is.
+
+        Raises:
+            DivergenceError: with ``check_for_nan_in_grad``, a gradient is not finite; on every rank of the model.
+        """
+        self.gradients.finish()
+        self._compare_first_targets()
+        if self.ddp_config.check_for_nan_in_grad:
+            self._check_finite()
+
+    def _compare_first_targets(self) -> None:
+        """Once, after the first step: warn if all data-parallel ranks learned the same targets. Collective then."""
+        models = [model for model in self._models if model.targets_of_first_step is not None]
+        if not models:
+            return
+        hashes = [value for model in models for value in model.targets_of_first_step or ()]
+        for model in models:
+            model.targets_of_first_step = None
+        device = next(self.module.parameters()).device
+        values = torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
+        own = torch.cat([fingerprints([values]), values.new_full((1,), len(hashes))])
+        with accounting.uncounted():
+            own = own.to(device_of_host_facts(self.dp_cp_group, device))
+            every = all_gather(own.unsqueeze(0), group=self.dp_cp_group).tolist()
+        is_first = self.dp_cp_group.rank() == _group_of(self.pg_collection, "tp").rank() == 0
+        if is_first and hashes and all(numbers == every[0] for numbers in every):
+            warnings.warn(
+                f"all {len(every)} data-parallel ranks learned the same targets in the first step, and so train as one "
+                "rank would; give each its own samples, by torch.utils.data.DistributedSampler or by a seed of its own "
+                "for what shuffles them",
+                stacklevel=3,
+            )
+
+    def _check_finite(self) -> None:
+        wrong = [bool(~torch.isfinite(buffer).all()) for buffer in self.gradients.buffers]
+        flag = torch.tensor(float(any(wrong)), device=next(self.module.parameters()).device)
+        for name in ("tp", "pp"):
+            flag = all_reduce(flag, group=_group_of(self.pg_collection, name), op=dist.ReduceOp.MAX)
+        if flag:
+            raise DivergenceError(
+                "check_for_nan_in_grad: a gradient is NaN or infinite; lower the learning rate, or look at the samples "
+                "of this step"
+            )
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients, at the start of each step."""
+        self.gradients.zero_()
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all gradients."""
+        self.gradients.scale_(scaling_factor)
+
+    def broadcast_params(self) -> None:
+        """Give all data-parallel ranks the parameters of the first, in place."""
+        with torch.no_grad():
+            for param in self.module.parameters():
+                broadcast_(param, group=self.dp_cp_group)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's: no name tells of the wrapper."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The model's."""
+        module: Any = self.module
+        return module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Into the model."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def finalize_model_grads(
+    model: Sequence[nn.Module],
+    num_tokens: Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> None:
+    """Complete the gradients of a step: over data-parallel ranks, over those that share a sequence, and tied weights'.
+
+    Args:
+        model: this stage's chunks, each a ``DistributedDataParallel``.
+        num_tokens: if given, a scalar on the last stage: this rank's tokens. Gradients, which were means over the
+            ranks, are divided by the number of all; it is overwritten by that.
+        pg_collection: groups ``tp``, ``pp``, ``embd`` and ``dp_cp``; the ambient topology's where one is missing.
+        force_all_reduce: gradients are all-reduced always.
+
+    Raises:
+        ConfigError: a chunk is not wrapped.
+    """
+    for chunk in model:
+        if not hasattr(chunk, "finish_grad_sync"):
+            raise ConfigError(
+                f"finalize_model_grads was given a {type(chunk).__name__}, which has no finish_grad_sync; wrap each "
+                "chunk of the model in DistributedDataParallel"
+            )
+    chunks: Sequence[Any] = model
+    for chunk in chunks:
+        chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
+    whole = nn.ModuleList(model)
+    adopt_marks_(whole)
+    pp_group = _group_of(pg_collection, "pp")
+    embd_group = getattr(pg_collection, "embd", None)
+    if not hasattr(pg_collection, "embd") and parallel_state.model_parallel_is_initialized():
+        embd_group = parallel_state.get_embedding_group(check_initialized=False)
+    finalize_gradients_(whole, tp_group=_group_of(pg_collection, "tp"), dp_group=None, embd_group=embd_group)
+    if num_tokens is not None:
+        broadcast_(num_tokens, group=pp_group, group_src=pp_group.size() - 1)
+        num_tokens.copy_(all_reduce(num_tokens, group=_group_of(pg_collection, "dp_cp")))
+        for chunk in chunks:
+            chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
+
+
+def _group_of(pg_collection: ProcessGroupCollection | None, name: str) -> ProcessGroup:
+    group: ProcessGroup | None = getattr(pg_collection, name, None)
+    if group is None:
+        group = getattr(ProcessGroupCollection.use_mpu_process_groups([name]), name)
+    assert group is not None
+    return group
+
+
+def _deferred_weights(module: nn.Module) -> list[Parameter]:
+    """The output layer's weight, where its gradient waits until the pipeline is done."""
+    if deferred_buffers(module) is None:
+        return []
+    model = wrapped(module, "shared_embedding_or_output_weight")
+    shared = model.shared_embedding_or_output_weight()
+    return [model.output_layer.weight if shared is None else shared]

@@ -1,0 +1,240 @@
+"""Megatron's base of language models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharding import ParamShard
+from shardwise.core.topology import Groups
+from shardwise.core.validation import validation_applies
+from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from shardwise.megatron.core.tensor_parallel.attributes import adopt_marks_, mark_replicas
+from shardwise.megatron.core.transformer.module import MegatronModule
+from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
+from shardwise.megatron.errors import AssertedConfigError, AssertedShardingError, asserting
+from shardwise.models.language_model import LanguageModel
+from shardwise.nn import viewless
+from shardwise.training.gradients.replicas import check_replicas, fingerprints
+
+__all__ = ["LanguageModule"]
+
+
+class LanguageModule(LanguageModel, MegatronModule):
+    """Base of GPT, BERT and their kin, and of a program's own models.
+
+    A model on it sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has
+    ``output_layer``), ``share_embeddings_and_output_weights`` and, with interleaving, ``vp_stage``, and calls
+    ``setup_embeddings_and_output_layer`` at the end of its construction. With tied weights the output layer has a
+    weight of its own only on a stage without the embedding.
+
+    Args:
+        config: sizes of the model.
+        pg_collection: its process groups; the ambient topology's if None. Only ``tp`` is needed by a model of one
+            stage; one of several stages needs ``pp`` and, with tied weights, ``embd``.
+
+    Attributes:
+        tp_group: tensor parallel.
+        pp_group: pipeline parallel, or None.
+        embd_group: the stages that hold a tied weight, or None.
+        vp_stage: which of the stage's chunks this is; None without interleaving.
+
+    Raises:
+        TopologyError: no groups given and none initialised.
+        ConfigError: ``config.attention_backend`` does not work here.
+    """
+
+    config: TransformerConfig
+    # Hashes of the labels of the first step, for a wrapper that asks for them by an empty list.
+    targets_of_first_step: list[Tensor] | None = None
+    has_checked_replicas = False
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        LanguageModel.__init__(self, config, self._enter(pg_collection))
+
+    def _enter(self, pg_collection: ProcessGroupCollection | None) -> Groups:
+        """Keep the collection, the ambient topology's if None; the engine's view of it."""
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        optional = {name: getattr(self.pg_collection, name, None) for name in ("pp", "dp", "embd")}
+        return Groups(tp=resolve_tensor_model_parallel_group(getattr(self.pg_collection, "tp", None)), **optional)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward; before the first one the tensor-parallel ranks compare the parameters that each holds whole.
+
+        Raises:
+            DesyncError: they differ; on every rank of the group.
+        """
+        if not self.has_checked_replicas and validation_applies():
+            self.has_checked_replicas = True
+            adopt_marks_(self)
+            check_replicas(self, tp_group=self.tp_group)
+        return super().__call__(*args, **kwargs)
+
+    def note_targets(self, labels: Tensor) -> None:
+        """Keep the hash of labels that are learned, while a wrapper wants them."""
+        are_wanted = self.targets_of_first_step is not None and self.training and torch.is_grad_enabled()
+        if are_wanted and validation_applies():
+            assert self.targets_of_first_step is not None
+            self.targets_of_first_step.append(fingerprints([labels])[0])
+
+    def _set_attention_backend(self) -> None:
+        """Refuse a ``config.attention_backend`` that does not work on the device where parameters are made.
+
+        Each attention chooses its kernel by the config itself, so nothing is set for the whole process.
+
+        Raises:
+            ConfigError: with PyTorch's reasons.
+        """
+        self._check_attention_backend()
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Cross entropy of each token.
+
+        Args:
+            labels: ``[b, s]`` global ids; -100 costs nothing.
+            logits: ``[s, b, v/t]``; not modified.
+
+        Returns:
+            ``[b, s]``, fp32 (fp64 for fp64 logits), the same on every rank.
+
+        Raises:
+            VocabularyError: a label outside the vocabulary.
+        """
+        return self.loss_of_logits(labels, logits)
+
+    def loss_of_logits(
+        self, labels: Tensor, logits: Tensor, *, inplace_: bool = False, is_scaled: bool = True
+    ) -> Tensor:
+        """As the engine's; a program's model may not know the size of its vocabulary."""
+        self.note_targets(labels)
+        if self.vocab_size is not None:
+            return super().loss_of_logits(labels, logits, inplace_=inplace_, is_scaled=is_scaled)
+        options = {} if is_scaled else self._loss_options
+        loss = vocab_parallel_cross_entropy(
+            logits, labels.t().contiguous(), tp_group=self.tp_group, inplace_=inplace_, **options
+        )
+        return viewless(loss.t().contiguous())
+
+    @asserting(AssertedConfigError)
+    def compute_output_layer_and_language_model_loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weight: Tensor | None = None,
+        sequence_parallel_enabled: bool = False,
+        column_parallel_linear: nn.Module | None = None,
+        col_linear_kwargs: dict[str, Any] | None = None,
+        reduction: str = "none",
+        ignore_index: int = -100,
+        *,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Output layer and cross entropy of each token.
+
+        In one, without the logits of all ranks, unless the config asks for separate ones (not
+        ``cross_entropy_loss_fusion`` with ``cross_entropy_fusion_impl="linear"``) and ``column_parallel_linear`` is
+        there to make them.
+
+        Args:
+            hidden: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism; not modified.
+            labels: ``[b, s]`` global ids.
+            weight: ``[v/t, h]``, the output layer's, or the embedding's that is tied to it.
+            sequence_parallel_enabled: ``hidden`` is a shard of the sequence.
+            column_parallel_linear: the output layer.
+            col_linear_kwargs: given to it beside ``hidden``.
+            reduction: ``"none"``, ``"mean"`` or ``"sum"``; other than "none" only in one.
+            ignore_index: the label that costs nothing; other than -100 only in one.
+            bias: ``[v/t]`` or None, of the output layer in one.
+
+        Returns:
+            ``[b, s]``, or a scalar if reduced; fp32 (fp64 for fp64 hidden states), the same on every rank.
+
+        Raises:
+            VocabularyError: a label outside the vocabulary.
+            ConfigError: there is no weight, no ``vocab_size``, or an option that separate layers do not have.
+        """
+        if column_parallel_linear is not None and not self.fuses_output_layer_and_loss:
+            if reduction != "none" or ignore_index != -100:
+                raise ConfigError(
+                    f"reduction={reduction!r} and ignore_index={ignore_index} need output layer and loss in one; set "
+                    "cross_entropy_loss_fusion and cross_entropy_fusion_impl='linear', or leave them out"
+                )
+            logits, _ = column_parallel_linear(hidden, **(col_linear_kwargs or {}))
+            # Only the loss reads these logits, so their memory may become their gradient's.
+            return self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
+        if weight is None:
+            raise ConfigError("output layer and loss in one need the output layer's weight; pass it")
+        self.note_targets(labels)
+        return self.loss_of_hidden(
+            hidden,
+            labels,
+            weight,
+            bias=bias,
+            sequence_parallel=sequence_parallel_enabled,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )
+
+    @property
+    def fuses_output_layer_and_loss(self) -> bool:
+        """Whether the config asks for output layer and loss in one."""
+        config = self.config
+        fuses = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
+        return fuses and not config.defer_embedding_wgrad_compute
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark the weights of embedding and output layer, and make tied ones equal on the stages that hold them.
+
+        Both have ``is_embedding_or_output_parameter``. With tied weights over several stages both have
+        ``shared_embedding``; the last stage's copy has ``shared`` too, so that it is counted once in norms and written
+        once to checkpoints. Collective then: the copy is zero at first, and one all-reduce over the embedding group
+        makes it the first stage's weight. A meta tensor is marked only.
+
+        Raises:
+            TopologyError: tied weights over several stages, and no embedding group.
+            ConfigError: an embedding group of other ranks than the first and the last stage.
+        """
+        model: Any = self
+        if self.pre_process:
+            model.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and model.output_layer.weight is not None:
+            model.output_layer.weight.is_embedding_or_output_parameter = True
+        self.setup_tied_weight()
+        if self.shared_embedding_or_output_weight() is not None:
+            mark_replicas(self._tied_layer())
+
+    def untie_(self) -> None:
+        """See ``LanguageModel.untie_``."""
+        shared = self.shared_embedding_or_output_weight()
+        for mark in ("shared_embedding", "shared") if shared is not None else ():
+            vars(shared).pop(mark, None)
+        super().untie_()
+
+    @asserting(AssertedShardingError)
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: dict[str, ParamShard],
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Let the output layer's tied weight go by the embedding's name, in place.
+
+        The last stage's copy becomes an entry of that name: a replica of the first stage's, written once by whichever
+        of them and read by both. Where embedding and output layer are on one stage, the embedding's entry is both.
+
+        Args:
+            sharded_state_dict: entries of this stage; modified.
+            output_layer_weight_key: name of the output layer's weight; the entry, if there is one, is taken out.
+            first_stage_word_emb_key: name of the embedding's weight.
+            metadata: accepted for programs that pass it; nothing depends on it.
+
+        Raises:
+            ShardingError: a stage without output layer has an entry for its weight.
+        """
+        self._tie_state(sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key)

@@ -1,0 +1,149 @@
+"""Megatron's rotary angles, made of the engine's frequencies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.errors import ConfigError
+from shardwise.megatron.absent import absent_names
+from shardwise.megatron.core.packed_seq_params import PackedSeqParams
+from shardwise.megatron.core.transformer.layer_arguments import cos_and_sin
+from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
+from shardwise.models.transformer import rotary
+from shardwise.models.transformer.rotary import RotaryScaling, apply_rotary
+
+__all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
+
+__getattr__ = absent_names("models.common.embeddings.rotary_pos_embedding")
+
+
+class RotaryEmbedding(rotary.RotaryEmbedding):
+    """Angles of the positions 0, 1, 2 and so on.
+
+    Args:
+        kv_channels: width of a head.
+        rotary_percent: share of it that is rotated.
+        rotary_interleaved: pairs are elements ``2i`` and ``2i + 1``, not ``i`` and ``i + d/2``.
+        seq_len_interpolation_factor: positions are divided by it; by 1 if None.
+        rotary_base: base of the geometric sequence of wavelengths.
+        rope_scaling: lower the frequencies as Llama 3.1, whose first context has 8192 tokens.
+        rope_scaling_factor: by how much.
+        use_cpu_initialization: accepted; angles go where the module goes.
+        cp_group: None, or of one rank.
+
+    Raises:
+        ConfigError: a value out of range, or ranks that share a sequence.
+    """
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        use_cpu_initialization: bool = False,
+        cp_group: ProcessGroup | None = None,
+    ) -> None:
+        scaling = RotaryScaling("llama3", rope_scaling_factor, 8192) if rope_scaling else None
+        super().__init__(kv_channels, rotary_percent, rotary_base, scaling)
+        self.rotary_interleaved = rotary_interleaved
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        _check_alone(cp_group)
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """``[d/2]`` angles per position."""
+        return self.inverse_frequencies
+
+    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """``[s, d/2]`` angles of the positions from ``offset`` on, in fp32."""
+        frequencies = self.inverse_frequencies
+        # fp64 until the product is made.
+        positions = torch.arange(offset, offset + max_seq_len, dtype=frequencies.dtype, device=frequencies.device)
+        if self.seq_len_interpolation_factor is not None:
+            positions = positions / self.seq_len_interpolation_factor
+        return torch.outer(positions, frequencies).float()
+
+    def forward(  # type: ignore[override]  # Megatron's returns angles.
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: ProcessGroup | None = None
+    ) -> Tensor:
+        """``[s, 1, 1, d]`` angles, of both elements of each pair, of the positions from ``offset`` on.
+
+        Args:
+            max_seq_len: ``s``.
+            offset: the first position.
+            packed_seq: accepted; nothing depends on it.
+            cp_group: None, or of one rank.
+        """
+        _check_alone(cp_group)
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        both = angles.repeat_interleave(2, -1) if self.rotary_interleaved else torch.cat((angles, angles), -1)
+        return both[:, None, None, :]
+
+    get_emb = forward
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Tensor,
+        transformer_config: TransformerConfig,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> int:
+        """Number of positions of a sequence, or of the longest of a packed row.
+
+        Args:
+            transformer_input: ``[s, b, h]``, or this rank's shard with sequence parallelism.
+            transformer_config: says whether it is a shard.
+            packed_seq_params: of a packed row, with ``max_seqlen_q``.
+            inference_context, transformer: accepted; nothing depends on them.
+        """
+        if packed_seq_params is not None and packed_seq_params.max_seqlen_q is not None:
+            return packed_seq_params.max_seqlen_q
+        shards = transformer_config.tensor_model_parallel_size if transformer_config.sequence_parallel else 1
+        return transformer_input.size(0) * shards
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    config: TransformerConfig,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Rotate queries or keys.
+
+    Args:
+        t: ``[s, b, heads, d]``, or with ``cu_seqlens`` a packed row ``[s, heads, d]``; not modified.
+        freqs: ``[s, 1, 1, d]`` angles of ``RotaryEmbedding``; for a packed row of at least the longest sequence.
+        config: ``rotary_interleaved`` says which elements are pairs.
+        cu_seqlens: integers ``[n + 1]``: where each sequence of a packed row begins, and where the last one ends.
+        mscale: factor of cosine and sine.
+        cp_group: None, or of one rank.
+
+    Returns:
+        A new tensor of the same shape.
+    """
+    _check_alone(cp_group)
+    if cu_seqlens is not None:
+        row = PackedSeqParams(cu_seqlens_q=cu_seqlens)
+        _, positions = row.documents_and_positions(torch.Size((1, t.size(0))))
+        whole = apply_rotary_pos_emb(t.unsqueeze(1), freqs[positions[0]], config, mscale=mscale)
+        return whole.squeeze(1)
+    cos, sin = (mscale * value for value in cos_and_sin(freqs, config, torch.float32))
+    return apply_rotary(t, (cos.to(t.dtype), sin.to(t.dtype)), interleaved=config.rotary_interleaved)
+
+
+def _check_alone(cp_group: ProcessGroup | None) -> None:
+    if cp_group is not None and cp_group.size() > 1:
+        raise ConfigError(
+            f"cp_group has {cp_group.size()} ranks, and attention here needs the whole sequence; leave it out"
+        )

@@ -1,0 +1,168 @@
+"""Megatron's number of micro-batches of a step: the global batch over those of all data-parallel ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from shardwise.core.errors import ConfigError
+from shardwise.megatron.absent import absent_names
+from shardwise.megatron.errors import AssertedConfigError
+
+__all__ = [
+    "ConstantNumMicroBatchesCalculator",
+    "NumMicroBatchesCalculator",
+    "destroy_num_microbatches_calculator",
+    "get_current_global_batch_size",
+    "get_current_running_global_batch_size",
+    "get_micro_batch_size",
+    "get_num_microbatches",
+    "init_num_microbatches_calculator",
+    "reconfigure_num_microbatches_calculator",
+    "unset_num_microbatches_calculator",
+    "update_num_microbatches",
+]
+
+__getattr__ = absent_names("num_microbatches_calculator")
+
+
+class NumMicroBatchesCalculator:
+    """Number of micro-batches of a step.
+
+    Args:
+        global_batch_size: samples of a step.
+        micro_batch_size: samples of a micro-batch.
+        data_parallel_size: ranks that share out a step.
+        decrease_batch_size_if_needed: leave out what is no whole number of micro-batches for each rank.
+        rank: accepted; nothing is logged.
+
+    Attributes:
+        num_micro_batches, current_global_batch_size, micro_batch_size: of the next step.
+        current_running_global_batch_size: the same, less what is left out.
+
+    Raises:
+        AssertedConfigError: the sizes do not fit, or leave no micro-batch.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool = False,
+        rank: int = 0,
+    ) -> None:
+        self.micro_batch_size = micro_batch_size
+        number, left_out = divmod(global_batch_size, max(1, micro_batch_size * data_parallel_size))
+        if min(number, micro_batch_size, data_parallel_size) < 1 or (left_out and not decrease_batch_size_if_needed):
+            raise AssertedConfigError(
+                f"a global batch of {global_batch_size} samples is no whole number of micro-batches of "
+                f"{micro_batch_size} on each of {data_parallel_size} data-parallel ranks; change one of them"
+            )
+        self.num_micro_batches = number
+        self.current_global_batch_size = global_batch_size
+        self.current_running_global_batch_size = global_batch_size - left_out
+
+    def get(self) -> int:
+        """Number of micro-batches."""
+        return self.num_micro_batches
+
+    def update(self, consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
+        """Go to the step after ``consumed_samples``; the batch stays as it is."""
+
+
+class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
+    """That of a batch that stays as it is."""
+
+
+_current: NumMicroBatchesCalculator | None = None
+
+
+def _calculator() -> NumMicroBatchesCalculator:
+    if _current is None:
+        raise ConfigError("the number of micro-batches is not known; call init_num_microbatches_calculator first")
+    return _current
+
+
+def get_num_microbatches() -> int:
+    """Number of micro-batches of the next step."""
+    return _calculator().get()
+
+
+def get_current_global_batch_size() -> int:
+    """Samples of the next step."""
+    return _calculator().current_global_batch_size
+
+
+def get_micro_batch_size() -> int:
+    """Samples of a micro-batch."""
+    return _calculator().micro_batch_size
+
+
+def get_current_running_global_batch_size() -> int:
+    """Samples of the next step, less what the ranks cannot share out evenly."""
+    return _calculator().current_running_global_batch_size
+
+
+def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
+    """Go to the step after ``consumed_samples``."""
+    _calculator().update(consumed_samples, consistency_check, verbose)
+
+
+def unset_num_microbatches_calculator() -> None:
+    """Forget the calculator."""
+    global _current
+    _current = None
+
+
+destroy_num_microbatches_calculator = unset_num_microbatches_calculator
+
+
+def reconfigure_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: list[int] | None = None,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    data_parallel_size: int | None = None,
+    decrease_batch_size_if_needed: bool = False,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
+) -> None:
+    """Make the calculator that the functions of this module ask; one that was there is forgotten.
+
+    Args:
+        rank: accepted; nothing is logged.
+        global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed: as
+            ``NumMicroBatchesCalculator``.
+        rampup_batch_size, step_batch_size_schedule: refused.
+        seq_length: accepted; nothing depends on it.
+
+    Raises:
+        AssertedConfigError: sizes are missing or do not fit.
+        ConfigError: a batch that grows.
+    """
+    global _current
+    if rampup_batch_size is not None or step_batch_size_schedule is not None:
+        raise ConfigError(
+            f"rampup_batch_size is {rampup_batch_size} and step_batch_size_schedule {step_batch_size_schedule!r}, and "
+            "the batch stays as it is here; call reconfigure_num_microbatches_calculator where it is to change"
+        )
+    if global_batch_size is None or micro_batch_size is None or data_parallel_size is None:
+        raise AssertedConfigError("give global_batch_size, micro_batch_size and data_parallel_size")
+    _current = ConstantNumMicroBatchesCalculator(
+        global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, rank
+    )
+
+
+@functools.wraps(reconfigure_num_microbatches_calculator, assigned=())
+def init_num_microbatches_calculator(*args: Any, **kwargs: Any) -> None:
+    """As ``reconfigure_num_microbatches_calculator``, where there is no calculator yet.
+
+    Raises:
+        AssertedConfigError: there is one.
+    """
+    if _current is not None:
+        raise AssertedConfigError(
+            "the number of micro-batches is known already; call reconfigure_num_microbatches_calculator to change it"
+        )
+    reconfigure_num_microbatches_calculator(*args, **kwargs)

@@ -1,0 +1,140 @@
+"""Where this rank stands in the pipeline: neighbours, first and last stage, interleaved stages, embeddings.
+
+With interleaving each rank holds ``n`` parts of the model, ``vp_stage`` 0 to ``n - 1``, and the model runs through all
+ranks' part 0, then through all ranks' part 1, and so on: the model begins with part 0 of the first rank and ends with
+part ``n - 1`` of the last. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.
+"""
+
+from torch.distributed import ProcessGroup
+
+from shardwise.core.errors import ConfigError
+from shardwise.megatron.core.parallel_state.ambient import AMBIENT, get_topology, group_or_none, rank_in, ranks_of
+from shardwise.megatron.core.parallel_state.groups import (
+    get_pipeline_model_parallel_rank,
+    get_pipeline_model_parallel_world_size,
+)
+from shardwise.megatron.errors import AssertedConfigError
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Global rank of the first stage."""
+    return ranks_of("pp")[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Global rank of the last stage."""
+    return ranks_of("pp")[-1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the next stage; the last is followed by the first."""
+    ranks = ranks_of("pp")
+    return ranks[(rank_in("pp") + 1) % len(ranks)]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Global rank of the previous stage; the first is preceded by the last."""
+    ranks = ranks_of("pp")
+    return ranks[(rank_in("pp") - 1) % len(ranks)]
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Parts of the model on each stage; None without interleaving, and before initialisation."""
+    return AMBIENT.virtual_size
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """The part that was last set, 0 at first; None without interleaving, and before initialisation."""
+    return AMBIENT.virtual_rank
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Set the number of parts on each stage; None ends interleaving."""
+    _check_count("virtual_pipeline_model_parallel_world_size", world_size, 1)
+    AMBIENT.virtual_size = world_size
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Set the part that is being computed.
+
+    Only ``get_virtual_pipeline_model_parallel_rank`` tells it; ``is_pipeline_first_stage`` and its kin take
+    ``vp_stage``.
+    """
+    _check_count("virtual_pipeline_model_parallel_rank", rank, 0)
+    AMBIENT.virtual_rank = rank
+
+
+def _check_count(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"cannot set {name} to {value}; give at least {least}, or None")
+
+
+def _is_virtual_stage(wanted: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
+    """Whether ``vp_stage`` is the part ``wanted`` (-1 is the last); True where it does not matter."""
+    count = AMBIENT.virtual_size
+    if ignore_virtual or count is None:
+        return True
+    if vp_stage is None or not 0 <= vp_stage < count:
+        raise AssertedConfigError(
+            f"vp_stage is {vp_stage}; with {count} parts on each stage and ignore_virtual=False it must be from 0 to "
+            f"{count - 1}"
+        )
+    return vp_stage == wanted % count
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether the model begins on this rank.
+
+    Args:
+        ignore_virtual: ask about the rank, not about one of its parts.
+        vp_stage: the part; needed with interleaving unless ``ignore_virtual``.
+
+    Raises:
+        AssertedConfigError: ``vp_stage`` is needed and is not one of the parts.
+    """
+    return _is_virtual_stage(0, ignore_virtual, vp_stage) and get_pipeline_model_parallel_rank() == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether the model ends on this rank; arguments and errors as for ``is_pipeline_first_stage``."""
+    last = get_pipeline_model_parallel_world_size() - 1
+    return _is_virtual_stage(-1, ignore_virtual, vp_stage) and get_pipeline_model_parallel_rank() == last
+
+
+def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks that share a tied word embedding; an error on a middle stage unless unchecked."""
+    return group_or_none("embd", check_initialized)
+
+
+def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks that hold the position embedding; an error on other stages unless unchecked."""
+    return group_or_none("pos_embd", check_initialized)
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds a (tied) word embedding.
+
+    Args:
+        ignore_virtual: ask about the rank, not about one of its parts.
+        vp_stage: the part; needed with interleaving unless ``ignore_virtual``. The group's first rank holds the
+            embedding in the part in which the model begins, its last rank in that in which it ends, and a rank between
+            them (chosen by ``get_embedding_ranks``) in every part.
+
+    Raises:
+        AssertedConfigError: ``vp_stage`` is needed and is not one of the parts.
+    """
+    if "embd" not in get_topology():
+        return False
+    if ignore_virtual:
+        return True
+    ranks, own_rank = ranks_of("embd"), get_topology().rank_in_world
+    if own_rank == ranks[0]:
+        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if own_rank == ranks[-1]:
+        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank holds the position embedding."""
+    return "pos_embd" in get_topology()

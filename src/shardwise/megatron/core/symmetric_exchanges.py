@@ -1,0 +1,140 @@
+"""Megatron's exchanges in symmetric memory, for programs that call them: by the ranks' memory, or by collectives.
+
+``symm_mem_hdl`` is the ``handle`` of ``GlobalSymmetricMemoryBuffer.maybe_get_tensor``. Where it is PyTorch's, each rank
+reads and writes the others' blocks between two barriers; where it is an ``OrdinaryMemory``, as on a CPU, the ranks
+exchange by collectives. What lies in the block is at its start, unless an offset says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.communication.buffers import OrdinaryMemory
+from shardwise.core.communication.collectives import all_gather, reduce_scatter
+from shardwise.kernels.norms import reduce_norm_
+from shardwise.megatron.errors import AssertedShardingError
+
+__all__ = [
+    "are_tensors_nvls_eligible",
+    "fused_multimem_rs_add_norm_ag",
+    "multimem_all_gather",
+    "multimem_reduce_scatter",
+]
+
+
+def are_tensors_nvls_eligible(*tensors: Tensor) -> bool:
+    """Whether there are tensors: any may be exchanged, on any device."""
+    return bool(tensors)
+
+
+def multimem_all_gather(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    symm_mem_hdl: Any,
+    byte_offset: int = 0,
+    barrier_before: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Put all ranks' inputs one after the other into ``output_tensor`` of each rank.
+
+    Args:
+        output_tensor: in symmetric memory, of ``t`` times as many elements; overwritten, and returned.
+        input_tensor: this rank's; not modified.
+        symm_mem_hdl: of the memory.
+        byte_offset: where ``output_tensor`` begins in the block.
+        barrier_before: accepted; there is a barrier before anything is written always.
+        kwargs: of Megatron's kernel; nothing depends on them.
+
+    Raises:
+        AssertedShardingError: another number of elements.
+    """
+    _check(output_tensor, input_tensor, symm_mem_hdl)
+    if isinstance(symm_mem_hdl, OrdinaryMemory):
+        output_tensor.view(-1).copy_(all_gather(input_tensor.reshape(-1), group=symm_mem_hdl.group))
+        return output_tensor
+    symm_mem_hdl.barrier(channel=0)
+    for block in _blocks(symm_mem_hdl, output_tensor, byte_offset):
+        block.view(symm_mem_hdl.world_size, -1)[symm_mem_hdl.rank].copy_(input_tensor.reshape(-1))
+    symm_mem_hdl.barrier(channel=0)
+    return output_tensor
+
+
+def multimem_reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, symm_mem_hdl: Any, **kwargs: Any) -> Tensor:
+    """Give each rank the sum of all ranks' inputs, of its part of the elements.
+
+    Args:
+        output_tensor: overwritten, and returned.
+        input_tensor: in symmetric memory, of ``t`` times as many elements; sums are in fp32 (fp64 for fp64).
+        symm_mem_hdl: of the memory.
+        kwargs: of Megatron's kernel; nothing depends on them.
+
+    Raises:
+        AssertedShardingError: another number of elements.
+    """
+    _check(input_tensor, output_tensor, symm_mem_hdl)
+    if isinstance(symm_mem_hdl, OrdinaryMemory):
+        output_tensor.view(-1).copy_(reduce_scatter(input_tensor.reshape(-1), group=symm_mem_hdl.group))
+        return output_tensor
+    symm_mem_hdl.barrier(channel=0)
+    wide = torch.promote_types(input_tensor.dtype, torch.float32)
+    blocks = _blocks(symm_mem_hdl, input_tensor, 0)
+    parts = (block.view(symm_mem_hdl.world_size, -1)[symm_mem_hdl.rank].to(wide) for block in blocks)
+    output_tensor.view(-1).copy_(sum(parts, start=torch.zeros((), dtype=wide, device=input_tensor.device)))
+    symm_mem_hdl.barrier(channel=0)
+    return output_tensor
+
+
+def fused_multimem_rs_add_norm_ag(
+    residual_output_tensor: Tensor,
+    input_tensor: Tensor,
+    symm_mem_hdl: Any,
+    residual_input_tensor: Tensor,
+    rms_norm_weights: Tensor,
+    eps: float,
+) -> Tensor:
+    """Reduce-scatter, sum with the residual, RMSNorm and all-gather.
+
+    Args:
+        residual_output_tensor: ``[s/t, b, h]``, overwritten with the new residual, and returned.
+        input_tensor: ``[s, b, h]`` in symmetric memory, this rank's partial sum; overwritten with the whole normed
+            tensor, the same on every rank.
+        symm_mem_hdl: of the memory.
+        residual_input_tensor: ``[s/t, b, h]``, this rank's shard of the residual.
+        rms_norm_weights: ``[h]``.
+        eps: added to the mean square.
+
+    Raises:
+        AssertedShardingError: another number of elements.
+    """
+    _check(input_tensor, residual_input_tensor, symm_mem_hdl)
+    rows = input_tensor.view(-1, input_tensor.size(-1))
+    residual = residual_input_tensor.reshape(-1, input_tensor.size(-1))
+    if isinstance(symm_mem_hdl, OrdinaryMemory):
+        group = symm_mem_hdl.group
+        normed = reduce_scatter(rows, group=group)
+        new = reduce_norm_([normed], 0, residual, None, rms_norm_weights, None, eps)
+        rows.copy_(all_gather(normed, group=group))
+    else:
+        symm_mem_hdl.barrier(channel=0)
+        blocks = [block.view(rows.shape) for block in _blocks(symm_mem_hdl, input_tensor, 0)]
+        first = symm_mem_hdl.rank * residual.size(0)
+        new = reduce_norm_(blocks, first, residual, None, rms_norm_weights, None, eps)
+        symm_mem_hdl.barrier(channel=0)
+    return residual_output_tensor.copy_(new.view(residual_output_tensor.shape))
+
+
+def _check(whole: Tensor, part: Tensor, handle: Any) -> None:
+    if whole.numel() != part.numel() * handle.world_size:
+        raise AssertedShardingError(
+            f"{handle.world_size} ranks with {part.numel()} elements each have "
+            f"{part.numel() * handle.world_size}, and the tensor in symmetric memory has {whole.numel()}"
+        )
+
+
+def _blocks(handle: Any, like: Tensor, byte_offset: int) -> list[Tensor]:
+    """Every rank's tensor of this shape and dtype at one place of its block."""
+    start = byte_offset // like.element_size()
+    return [handle.get_buffer(rank, tuple(like.shape), like.dtype, start) for rank in range(handle.world_size)]

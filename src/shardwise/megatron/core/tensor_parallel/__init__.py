@@ -1,0 +1,24 @@
+"""Tensor parallelism: layers, moves between layouts, the loss and random streams, under the names that people know."""
+
+from shardwise.megatron.core.tensor_parallel import (
+    cross_entropy,
+    data,
+    inference_layers,
+    layers,
+    mappings,
+    random,
+    utils,
+)
+from shardwise.megatron.core.tensor_parallel.cross_entropy import *  # noqa: F403 (it says in __all__ what this takes)
+from shardwise.megatron.core.tensor_parallel.data import *  # noqa: F403 (likewise)
+from shardwise.megatron.core.tensor_parallel.inference_layers import *  # noqa: F403 (likewise)
+from shardwise.megatron.core.tensor_parallel.layers import *  # noqa: F403 (likewise)
+from shardwise.megatron.core.tensor_parallel.mappings import *  # noqa: F403 (likewise)
+from shardwise.megatron.core.tensor_parallel.random import *  # noqa: F403 (likewise)
+from shardwise.megatron.core.tensor_parallel.utils import *  # noqa: F403 (likewise)
+
+__all__ = [
+    name
+    for module in (cross_entropy, data, inference_layers, layers, mappings, random, utils)
+    for name in module.__all__
+]

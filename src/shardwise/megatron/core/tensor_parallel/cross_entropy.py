@@ -1,0 +1,204 @@
+"""The door to ``shardwise.nn.loss``: the loss over a split vocabulary, under the name and order that programs know."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from shardwise.core.errors import ConfigError
+from shardwise.kernels import loss_reference
+from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group
+from shardwise.megatron.errors import AssertedConfigError, asserting
+from shardwise.nn.loss.cross_entropy import SplitCrossEntropy, cross_entropy_of_ranges
+from shardwise.nn.loss.options import LossOptions, Reduction
+from shardwise.nn.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
+
+__all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]
+
+
+# Those of the loss.
+_options = asserting(AssertedConfigError)(LossOptions)
+
+
+class VocabParallelCrossEntropy:
+    """The local steps of the loss, for programs that put their own communication between them.
+
+    Between ``calculate_logits_max`` and ``calculate_predicted_logits`` the maximum is reduced over the ranks, and after
+    the latter the predicted logits and the sum are. No step modifies its arguments. Gradients flow through
+    ``vocab_parallel_cross_entropy``, which needs one collective.
+    """
+
+    @staticmethod
+    def calculate_logits_max(vocab_parallel_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., v/t]`` logits to the logits in fp32 (fp64 as they are) and their maximum ``[...]``."""
+        logits = vocab_parallel_logits.to(loss_reference.compute_dtype(vocab_parallel_logits.dtype))
+        return logits, logits.amax(dim=-1)
+
+    @staticmethod
+    def calculate_predicted_logits(
+        vocab_parallel_logits: Tensor, target: Tensor, logits_max: Tensor, vocab_start_index: int, vocab_end_index: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What this rank's part of the vocabulary contributes.
+
+        Args:
+            vocab_parallel_logits: ``[..., v/t]``.
+            target: ``[...]`` global ids.
+            logits_max: ``[...]``, the maximum over all ranks.
+            vocab_start_index: first id of this rank.
+            vocab_end_index: the id after its last.
+
+        Returns:
+            Where the target is another rank's ``[...]``, the local target ``[n]`` (0 there), the target's logit minus
+            the maximum ``[...]`` (0 there), the sum of exponentials ``[...]``, and the exponentials ``[..., v/t]``.
+        """
+        columns, _ = columns_of(target, (vocab_start_index, vocab_end_index), IGNORE_INDEX)
+        rows = vocab_parallel_logits.reshape(columns.numel(), vocab_parallel_logits.size(-1))
+        shifted, at_target = loss_reference.below_maximum(rows, logits_max.reshape(-1), columns)
+        target_mask = (columns < 0).view(target.shape)
+        predicted_logits = at_target.view(target.shape).masked_fill(target_mask, 0.0)
+        exp_logits = shifted.exp_().view(vocab_parallel_logits.shape)
+        return target_mask, columns.clamp(min=0), predicted_logits, exp_logits.sum(dim=-1), exp_logits
+
+    @staticmethod
+    def calculate_cross_entropy_loss(
+        exp_logits: Tensor, predicted_logits: Tensor, sum_exp_logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Softmax ``[..., v/t]`` and loss ``[...]``, from exponentials and what was summed over the ranks."""
+        return exp_logits / sum_exp_logits.unsqueeze(-1), sum_exp_logits.log() - predicted_logits
+
+    @staticmethod
+    def prepare_gradient_calculation_operands(
+        softmax: Tensor, target_mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What ``calculate_gradients`` reads.
+
+        Returns:
+            The softmax as ``[n, v/t]``, the numbers 0 to ``n - 1``, 1 where the target is this rank's ``[n]`` and 0
+            elsewhere, and the softmax ``[..., v/t]``.
+        """
+        grad_2d = softmax.reshape(-1, softmax.size(-1))
+        arange_1d = torch.arange(grad_2d.size(0), device=softmax.device)
+        return grad_2d, arange_1d, 1.0 - target_mask.reshape(-1).to(softmax.dtype), softmax
+
+    @staticmethod
+    def calculate_gradients(
+        grad_2d: Tensor,
+        arange_1d: Tensor,
+        masked_target_1d: Tensor,
+        softmax_update: Tensor,
+        grad_input: Tensor,
+        grad_output: Tensor,
+    ) -> Tensor:
+        """The logits' gradient ``[..., v/t]``: softmax minus one at the target, times ``grad_output`` ``[...]``."""
+        gradient = grad_2d.index_put((arange_1d, masked_target_1d), -softmax_update, accumulate=True)
+        return gradient.view(grad_input.shape).mul_(grad_output.unsqueeze(-1))
+
+
+class _VocabParallelCrossEntropy(Function):
+    """Megatron's autograd function: ``vocab_parallel_cross_entropy`` without its options."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        label_smoothing: float = 0.0,
+        tp_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        group = resolve_tensor_model_parallel_group(tp_group)
+        return cross_entropy_of_ranges(
+            [(0, vocab_parallel_logits.size(-1))] if group.size() == 1 else None,
+            vocab_parallel_logits,
+            target,
+            _options(label_smoothing),
+            Reduction("none", IGNORE_INDEX, None, True),
+            group=group,
+            function=partial(SplitCrossEntropy.forward, ctx),
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return SplitCrossEntropy.backward(ctx, grad_output)[0], None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: ProcessGroup | None = None,
+    *,
+    vocab_size: int | None = None,
+    padded_vocab_size: int | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    data_parallel_group: ProcessGroup | None = None,
+    inplace_: bool = False,
+    validate: bool = True,
+    check_finite: bool = False,
+) -> Tensor:
+    """Cross entropy of each token over a vocabulary split over the ranks.
+
+    Layout V -> I: one all-gather of 12 bytes per token and rank in fp32 (16 with label smoothing), none in the
+    backward.
+
+    Args:
+        vocab_parallel_logits: ``[s, b, v/t]``; not modified unless ``inplace_``.
+        target: ``[s, b]`` global ids.
+        label_smoothing: probability taken from the target and spread over all other ids of the true vocabulary.
+        tp_group: tensor-parallel group; the ambient one if None.
+        vocab_size: true size of the vocabulary. If None every rank must have as many logits per token, padding is
+            taken for ids, and the all-gather has one more row of 12 bytes (16), by which that is checked.
+        padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
+        ignore_index: a target that costs nothing and has no gradient.
+        z_loss: weight of the squared logarithm of the softmax's normalizer.
+        softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
+        temperature: divides the (capped) logits.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored.
+        data_parallel_group: average over the tokens of all its ranks: what its ranks return adds up to the mean over
+            the whole batch, and their gradients, summed, are the mean's. One all-reduce of 8 bytes.
+        inplace_: the caller gives up the logits: their memory becomes the gradient's.
+        validate: check that targets are in the vocabulary and, on a CPU, that they are the same on all ranks; warn
+            where a mean has no token (never under torch.compile or CUDA graphs).
+        check_finite: look for NaN and inf in the logits and, on CUDA too, for targets that are not the same on all
+            ranks (likewise).
+
+    Returns:
+        ``[s, b]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ConfigError: an option out of range; ``padded_vocab_size`` without ``vocab_size``.
+        ShardingError: shapes that do not match, or a shard that does not fit the vocabulary. Without ``vocab_size``:
+            the ranks have different numbers of logits per token, on every rank; an assertion on the device in its
+            place on CUDA, where nothing waits for it, and a RuntimeError under torch.compile.
+        VocabularyError: a target outside the vocabulary that is not ``ignore_index``.
+        DesyncError: the ranks have different targets; on every rank.
+        DivergenceError: logits that are NaN, with ``check_finite``.
+    """
+    group = resolve_tensor_model_parallel_group(tp_group)
+    local_size = vocab_parallel_logits.size(-1)
+    if vocab_size is None and padded_vocab_size is not None:
+        raise ConfigError(
+            f"padded_vocab_size is {padded_vocab_size}, and without vocab_size nothing says how much of it is padding; "
+            "pass vocab_size= too"
+        )
+    if vocab_size is None and group.size() == 1:
+        vocab_size = local_size
+    return cross_entropy_of_ranges(
+        None if vocab_size is None else vocab_ranges(local_size, vocab_size, padded_vocab_size, group),
+        vocab_parallel_logits,
+        target,
+        _options(label_smoothing, z_loss, softcap, temperature),
+        Reduction(reduction, ignore_index, data_parallel_group, validate),
+        group=group,
+        inplace_=inplace_,
+        check_finite=check_finite,
+    )

@@ -1,0 +1,411 @@
+"""Small functions that programs written for Megatron import from its ``utils`` and ``transformer.utils``.
+
+Most live where they belong in this library and are only named here; what is defined here serves such programs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.context import default_device
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
+from shardwise.core.errors import ContradictionError, ShardingError
+from shardwise.core.initialization import init_method_normal, scaled_init_method_normal
+from shardwise.core.sharded_state import sharded_state_dict
+from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
+from shardwise.megatron.absent import absent_names
+from shardwise.megatron.core import parallel_state
+from shardwise.megatron.core.dist_checkpointing import ShardedObject
+from shardwise.megatron.core.tensor_parallel.attributes import divide, ensure_divisibility
+from shardwise.megatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
+from shardwise.megatron.errors import AssertedShardingError
+
+__all__ = [
+    "GlobalMemoryBuffer",
+    "GlobalSymmetricMemoryBuffer",
+    "MakeViewlessTensor",
+    "assert_viewless_tensor",
+    "attention_mask_func",
+    "divide",
+    "drain_embedding_wgrad_compute",
+    "ensure_divisibility",
+    "ensure_metadata_has_dp_cp_group",
+    "erf_gelu",
+    "gelu_impl",
+    "get_attr_wrapped_model",
+    "get_default_causal_mask",
+    "get_linear_layer",
+    "get_model_config",
+    "get_pg_rank",
+    "get_pg_size",
+    "get_pg_src_rank",
+    "get_sliding_window_causal_mask",
+    "get_tensor_model_parallel_group_if_none",
+    "init_method_normal",
+    "is_layer_window_attention",
+    "is_te_min_version",
+    "is_torch_min_version",
+    "make_sharded_object_for_checkpoint",
+    "make_sharded_tensor_for_checkpoint",
+    "make_sharded_tensors_for_checkpoint",
+    "make_tp_sharded_tensor_for_checkpoint",
+    "make_viewless_tensor",
+    "openai_gelu",
+    "prepare_input_tensors_for_wgrad_compute",
+    "safely_set_viewless_tensor_data",
+    "scaled_init_method_normal",
+    "sharded_state_dict_default",
+    "unwrap_model",
+]
+
+__getattr__ = absent_names("transformer.utils")
+
+_T = TypeVar("_T")
+
+
+def get_pg_size(group: ProcessGroup | None = None) -> int:
+    """Number of ranks of ``group``; 1 for None or where ``torch.distributed`` is not initialised."""
+    return 1 if group is None or not dist.is_initialized() else group.size()
+
+
+def get_pg_rank(group: ProcessGroup | None = None) -> int:
+    """This rank in ``group``; 0 for None or where ``torch.distributed`` is not initialised."""
+    return 0 if group is None or not dist.is_initialized() else group.rank()
+
+
+def get_pg_src_rank(group: ProcessGroup | None = None) -> int:
+    """Global rank of the first rank of ``group``; 0 for None or where ``torch.distributed`` is not initialised."""
+    return 0 if group is None or not dist.is_initialized() else dist.get_process_group_ranks(group)[0]
+
+
+def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
+    """Whether this PyTorch is of ``version`` or a later one; a later one only, without ``check_equality``."""
+    return torch.__version__ >= version if check_equality else torch.__version__ > version
+
+
+def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+    """False: Transformer Engine is not used here, whatever is installed."""
+    return False
+
+
+def get_tensor_model_parallel_group_if_none(
+    tp_group: ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
+) -> ProcessGroup | None:
+    """``tp_group``, or the ambient tensor-parallel group if None.
+
+    Args:
+        tp_group: a group, or None.
+        is_expert: take the expert-tensor-parallel group.
+        check_initialized: an error where there is none; otherwise None is returned.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+    """
+    if tp_group is not None:
+        return tp_group
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group(check_initialized)
+    return parallel_state.get_tensor_model_parallel_group(check_initialized)
+
+
+def make_tp_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    tp_axis: int = 0,
+    replica_id: Any = None,
+    prepend_offsets: Sequence[ShardedOffset] = (),
+    *,
+    allow_shape_mismatch: bool = False,
+    tp_group: ProcessGroup | None = None,
+    dp_cp_group: ProcessGroup | None = None,
+    sizes: Sequence[int] | None = None,
+) -> ParamShard:
+    """The checkpoint entry of a tensor that is split over the tensor-parallel group.
+
+    Args:
+        tensor: this rank's part; not copied.
+        key: name in the checkpoint.
+        tp_axis: dimension of ``tensor`` that is split.
+        replica_id: accepted for programs that pass it; which copy is written follows from layout and rank.
+        prepend_offsets: ``(axis, index, count)`` of leading axes that stack several tensors under one name.
+        allow_shape_mismatch: on load the stored tensor may have another size along ``tp_axis``.
+        tp_group: tensor-parallel group; the ambient one if None.
+        dp_cp_group: the ranks that hold the same part, of which the first writes it; the planner chooses if None.
+        sizes: every rank's size along ``tp_axis``; all as this rank's if None.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+        ShardingError: ``sizes`` do not have one entry per rank, or not this rank's.
+    """
+    group = parallel_state.resolve_tensor_model_parallel_group(tp_group)
+    t, rank = group.size(), group.rank()
+    axis = tp_axis % tensor.dim()
+    sizes = (tensor.size(axis),) * t if sizes is None else tuple(sizes)
+    if len(sizes) != t or sizes[rank] != tensor.size(axis):
+        raise ShardingError(
+            f"{key}: sizes {list(sizes)} do not fit {tensor.size(axis)} along dimension {axis} on rank {rank} of {t}"
+        )
+    shape = [*tensor.shape[:axis], sum(sizes), *tensor.shape[axis + 1 :]]
+    layout = ParamLayout.split(shape, axis, t, sizes=sizes)
+    is_copy = is_copy_by({"dp_cp_group": dp_cp_group})
+    return ParamShard(key, tensor, layout, rank, tuple(prepend_offsets), allow_shape_mismatch, is_copy)
+
+
+def make_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    prepend_offsets: Sequence[ShardedOffset] = (),
+    replica_id: Any = None,
+    *,
+    allow_shape_mismatch: bool = False,
+    tp_group: ProcessGroup | None = None,
+    dp_cp_group: ProcessGroup | None = None,
+) -> ParamShard:
+    """The checkpoint entry of a tensor that every rank of the tensor-parallel group holds whole; see above.
+
+    Raises:
+        TopologyError: no group given and none initialised.
+    """
+    group = parallel_state.resolve_tensor_model_parallel_group(tp_group)
+    layout = ParamLayout.replicated(tensor.shape, group.size())
+    is_copy = is_copy_by({"dp_cp_group": dp_cp_group})
+    return ParamShard(key, tensor, layout, group.rank(), tuple(prepend_offsets), allow_shape_mismatch, is_copy)
+
+
+class MakeViewlessTensor(Function):
+    """The function behind ``make_viewless_tensor``: the same memory and gradient, but no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, requires_grad: bool) -> Tensor:
+        return _same_memory(tensor, requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return grad_output, None
+
+
+def _same_memory(tensor: Tensor, requires_grad: bool) -> Tensor:
+    result = torch.empty((1,), dtype=tensor.dtype, device=tensor.device, requires_grad=requires_grad)
+    result.data = tensor.data
+    return result
+
+
+def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
+    """A tensor that shares ``inp``'s memory and is no view, so that setting its ``data`` frees that memory.
+
+    Args:
+        inp: any tensor; returned as it is unless it is a view.
+        requires_grad: of the result.
+        keep_graph: gradients flow on to ``inp``.
+    """
+    if inp._base is None:
+        return inp
+    if keep_graph:
+        viewless: Tensor = MakeViewlessTensor.apply(inp, requires_grad)
+        return viewless
+    return _same_memory(inp, requires_grad)
+
+
+def assert_viewless_tensor(tensor: _T, extra_msg: str | None = None) -> _T:
+    """Return ``tensor`` after checking that it is no view; the items of a list are checked, what is no tensor passes.
+
+    Raises:
+        AssertedShardingError: it is a view, whose memory would be kept by its base.
+    """
+    if isinstance(tensor, list):
+        for item in tensor:
+            assert_viewless_tensor(item, extra_msg)
+    elif isinstance(tensor, Tensor) and tensor._base is not None:
+        raise AssertedShardingError(
+            f"a tensor of shape {list(tensor.shape)} is a view of one of shape {list(tensor._base.shape)}, which keeps "
+            f"its memory; use make_viewless_tensor{'' if extra_msg is None else f'. {extra_msg}'}"
+        )
+    return tensor
+
+
+def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> None:
+    """Set ``tensor.data``, in place, after checking that this frees the memory it has now.
+
+    Raises:
+        AssertedShardingError: ``tensor`` is a view.
+    """
+    assert_viewless_tensor(tensor, f"its data was to be replaced by shape {list(new_data_tensor.shape)}")
+    tensor.data = new_data_tensor
+
+
+def get_linear_layer(
+    rows: int, columns: int, init_method: Callable[[Tensor], Any], perform_initialization: bool = True
+) -> nn.Linear:
+    """``torch.nn.Linear(rows, columns)`` with a weight from ``init_method`` and a bias of zeros."""
+    layer = nn.Linear(rows, columns)
+    if perform_initialization:
+        init_method(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def get_default_causal_mask(sq: int) -> Tensor:
+    """``[sq, sq]`` bools, True where a token may not see another, on the device that computes."""
+    return get_sliding_window_causal_mask(sq, sq, (sq, 0))
+
+
+def get_sliding_window_causal_mask(sq: int, skv: int, window_size: tuple[int, int]) -> Tensor:
+    """``[sq, skv]`` bools, True where a query may not see a key; queries are the last of the keys' positions.
+
+    Args:
+        sq: number of queries.
+        skv: number of keys.
+        window_size: positions that a query sees before and after itself.
+    """
+    device = default_device(dist.group.WORLD if dist.is_initialized() else None)
+    keys = torch.arange(skv, device=device)
+    queries = torch.arange(skv - sq, skv, device=device)[:, None]
+    return (keys < queries - window_size[0]) | (keys > queries + window_size[1])
+
+
+def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """Scores with -10000 where the mask is True; in place, and returned."""
+    return attention_scores.masked_fill_(attention_mask, -10000.0)
+
+
+def gelu_impl(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
+openai_gelu = gelu_impl
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    """GELU by the error function."""
+    return F.gelu(x)
+
+
+def is_layer_window_attention(
+    window_size: tuple[int, int] | None, window_attn_skip_freq: int | list[int] | None, layer_number: int
+) -> bool:
+    """Whether a layer, counted from 1, has the window: see ``TransformerConfig.window_attn_skip_freq``."""
+    if isinstance(window_attn_skip_freq, list):
+        return bool(window_size and window_attn_skip_freq[layer_number - 1])
+    return bool(window_size) and (window_attn_skip_freq is None or layer_number % window_attn_skip_freq != 0)
+
+
+def ensure_metadata_has_dp_cp_group(metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """``metadata``, in place, with the ambient topology's ``dp_cp_group`` unless it has one; a new dict if None."""
+    metadata = {} if metadata is None else metadata
+    if "dp_cp_group" not in metadata:
+        metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return metadata
+
+
+def sharded_state_dict_default(
+    module: nn.Module,
+    prefix: str = "",
+    sharded_offsets: Sequence[ShardedOffset] = (),
+    metadata: dict[str, Any] | None = None,
+    tp_group: ProcessGroup | None = None,
+) -> dict[str, ParamShard]:
+    """``module``'s own ``sharded_state_dict``, or else its parameters as every rank holds them whole."""
+    group = parallel_state.resolve_tensor_model_parallel_group(tp_group)
+    return sharded_state_dict(module, prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata), group=group)
+
+
+def make_sharded_object_for_checkpoint(
+    obj: Any, key: str, sharded_offsets: Sequence[ShardedOffset] = (), replica_id: Any = None, **kwargs: Any
+) -> ShardedObject:
+    """Refused, as ``ShardedObject`` is."""
+    return ShardedObject(key, obj)
+
+
+def make_sharded_tensors_for_checkpoint(
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    tensor_parallel_layers_axis_map: Mapping[str, int] | None = None,
+    sharded_offsets: Sequence[ShardedOffset] = (),
+    extra_state_suffix: str = "_extra_state",
+    tp_group: ProcessGroup | None = None,
+    dp_cp_group: ProcessGroup | None = None,
+) -> dict[str, ParamShard]:
+    """The checkpoint entries of a module's tensors.
+
+    Args:
+        state_dict: the tensors by name; an extra state that is None is left out.
+        prefix: put before each name.
+        tensor_parallel_layers_axis_map: by name the dimension that the tensor-parallel ranks split, into equal parts;
+            other tensors are whole on every rank.
+        sharded_offsets: ``(axis, index, count)`` of leading axes that stack several tensors under one name.
+        extra_state_suffix: what names of extra states end with.
+        tp_group, dp_cp_group: tensor parallel, and the ranks that hold the same; the ambient topology's if None.
+
+    Raises:
+        ConfigError: an extra state that is not None.
+    """
+    options: dict[str, Any] = {"prepend_offsets": sharded_offsets, "tp_group": tp_group, "dp_cp_group": dp_cp_group}
+    axes = tensor_parallel_layers_axis_map or {}
+    entries: dict[str, ParamShard] = {}
+    for name, tensor in state_dict.items():
+        key = prefix + name
+        if name.endswith(extra_state_suffix):
+            if tensor is not None:
+                make_sharded_object_for_checkpoint(tensor, key)
+        elif name in axes:
+            entries[key] = make_tp_sharded_tensor_for_checkpoint(tensor, key, axes[name], **options)
+        else:
+            entries[key] = make_sharded_tensor_for_checkpoint(tensor, key, **options)
+    return entries
+
+
+def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
+    """``attr`` of a model, or of the one that it wraps as its ``module``.
+
+    Args:
+        model: a model.
+        attr: name.
+        allow_none: an attribute may be None; otherwise one that is not is looked for.
+        return_model_obj: return the model that has it.
+
+    Raises:
+        ContradictionError: no model has it, or ``model`` is a list.
+    """
+    found = model
+    while not hasattr(found, attr) or (not allow_none and getattr(found, attr) is None):
+        if not hasattr(found, "module"):
+            hint = "; give one model of the list" if isinstance(model, list) else ""
+            raise ContradictionError(f"a {type(model).__name__} has no attribute {attr!r}, nor what it wraps{hint}")
+        found = found.module
+    return found if return_model_obj else getattr(found, attr)
+
+
+def get_model_config(model: Any) -> Any:
+    """The config of a model, or of the one that it wraps."""
+    return get_attr_wrapped_model(model, "config", allow_none=False)
+
+
+def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
+    """What a model, or each of a list, wraps as its ``module``.
+
+    Args:
+        model: a model or a list of them.
+        module_instances: classes that wrap; any that has a ``module`` if None.
+    """
+    if isinstance(model, list):
+        return [unwrap_model(each, module_instances) for each in model]
+    while hasattr(model, "module") and (module_instances is None or isinstance(model, module_instances)):
+        model = model.module
+    return model
+
+
+def prepare_input_tensors_for_wgrad_compute(grad_output: Tensor, all_gathered_input: Tensor) -> tuple[Tensor, Tensor]:
+    """Both contiguous, and of three dimensions ``[s, b, n]`` to ``[s * b, n]``: the factors of a weight's gradient."""
+    if grad_output.dim() != 3:
+        return grad_output.contiguous(), all_gathered_input.contiguous()
+    return grad_output.contiguous().flatten(0, 1), all_gathered_input.contiguous().flatten(0, 1)
