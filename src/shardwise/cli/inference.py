@@ -21,8 +21,7 @@ from shardwise.cli.arguments import SplitArguments
 from shardwise.cli.rank import is_first_rank
 from shardwise.cli.reporting import print_note
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.training.bounds import BATCH, SEED, STEPS, TEMPERATURE, TOP_P, Folder, Range
-from shardwise.training.setting_groups import SEQUENCE
+from shardwise.training.bounds import BATCH, SEED, SEQUENCE, STEPS, TEMPERATURE, TOP_P, Folder, Range
 
 if TYPE_CHECKING:
     from shardwise.run.commands.text_generation import ChoiceWishes

@@ -10,7 +10,7 @@ import tyro
 
 from shardwise.cli.arguments import SettingsArguments
 from shardwise.core.errors import ConfigError
-from shardwise.run.settings.plan_settings import PlanSettings
+from shardwise.run.settings import PlanSettings
 from shardwise.training.bounds import LOCAL_RANKS, RANKS, check_value
 
 _SHOWN = 20

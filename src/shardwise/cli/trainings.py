@@ -21,9 +21,8 @@ from shardwise.cli.arguments import LaunchArguments, RunArguments
 from shardwise.cli.start import allow_any_character, has_colours
 from shardwise.core.errors import ConfigError
 from shardwise.core.folder_lock import check_free
-from shardwise.run.settings.finetune_settings import DistillSettings, DpoSettings, FinetuneSettings
+from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, Settings
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Folder, Range, with_values
-from shardwise.training.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,10 @@ FILE_GB = Range(1e-9, 1e9)
 """Of the largest file of weights, in 1e9 bytes."""
 
 BATCH = Range(1, 10**6)
-"""Of texts or windows that a model reads at once."""
+"""Of samples, texts or windows that a model reads at once or in a step."""
+
+SEQUENCE = Range(2, 1 << 24)
+"""Of tokens in a sample."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,12 @@ class Checked:
 
     def __post_init__(self) -> None:
         check_values(self, self._prefix)
+
+    def changed(self, *names: str) -> list[tuple[str, Any]]:
+        """Fields that are not at their default, of ``names`` or of all: each as messages name it, and its value."""
+        values = {name: getattr(self, name) for name in names or annotations_of(cast(Any, type(self)))}
+        changed = {name: value for name, value in values.items() if value != getattr(type(self), name)}
+        return [(f"{self._prefix}{name.replace('_', '-')}", value) for name, value in changed.items()]
 
 
 def check_values(settings: Any, prefix: str = "") -> None:
@@ -172,6 +181,12 @@ def require(holds: bool, message: str) -> None:
     """Raise ConfigError with ``message`` unless ``holds``."""
     if not holds:
         raise ConfigError(message)
+
+
+def refuse(message: str, *cases: tuple[object, str]) -> None:
+    """Raise ConfigError for the first of ``cases`` that holds, with its text for ``{}`` in ``message``."""
+    for applies, text in cases:
+        require(not applies, message.format(text))
 
 
 def check_value(name: str, value: Any, annotation: Any, limits: Range | None = None) -> None:

@@ -18,7 +18,7 @@ from shardwise.training.optimizer.local_shards import LocalShards
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, MasterWeights
 from shardwise.training.optimizer.optimizer import ShardedOptimizer
 from shardwise.training.optimizer.zero import ZeroOptimizer
-from shardwise.training.settings import RunSettings
+from shardwise.training.step_settings import StepSettings
 
 if TYPE_CHECKING:
     # Importing it imports DTensor, which takes a while.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(
-    settings: RunSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
+    settings: StepSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
 ) -> tuple[ShardedOptimizer, GradientBuffers | GradientTrees | FullyShardedModel | None]:
     """The optimizer of a run's model, and what sums its gradients.
 

@@ -26,6 +26,7 @@ from shardwise.run.commands.opened_model import (
 )
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.run.saves import hold_folder
+from shardwise.run.settings import Settings
 from shardwise.run.tasks.model_card import model_card, of_merged
 from shardwise.storage import checkpoint as checkpoints
 from shardwise.storage.adapters import merge_lora_, remove_lora_
@@ -37,7 +38,6 @@ from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import ADAPTER_CONFIG_NAME, PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files
 from shardwise.training.bounds import DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
-from shardwise.training.settings import Settings
 
 
 def open_for_export(

@@ -35,9 +35,8 @@ from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.tasks.samples import encode_examples, left_out_notes
 from shardwise.run.tasks.texts import STDLIB, read_data
-from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, TIMEOUT, checks_arguments
+from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, SEQUENCE, TIMEOUT, checks_arguments
 from shardwise.training.objective import model_inputs
-from shardwise.training.setting_groups import SEQUENCE
 
 
 @dataclass(frozen=True)

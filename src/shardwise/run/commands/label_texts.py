@@ -39,8 +39,7 @@ from shardwise.run.tasks.classifier_tuning import pad_id_of, problem_of
 from shardwise.run.tasks.labelling import HeldOutLabels
 from shardwise.storage.huggingface.architectures.architecture import label_names
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, TIMEOUT, checks_arguments
-from shardwise.training.setting_groups import SEQUENCE
+from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, SEQUENCE, TIMEOUT, checks_arguments
 
 
 @dataclass(frozen=True)

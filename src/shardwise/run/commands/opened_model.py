@@ -18,6 +18,7 @@ from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer
 from shardwise.models.chunks import ModelChunks
 from shardwise.run.build import describe
 from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import USUAL_SEQUENCE_LENGTH, Settings
 from shardwise.storage import checkpoint, huggingface
 from shardwise.storage.adapters import load_adapter_, read_adapter_config
 from shardwise.storage.checkpoint.checkpoint import check_state_fits
@@ -35,9 +36,6 @@ from shardwise.storage.huggingface.pretrained_folder import (
 )
 from shardwise.storage.huggingface.tensor_folder import read_json
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
-from shardwise.training.settings import Settings
-
-_USUAL_SEQUENCE_LENGTH = 512
 
 TO_BRING_A_TOKENIZER = (
     "put the model's tokenizer.json and tokenizer_config.json there (transformers makes them from other files: "
@@ -74,7 +72,7 @@ class OpenCheckpoint:
             ConfigError: more than the model's longest is given.
         """
         longest = self.description.max_sequence_length
-        length = given or min(_USUAL_SEQUENCE_LENGTH, longest)
+        length = given or min(USUAL_SEQUENCE_LENGTH, longest)
         if length > longest:
             raise ConfigError(f"--sequence-length {length} is more than {longest}, the longest sequence of the model")
         return length

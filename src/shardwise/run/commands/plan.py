@@ -15,7 +15,7 @@ from shardwise.run.plan.from_settings import adaptation_of, mesh_of, planned_mod
 from shardwise.run.plan.memory_plan import Plan, make_plan
 from shardwise.run.plan.report import read_bytes, shown_bytes
 from shardwise.run.plan.workload import Mesh, Workload
-from shardwise.run.settings.plan_settings import PlanSettings
+from shardwise.run.settings import PlanSettings
 from shardwise.training.bounds import LOCAL_RANKS, RANKS, check_value, checks_arguments, from_keywords
 
 
