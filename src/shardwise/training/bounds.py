@@ -81,6 +81,9 @@ RANKS = Range(1, 65_536)
 LOCAL_RANKS = Range(1, 1_024)
 """Of ranks that one machine starts."""
 
+DEFAULT_RANKS_PER_HOST = 8
+"""Ranks of one machine in a plan, if not told otherwise."""
+
 SHARE = Range(0, 1)
 """Of a share of something."""
 
@@ -105,11 +108,20 @@ TOP_P = Range(0, 1, low_included=False)
 FILE_GB = Range(1e-9, 1e9)
 """Of the largest file of weights, in 1e9 bytes."""
 
+DEFAULT_FILE_GB = 5.0
+"""The largest file of weights, in 1e9 bytes, if not told otherwise."""
+
 BATCH = Range(1, 10**6)
 """Of samples, texts or windows that a model reads at once or in a step."""
 
+DEFAULT_BATCH = 8
+"""Texts or windows that a model reads at once, if not told otherwise."""
+
 SEQUENCE = Range(2, 1 << 24)
 """Of tokens in a sample."""
+
+DEFAULT_SEQUENCE = 512
+"""Tokens of a sample of a model that takes as many, if not told otherwise."""
 
 
 @dataclass(frozen=True)

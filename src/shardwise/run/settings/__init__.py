@@ -1,7 +1,6 @@
 """Settings of runs: of training, of fine-tuning, adapters, preferences and teachers, and of plans."""
 
 from shardwise.run.settings.finetune_settings import (
-    USUAL_SEQUENCE_LENGTH as USUAL_SEQUENCE_LENGTH,
     DistillSettings as DistillSettings,
     DpoSettings as DpoSettings,
     FinetuneOptimizerSettings as FinetuneOptimizerSettings,

@@ -11,20 +11,26 @@ import tyro
 
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings.run_settings import ModelSettings, RunSettings
-from shardwise.training.bounds import BATCH, PROBABILITY, SEQUENCE, STEPS, Checked, Folder, Range, refuse, require
+from shardwise.training.bounds import (
+    BATCH,
+    DEFAULT_SEQUENCE,
+    PROBABILITY,
+    SEQUENCE,
+    STEPS,
+    Checked,
+    Folder,
+    Range,
+    refuse,
+    require,
+)
 from shardwise.training.step_settings import DECAY, RATE, OptimizerSettings, TrainingSettings
 
 if TYPE_CHECKING:
     from shardwise.models.adapters.config import LoraConfig
 
 _BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
-_STEPS = 200
-USUAL_BATCH_SIZE = 8
-"""Samples of a step, where nothing says otherwise."""
-
-USUAL_SEQUENCE_LENGTH = 512
-"""Tokens in a sample, where nothing says otherwise and the model takes as many."""
-
+# Of a fine-tuning run, where nothing says otherwise.
+_STEPS, _BATCH = 200, 8
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
 
 
@@ -277,7 +283,7 @@ class FinetuneSettings(RunSettings):
     model: PretrainedSettings = field(default_factory=PretrainedSettings)
     optimizer: FinetuneOptimizerSettings = field(default_factory=FinetuneOptimizerSettings)
     training: TrainingSettings = field(
-        default_factory=lambda: TrainingSettings(steps=_STEPS, global_batch_size=USUAL_BATCH_SIZE, eval_every=50)
+        default_factory=lambda: TrainingSettings(steps=_STEPS, global_batch_size=_BATCH, eval_every=50)
     )
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
     samples: Annotated[SampleSettings, tyro.conf.arg(name="")] = field(default_factory=SampleSettings)
@@ -460,9 +466,9 @@ class PlanSettings(RunSettings):
         """
         length, batch = self.model.sequence_length, self.training.global_batch_size
         if length is None:
-            length = ModelSettings.sequence_length if longest is None else min(USUAL_SEQUENCE_LENGTH, longest)
+            length = ModelSettings.sequence_length if longest is None else min(DEFAULT_SEQUENCE, longest)
         if batch is None:
-            batch = TrainingSettings.global_batch_size if longest is None else USUAL_BATCH_SIZE
+            batch = TrainingSettings.global_batch_size if longest is None else _BATCH
         return dataclasses.replace(
             self,
             model=dataclasses.replace(self.model, sequence_length=length),
