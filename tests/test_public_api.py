@@ -13,7 +13,7 @@ from harness.program import run as run_program
 
 from shardwise.cli.main import COMMANDS
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.run.settings.finetune_settings import FinetuneSettings
+from shardwise.run.settings import FinetuneSettings
 from shardwise.training.bounds import from_keywords
 
 EXPORTS = {

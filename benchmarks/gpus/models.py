@@ -18,8 +18,7 @@ from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
 from shardwise.models.gpt import GPT
 from shardwise.run.build import build_model
-from shardwise.training.setting_groups import ModelSettings, TrainingSettings
-from shardwise.training.settings import Settings
+from shardwise.run.settings import ModelSettings, Settings, TrainingSettings
 from shardwise.training.trainer import Trainer
 
 

@@ -14,8 +14,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.build import build_model
 from shardwise.run.exact_trials.exact_check import check_device
-from shardwise.training.setting_groups import ModelSettings, ParallelSettings, TrainingSettings
-from shardwise.training.settings import Settings
+from shardwise.run.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.training.trainer import Trainer
 from steps.problem import LlamaSizes
 

@@ -13,7 +13,7 @@ from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArgume
 from shardwise.cli.plan import PlanArguments
 from shardwise.cli.trainings import DemoArguments, DistillArguments, DpoArguments, FinetuneArguments, TrainArguments
 from shardwise.core.errors import ConfigError
-from shardwise.training.settings import Settings
+from shardwise.run.settings import Settings
 
 
 def of(cls):

@@ -24,10 +24,9 @@ from shardwise.models.generation import Sampling, generate
 from shardwise.models.gpt import GPT
 from shardwise.run.build import build_model
 from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint import ParamShard
-from shardwise.training.setting_groups import ModelSettings, ParallelSettings, TrainingSettings
-from shardwise.training.settings import Settings
 
 STEPS = (1, 2)
 AUTO = "layers: those for inference, which are faster than those of training"

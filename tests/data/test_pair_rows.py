@@ -11,7 +11,7 @@ from shardwise.data.encoding import Encoded
 from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.data.tokens import IGNORE_INDEX
-from shardwise.run.settings.finetune_settings import SampleSettings
+from shardwise.run.settings import SampleSettings
 from shardwise.run.tasks.preference import prepare_pairs
 
 TEMPLATE = (

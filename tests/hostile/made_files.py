@@ -21,13 +21,12 @@ from shardwise.models.adapters import LoraConfig
 from shardwise.run.build import build_model
 from shardwise.run.commands.opened_model import open_checkpoint
 from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import ModelSettings, Settings
 from shardwise.storage import checkpoint
 from shardwise.storage.adapters import add_lora_, load_adapter_, save_adapter
 from shardwise.storage.checkpoint.manifest import _checksum
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
-from shardwise.training.setting_groups import ModelSettings
-from shardwise.training.settings import Settings
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

@@ -18,9 +18,9 @@ from shardwise.run.comparison import results
 from shardwise.run.metrics import read_metrics
 from shardwise.run.processes import ranks as ranks_module
 from shardwise.run.processes.devices import process_group_of
+from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.recipe import Recipe
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint
-from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
 
 

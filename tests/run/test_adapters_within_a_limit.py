@@ -14,12 +14,10 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.run.plan.report import is_out_of_memory
-from shardwise.run.settings.finetune_settings import FinetuneSettings
-from shardwise.run.settings.lora_settings import LoraSettings
+from shardwise.run.settings import FinetuneSettings, LoraSettings, TrainingSettings
 from shardwise.storage.adapters import add_lora_, save_adapter
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
-from shardwise.training.setting_groups import TrainingSettings
 from shardwise.training.trainer import Trainer
 
 SEQUENCE = 8

@@ -9,8 +9,8 @@ from run.tiny_layouts import assert_relative, losses_of, state_of, trainer_of
 
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups, Topology
+from shardwise.run.settings import ParallelSettings
 from shardwise.storage import checkpoint
-from shardwise.training.setting_groups import ParallelSettings
 
 DONE, LEFT = 4, 10
 SAVED = ParallelSettings(tp=4, sequence_parallel=True)

@@ -20,14 +20,15 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
 from shardwise.run.session import open_session
-from shardwise.run.settings.finetune_settings import (
+from shardwise.run.settings import (
     FinetuneOptimizerSettings,
     FinetuneSettings,
+    ParallelSettings,
     PretrainedSettings,
     SampleSettings,
+    TrainingSettings,
 )
 from shardwise.run.tasks.finetuning import Finetuning
-from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 from shardwise.training.trainer import Trainer
 
 TEMPLATE = (

@@ -20,10 +20,15 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import Classification
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
-from shardwise.run.settings.finetune_settings import FinetuneOptimizerSettings, FinetuneSettings, LabelSettings
+from shardwise.run.settings import (
+    FinetuneOptimizerSettings,
+    FinetuneSettings,
+    LabelSettings,
+    ParallelSettings,
+    TrainingSettings,
+)
 from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.labelling import HeldOutLabels
-from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 WORDS = {"bad": ("poor", "dull"), "good": ("fine", "great"), "so": ("plain", "usual")}
 NAMES = tuple(WORDS)

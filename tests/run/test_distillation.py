@@ -24,16 +24,17 @@ from shardwise.run.metrics import read_metrics
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
 from shardwise.run.session import open_session
-from shardwise.run.settings.finetune_settings import (
+from shardwise.run.settings import (
     DistillSettings,
     FinetuneOptimizerSettings,
     LoraSettings,
+    ParallelSettings,
     PretrainedSettings,
     SampleSettings,
     TeacherSettings,
+    TrainingSettings,
 )
 from shardwise.run.tasks.distillation import Distillation
-from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 LENGTH = 40
 # What is taught how, and with which tolerance: the rotary angles of transformers are of fp32 whatever the weights are.

@@ -29,16 +29,17 @@ from shardwise.run.metrics import read_metrics
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
 from shardwise.run.session import open_session
-from shardwise.run.settings.finetune_settings import (
+from shardwise.run.settings import (
     DpoSettings,
     FinetuneOptimizerSettings,
     LoraSettings,
+    ParallelSettings,
     PreferenceSettings,
     PretrainedSettings,
     SampleSettings,
+    TrainingSettings,
 )
 from shardwise.run.tasks.preference import FILE_NAME, PreferenceTuning, log_probs
-from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 BATCH = 4
 

@@ -8,15 +8,16 @@ from storage.adapters.tiny_models import save_model
 
 from shardwise.cli.main import main
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.run.settings.finetune_settings import (
+from shardwise.run.settings import (
     FinetuneOptimizerSettings,
     FinetuneSettings,
     LoraSettings,
+    ParallelSettings,
     PretrainedSettings,
     SampleSettings,
+    TrainingSettings,
 )
 from shardwise.run.tasks.finetuning import Finetuning
-from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 SIZES = {"hidden_size": 64, "intermediate_size": 136, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
 

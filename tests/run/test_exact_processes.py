@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from run.run_processes import hashes, run_in_processes
 
-from shardwise.run.tasks.texts import prepare_texts
-from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.setting_groups import (
+from shardwise.run.settings import (
     CorpusSettings,
     ModelSettings,
+    OptimizerSettings,
     ParallelSettings,
     RecomputeSettings,
+    Settings,
     TrainingSettings,
 )
-from shardwise.training.settings import Settings
+from shardwise.run.tasks.texts import prepare_texts
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,14 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
 from shardwise.run.build import build_model
-from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.setting_groups import ModelSettings, ParallelSettings, RecomputeSettings, TrainingSettings
-from shardwise.training.settings import Settings
+from shardwise.run.settings import (
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    RecomputeSettings,
+    Settings,
+    TrainingSettings,
+)
 from shardwise.training.trainer import Trainer
 
 VOCAB, LENGTH, BATCH, STEPS = 264, 16, 8, 3

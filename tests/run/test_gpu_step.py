@@ -22,13 +22,11 @@ from shardwise.models.gpt import GPT
 from shardwise.run import run
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
+from shardwise.run.settings import ModelSettings, OptimizerSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.run.tasks.recipe import Recipe
 from shardwise.run.tasks.texts import Texts
 from shardwise.storage.adapters import add_lora_, model
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
-from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.setting_groups import ModelSettings, ParallelSettings, TrainingSettings
-from shardwise.training.settings import Settings
 
 # A sequence of any length shows the same.
 S, B, H, A, F, V = 64, 2, 4096, 32, 14336, 128256

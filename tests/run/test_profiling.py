@@ -15,8 +15,8 @@ from run.tiny import tiny_settings
 from shardwise.core.errors import ConfigError
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
+from shardwise.run.settings import ProfileSettings
 from shardwise.run.utilisation import profiled
-from shardwise.training.setting_groups import ProfileSettings
 
 THREE = ProfileSettings(enabled=True, wait=1, warmup=1, active=2)
 

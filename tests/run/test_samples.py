@@ -14,7 +14,7 @@ from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Encoded, Example, ExampleEncoder, SampleDataset, SampleLoader, TokenSamples
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
-from shardwise.run.settings.finetune_settings import SampleSettings
+from shardwise.run.settings import SampleSettings
 from shardwise.run.tasks.samples import check_template, prepare_samples
 
 TEMPLATE = (

@@ -22,9 +22,9 @@ from shardwise.run.metrics import read_metrics
 from shardwise.run.parity import check_parity
 from shardwise.run.run import train
 from shardwise.run.session import count_parameters
+from shardwise.run.settings import ParallelSettings
 from shardwise.run.wording import banner
 from shardwise.training.pipeline import Pipeline
-from shardwise.training.setting_groups import ParallelSettings
 from shardwise.training.trainer import Trainer
 
 VOCAB = 101

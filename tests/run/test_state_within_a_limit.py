@@ -18,9 +18,8 @@ from shardwise.run.build import config_fields, describe
 from shardwise.run.plan.from_settings import mesh_of, workload_of
 from shardwise.run.plan.memory_plan import make_plan
 from shardwise.run.plan.report import is_out_of_memory
+from shardwise.run.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.storage.huggingface import build_model, model_config
-from shardwise.training.setting_groups import ModelSettings, ParallelSettings, TrainingSettings
-from shardwise.training.settings import Settings
 from shardwise.training.trainer import Trainer
 
 SETTINGS = Settings(

@@ -26,9 +26,9 @@ from shardwise.run.processes import stopping
 from shardwise.run.processes.stopping import Interrupted, signals_postponed, way_on
 from shardwise.run.run import train
 from shardwise.run.saves import finish
+from shardwise.run.settings import ParallelSettings
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint import latest, read_meta
-from shardwise.training.setting_groups import ParallelSettings
 
 
 def at_step(trainer, number, act):

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.sharding import balanced_sizes
 from shardwise.core.sharding.balanced import local_rows
-from shardwise.training.setting_groups import ParallelSettings, RecomputeSettings
+from shardwise.run.settings import ParallelSettings, RecomputeSettings
 from shardwise.training.trainer import Trainer
 
 STEPS, LENGTH = 50, 10

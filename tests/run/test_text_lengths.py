@@ -17,20 +17,21 @@ from shardwise.cli.main import main
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
-from shardwise.run.settings.finetune_settings import (
+from shardwise.run.settings import (
     DistillSettings,
     DpoSettings,
     FinetuneSettings,
     LabelSettings,
+    ParallelSettings,
     PretrainedSettings,
     SampleSettings,
     TeacherSettings,
+    TrainingSettings,
 )
 from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.distillation import Distillation
 from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.preference import PreferenceTuning, log_probs
-from shardwise.training.setting_groups import ParallelSettings, TrainingSettings
 
 CONTEXT = 19
 LONGROPE = {

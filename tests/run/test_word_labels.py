@@ -21,9 +21,8 @@ from shardwise.data import LabelledText, Labels, encode_labelled, labelled_words
 from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import Classification
-from shardwise.run.settings.finetune_settings import LabelSettings, PretrainedSettings
+from shardwise.run.settings import LabelSettings, ParallelSettings, PretrainedSettings
 from shardwise.run.tasks.labelling import HeldOutLabels, entities, mark_entities
-from shardwise.training.setting_groups import ParallelSettings
 
 WORDS = {"O": ("in", "the", "went"), "B-LOC": ("Paris", "Rome"), "B-PER": ("Ada",), "I-PER": ("Lovelace",)}
 NAMES = tuple(sorted(WORDS))

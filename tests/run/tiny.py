@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.files import write_atomically
-from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.setting_groups import CorpusSettings, ModelSettings, ParallelSettings, TrainingSettings
-from shardwise.training.settings import Settings
+from shardwise.run.settings import (
+    CorpusSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    Settings,
+    TrainingSettings,
+)
 
 
 def tiny_settings(

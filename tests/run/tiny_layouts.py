@@ -16,8 +16,8 @@ from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
 from shardwise.run.build import build_model
 from shardwise.run.checkpoints import run_state
+from shardwise.run.settings import ParallelSettings, RecomputeSettings
 from shardwise.storage.checkpoint import ParamShard
-from shardwise.training.setting_groups import ParallelSettings, RecomputeSettings
 from shardwise.training.trainer import Trainer
 
 VOCAB = 61

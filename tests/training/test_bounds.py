@@ -18,9 +18,8 @@ from shardwise.cli.conversion import ExportArguments, ImportArguments
 from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
 from shardwise.cli.trainings import DemoArguments, FinetuneArguments, TrainArguments, demo_settings
 from shardwise.core.errors import ConfigError
-from shardwise.run.settings.finetune_settings import FinetuneSettings
+from shardwise.run.settings import FinetuneSettings, Settings
 from shardwise.training.bounds import Range, annotations_of, check_values, range_of
-from shardwise.training.settings import Settings
 
 
 def parse(cls):

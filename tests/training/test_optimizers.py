@@ -13,9 +13,8 @@ from run.tiny import tiny_settings
 from shardwise.core.errors import CheckpointError
 from shardwise.run.checkpoints import run_state, start_or_resume
 from shardwise.run.run import train
+from shardwise.run.settings import OptimizerSettings, ParallelSettings
 from shardwise.run.wording import banner
-from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.setting_groups import ParallelSettings
 
 
 class Momentum(torch.optim.SGD):

@@ -18,10 +18,9 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.run.build import build_model
 from shardwise.run.checkpoints import run_state, start_or_resume
 from shardwise.run.run import train
+from shardwise.run.settings import OptimizerSettings, ParallelSettings, RecomputeSettings
 from shardwise.run.wording import banner
 from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
-from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.setting_groups import ParallelSettings, RecomputeSettings
 from shardwise.training.trainer import Trainer
 
 VOCAB = 101

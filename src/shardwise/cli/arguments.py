@@ -14,6 +14,7 @@ from shardwise.cli.flags import FlagReader, read_toml
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.folder_lock import check_free
 from shardwise.run.processes.stopping import way_on
+from shardwise.run.settings import RunSettings
 from shardwise.training.bounds import (
     DEFAULT_TIMEOUT,
     LOCAL_RANKS,
@@ -24,7 +25,6 @@ from shardwise.training.bounds import (
     checked,
     with_values,
 )
-from shardwise.training.settings import RunSettings
 
 _T = TypeVar("_T")
 

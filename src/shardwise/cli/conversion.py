@@ -15,7 +15,7 @@ from shardwise.cli.arguments import SplitArguments
 from shardwise.cli.rank import is_first_rank
 from shardwise.cli.reporting import print_note
 from shardwise.core.folder_lock import check_free, check_free_target
-from shardwise.training.bounds import FILE_GB, Folder
+from shardwise.training.bounds import DEFAULT_FILE_GB, FILE_GB, Folder
 
 if TYPE_CHECKING:
     from shardwise.run.commands.conversion import Imported
@@ -86,7 +86,7 @@ class ExportArguments(SplitArguments):
     out: Annotated[str, Folder()]
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     architecture: str | None = None
-    max_file_gb: Annotated[float, FILE_GB] = 5.0
+    max_file_gb: Annotated[float, FILE_GB] = DEFAULT_FILE_GB
     merge: bool = False
 
     def check(self) -> None:

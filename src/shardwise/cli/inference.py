@@ -21,8 +21,8 @@ from shardwise.cli.arguments import SplitArguments
 from shardwise.cli.rank import is_first_rank
 from shardwise.cli.reporting import print_note
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.training.bounds import BATCH, SEED, STEPS, TEMPERATURE, TOP_P, Folder, Range
-from shardwise.training.setting_groups import SEQUENCE
+from shardwise.run.settings import CorpusSettings
+from shardwise.training.bounds import BATCH, DEFAULT_BATCH, SEED, SEQUENCE, STEPS, TEMPERATURE, TOP_P, Folder, Range
 
 if TYPE_CHECKING:
     from shardwise.run.commands.text_generation import ChoiceWishes
@@ -181,9 +181,9 @@ class ClassifyArguments(SplitArguments):
     data: tuple[str, ...] = ()
     adapter: Annotated[str | None, Folder()] = None
     sequence_length: Annotated[int | None, SEQUENCE] = None
-    batch_size: Annotated[int, BATCH] = 8
+    batch_size: Annotated[int, BATCH] = DEFAULT_BATCH
     special_tokens: bool = True
-    text_key: str = "text"
+    text_key: str = CorpusSettings.text_key
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def prepare(self, world_size: int) -> None:
@@ -243,10 +243,10 @@ class EvalArguments(SplitArguments):
     data: tuple[str, ...] = ()
     adapter: Annotated[str | None, Folder()] = None
     sequence_length: Annotated[int | None, SEQUENCE] = None
-    batch_size: Annotated[int, BATCH] = 8
+    batch_size: Annotated[int, BATCH] = DEFAULT_BATCH
     mask_prompts: bool = True
     special_tokens: bool = True
-    text_key: str = "text"
+    text_key: str = CorpusSettings.text_key
     tasks: tuple[str, ...] = ()
     task_path: Annotated[str | None, Folder()] = None
     num_fewshot: Annotated[int | None, Range(0, 10**4)] = None

@@ -10,8 +10,8 @@ import tyro
 
 from shardwise.cli.arguments import SettingsArguments
 from shardwise.core.errors import ConfigError
-from shardwise.run.settings.plan_settings import PlanSettings
-from shardwise.training.bounds import LOCAL_RANKS, RANKS, check_value
+from shardwise.run.settings import PlanSettings
+from shardwise.training.bounds import DEFAULT_RANKS_PER_HOST, LOCAL_RANKS, RANKS, check_value
 
 _SHOWN = 20
 
@@ -38,7 +38,7 @@ class PlanArguments(SettingsArguments):
     model_dir: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR")] = None
     ranks: tuple[str, ...] = ()
     fit: str | None = None
-    ranks_per_host: Annotated[int, LOCAL_RANKS] = 8
+    ranks_per_host: Annotated[int, LOCAL_RANKS] = DEFAULT_RANKS_PER_HOST
     json: bool = False
     settings: Annotated[PlanSettings, tyro.conf.arg(name="")] = field(default_factory=PlanSettings)
 

@@ -21,9 +21,8 @@ from shardwise.cli.arguments import LaunchArguments, RunArguments
 from shardwise.cli.start import allow_any_character, has_colours
 from shardwise.core.errors import ConfigError
 from shardwise.core.folder_lock import check_free
-from shardwise.run.settings.finetune_settings import DistillSettings, DpoSettings, FinetuneSettings
+from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, Settings
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Folder, Range, with_values
-from shardwise.training.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +187,9 @@ def demo_settings(arguments: DemoArguments) -> Settings:
         "resume": "restart",
         "device": "cpu",
         "timeout": arguments.timeout,
-        "model": {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "vocab_size": 4096, "sequence_length": 256},
+        "model": {"num_layers": 2, "hidden_size": 128},
         "parallel": {"tp": arguments.tp, "pp": arguments.pp},
-        "optimizer": {"learning_rate": 4e-3, "warmup_steps": 20},
+        "optimizer": {"learning_rate": 4e-3},
         "training": {"steps": arguments.steps, "global_batch_size": 8, "eval_every": max(1, arguments.steps // 2)},
-        "corpus": {"held_out_fraction": 0.03},
     }
     return with_values(Settings, values)

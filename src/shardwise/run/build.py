@@ -8,13 +8,12 @@ import torch
 from shardwise.core.topology import Groups
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.gpt import GPT
+from shardwise.run.settings import ModelSettings, RunSettings, Settings
 from shardwise.storage import huggingface
 from shardwise.storage.huggingface import model_config
 from shardwise.storage.huggingface.building import chunks_of
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
-from shardwise.training.setting_groups import ModelSettings
-from shardwise.training.settings import RunSettings, Settings
 
 
 def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:

@@ -18,7 +18,7 @@ from shardwise.core.communication.agreement import agree, barrier
 from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.core.files import shown
 from shardwise.core.sharded_state import sharded_state_dict
-from shardwise.run.settings.lora_settings import LoraSettings
+from shardwise.run.settings import LoraSettings, RunSettings
 from shardwise.run.tasks.recipe import Session
 from shardwise.storage import checkpoint
 from shardwise.storage.adapters import lora_layers
@@ -27,7 +27,7 @@ from shardwise.storage.checkpoint.folder import step_of
 from shardwise.storage.checkpoint.manifest import Manifest
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
-from shardwise.training.settings import RunSettings, exact_micro_batch_size
+from shardwise.training.step_settings import exact_micro_batch_size
 from shardwise.training.trainer import Trainer
 
 # What must not change between the parts of one run: the model, and which samples come when.

@@ -27,10 +27,10 @@ from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
 from shardwise.run.exact_trials.exact_check import check_device, deterministic_algorithms, fix_order_of_mkl
 from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.recipe import Outcome, Recipe, Session, compared
 from shardwise.run.tasks.texts import TrainingData
 from shardwise.run.wording import banner
-from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
 
 # How far apart rounding alone may bring loss, gradient norm and weights, relative. Ten to seventy times what is seen

@@ -26,11 +26,11 @@ from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.processes.stopping import Interrupted, Postponed, signals_postponed
 from shardwise.run.saves import Saves, finish, hold_folder
 from shardwise.run.session import open_session
+from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.recipe import Outcome, Recipe, Session
 from shardwise.run.utilisation import peak_memory, profiled
 from shardwise.run.wording import banner
 from shardwise.storage.checkpoint.saving import Progress as SaveProgress
-from shardwise.training.settings import RunSettings
 
 
 def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> Outcome:

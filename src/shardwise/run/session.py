@@ -22,11 +22,11 @@ from shardwise.run.exact_trials.exact_check import check_arithmetic, check_devic
 from shardwise.run.exact_trials.exact_vocabulary_check import check_updates
 from shardwise.run.plan.report import Shortage
 from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.recipe import Recipe, Session
 from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_of
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
-from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
 
 

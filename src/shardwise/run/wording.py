@@ -11,9 +11,9 @@ from shardwise.core.communication.overlap import Way
 from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
 from shardwise.nn import named_param_layouts
+from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.recipe import Session
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
-from shardwise.training.settings import RunSettings
 
 
 def banner(session: Session) -> str:

@@ -81,6 +81,9 @@ RANKS = Range(1, 65_536)
 LOCAL_RANKS = Range(1, 1_024)
 """Of ranks that one machine starts."""
 
+DEFAULT_RANKS_PER_HOST = 8
+"""Ranks of one machine in a plan, if not told otherwise."""
+
 SHARE = Range(0, 1)
 """Of a share of something."""
 
@@ -105,8 +108,20 @@ TOP_P = Range(0, 1, low_included=False)
 FILE_GB = Range(1e-9, 1e9)
 """Of the largest file of weights, in 1e9 bytes."""
 
+DEFAULT_FILE_GB = 5.0
+"""The largest file of weights, in 1e9 bytes, if not told otherwise."""
+
 BATCH = Range(1, 10**6)
-"""Of texts or windows that a model reads at once."""
+"""Of samples, texts or windows that a model reads at once or in a step."""
+
+DEFAULT_BATCH = 8
+"""Texts or windows that a model reads at once, if not told otherwise."""
+
+SEQUENCE = Range(2, 1 << 24)
+"""Of tokens in a sample."""
+
+DEFAULT_SEQUENCE = 512
+"""Tokens of a sample of a model that takes as many, if not told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +153,12 @@ class Checked:
 
     def __post_init__(self) -> None:
         check_values(self, self._prefix)
+
+    def changed(self, *names: str) -> list[tuple[str, Any]]:
+        """Fields that are not at their default, of ``names`` or of all: each as messages name it, and its value."""
+        values = {name: getattr(self, name) for name in names or annotations_of(cast(Any, type(self)))}
+        changed = {name: value for name, value in values.items() if value != getattr(type(self), name)}
+        return [(f"{self._prefix}{name.replace('_', '-')}", value) for name, value in changed.items()]
 
 
 def check_values(settings: Any, prefix: str = "") -> None:
@@ -172,6 +193,12 @@ def require(holds: bool, message: str) -> None:
     """Raise ConfigError with ``message`` unless ``holds``."""
     if not holds:
         raise ConfigError(message)
+
+
+def refuse(message: str, *cases: tuple[object, str]) -> None:
+    """Raise ConfigError for the first of ``cases`` that holds, with its text for ``{}`` in ``message``."""
+    for applies, text in cases:
+        require(not applies, message.format(text))
 
 
 def check_value(name: str, value: Any, annotation: Any, limits: Range | None = None) -> None:

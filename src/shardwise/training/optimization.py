@@ -17,11 +17,11 @@ from shardwise.training.optimizer.local_shards import LocalShards
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, MasterWeights
 from shardwise.training.optimizer.optimizer import ShardedOptimizer
 from shardwise.training.optimizer.zero import ZeroOptimizer
-from shardwise.training.settings import RunSettings
+from shardwise.training.step_settings import StepSettings
 
 
 def build_optimizer(
-    settings: RunSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
+    settings: StepSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
 ) -> tuple[ShardedOptimizer, Gradients]:
     """The optimizer of a run's model, and what sums its gradients.
 

@@ -42,7 +42,7 @@ from shardwise.training.optimizer.optimizer import set_learning_rate_
 from shardwise.training.optimizer.zero import ZeroOptimizer
 from shardwise.training.pipeline import Pipeline, Schedule, forward_only, make_schedule
 from shardwise.training.pipeline.actions import hidden_shape
-from shardwise.training.settings import RunSettings
+from shardwise.training.step_settings import StepSettings
 
 _BATCHES_PER_STAGE = 8
 
@@ -97,7 +97,7 @@ class Trainer:
 
     def __init__(
         self,
-        settings: RunSettings,
+        settings: StepSettings,
         model: TransformerModel | ModelChunks,
         groups: Groups,
         objective: Objective | None = None,

@@ -21,13 +21,19 @@ from shardwise.run.build import build_model as build_new_model, describe
 from shardwise.run.plan.from_settings import mesh_of, workload_of
 from shardwise.run.plan.memory_plan import make_plan, plan_rank
 from shardwise.run.plan.parameters import parameters_of, parts_of
+from shardwise.run.settings import (
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    RecomputeSettings,
+    Settings,
+    TrainingSettings,
+)
 from shardwise.storage.huggingface import build_model, model_config
 from shardwise.storage.huggingface.building import chunks_of
 from shardwise.training.gradients.fully_sharded import FullyShardedModel
 from shardwise.training.optimizer.local_shards import LocalShards
 from shardwise.training.optimizer.zero import ZeroOptimizer
-from shardwise.training.setting_groups import ModelSettings, ParallelSettings, RecomputeSettings, TrainingSettings
-from shardwise.training.settings import OptimizerSettings, Settings
 from shardwise.training.trainer import Trainer
 
 # Scalars: norms, losses, signals.

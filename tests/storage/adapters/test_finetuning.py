@@ -27,18 +27,20 @@ from shardwise.run.metrics import read_metrics
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
 from shardwise.run.session import open_session
-from shardwise.run.settings.finetune_settings import (
+from shardwise.run.settings import (
+    CorpusSettings,
     FinetuneOptimizerSettings,
     FinetuneSettings,
     LoraSettings,
+    ParallelSettings,
     PretrainedSettings,
+    TrainingSettings,
 )
 from shardwise.run.tasks import finetuning as finetune_module
 from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.texts import encode_texts, read_data
 from shardwise.storage.adapters.model import sites_of
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.training.setting_groups import CorpusSettings, ParallelSettings, TrainingSettings
 
 BATCH, LENGTH = 4, 20
 CORPUS = CorpusSettings(held_out_fraction=0.02)

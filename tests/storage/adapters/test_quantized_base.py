@@ -20,7 +20,7 @@ from shardwise.core.sharding import ParamLayout
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.adapters import LoraConfig
 from shardwise.nn.quantization import QuantizedTensor, codes, quantize_shard
-from shardwise.run.settings.finetune_settings import FinetuneSettings, LoraSettings
+from shardwise.run.settings import FinetuneSettings, LoraSettings
 from shardwise.storage.adapters import add_lora_, load_adapter_, merge_lora_, save_adapter
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained, read_config, save_pretrained
 

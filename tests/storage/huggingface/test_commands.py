@@ -20,9 +20,8 @@ from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.build import build_model
 from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.settings import ModelSettings, Settings, TrainingSettings
 from shardwise.storage import checkpoint
-from shardwise.training.setting_groups import ModelSettings, TrainingSettings
-from shardwise.training.settings import Settings
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

@@ -25,7 +25,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
 from shardwise.models.gpt import GPT
-from shardwise.training.setting_groups import ParallelSettings, RecomputeSettings
+from shardwise.run.settings import ParallelSettings, RecomputeSettings
 
 UNTIED_GPT = {"architecture": "gpt", "tie_embeddings": False}
 ONE_GROUP = {"num_query_groups": 1}

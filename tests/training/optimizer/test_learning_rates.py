@@ -5,7 +5,7 @@ import math
 import pytest
 
 from shardwise.core.errors import ConfigError
-from shardwise.training.optimizer_settings import OptimizerSettings, learning_rate_at
+from shardwise.training.step_settings import OptimizerSettings, learning_rate_at
 
 
 def rate(step, *, steps=100, warmup_steps=10, highest=2.0, final_ratio=0.1, **options):

@@ -14,12 +14,11 @@ from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.nn import named_param_layouts
-from shardwise.run.settings.finetune_settings import FinetuneOptimizerSettings, FinetuneSettings, LoraSettings
+from shardwise.run.settings import FinetuneOptimizerSettings, FinetuneSettings, LoraSettings, OptimizerSettings
 from shardwise.training.optimizer import muon as muon_module
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.muon import Muon, orthogonalized
 from shardwise.training.optimizer.optimizer import optimizer_state, set_learning_rate_
-from shardwise.training.optimizer_settings import OptimizerSettings
 
 SHARED = {"learning_rate": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8}
 OPTIONS = SHARED | {"momentum": 0.9, "matrix_learning_rate_ratio": 1.5}

@@ -26,6 +26,7 @@ from shardwise.run.commands.opened_model import (
 )
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.run.saves import hold_folder
+from shardwise.run.settings import Settings
 from shardwise.run.tasks.model_card import model_card, of_merged
 from shardwise.storage import checkpoint as checkpoints
 from shardwise.storage.adapters import merge_lora_, remove_lora_
@@ -36,8 +37,7 @@ from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import ADAPTER_CONFIG_NAME, PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files
-from shardwise.training.bounds import DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
-from shardwise.training.settings import Settings
+from shardwise.training.bounds import DEFAULT_FILE_GB, DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
 
 
 def open_for_export(
@@ -73,7 +73,7 @@ def export_hf(
     *,
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
     architecture: str | None = None,
-    max_file_gb: Annotated[float, FILE_GB] = 5.0,
+    max_file_gb: Annotated[float, FILE_GB] = DEFAULT_FILE_GB,
     merge: bool = False,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
 ) -> Path:

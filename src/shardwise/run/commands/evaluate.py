@@ -33,11 +33,11 @@ from shardwise.run.commands.label_texts import OpenClassifier, evaluate_labels, 
 from shardwise.run.commands.opened_model import Evaluation, OpenCheckpoint, as_tuple, open_model
 from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.settings import CorpusSettings
 from shardwise.run.tasks.samples import encode_examples, left_out_notes
 from shardwise.run.tasks.texts import STDLIB, read_data
-from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, TIMEOUT, checks_arguments
+from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, SEQUENCE, TIMEOUT, checks_arguments
 from shardwise.training.objective import model_inputs
-from shardwise.training.setting_groups import SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ def evaluate(
     *,
     adapter: str | PathLike[str] | None = None,
     sequence_length: Annotated[int | None, SEQUENCE] = None,
-    batch_size: Annotated[int, BATCH] = 8,
+    batch_size: Annotated[int, BATCH] = DEFAULT_BATCH,
     mask_prompts: bool = True,
     special_tokens: bool = True,
-    text_key: str = "text",
+    text_key: str = CorpusSettings.text_key,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_note: Callable[[str], object] | None = None,

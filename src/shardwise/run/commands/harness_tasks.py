@@ -21,7 +21,7 @@ from shardwise.run.commands.opened_model import OpenCheckpoint, as_tuple
 from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.lm_harness import ShardwiseLM, harness
 from shardwise.run.processes.ranks import open_ranks
-from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, TIMEOUT, Range, checks_arguments
+from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, TIMEOUT, Range, checks_arguments
 
 # The harness's own number takes minutes on one core for what has no closed form.
 _BOOTSTRAP_DRAWS = 1000
@@ -33,7 +33,7 @@ def evaluate_tasks(
     tasks: str | Sequence[str],
     *,
     adapter: str | PathLike[str] | None = None,
-    batch_size: Annotated[int, BATCH] = 8,
+    batch_size: Annotated[int, BATCH] = DEFAULT_BATCH,
     task_path: str | None = None,
     num_fewshot: Annotated[int | None, Range(0, 10**4)] = None,
     limit: Annotated[int | None, Range(1, 10**9)] = None,

@@ -35,12 +35,12 @@ from shardwise.run.commands.opened_model import (
     open_model,
 )
 from shardwise.run.processes.ranks import Ranks, open_ranks
+from shardwise.run.settings import CorpusSettings
 from shardwise.run.tasks.classifier_tuning import pad_id_of, problem_of
 from shardwise.run.tasks.labelling import HeldOutLabels
 from shardwise.storage.huggingface.architectures.architecture import label_names
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.training.bounds import BATCH, DEFAULT_TIMEOUT, TIMEOUT, checks_arguments
-from shardwise.training.setting_groups import SEQUENCE
+from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, SEQUENCE, TIMEOUT, checks_arguments
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def classify(
     lines: Iterable[str] | None = None,
     adapter: str | PathLike[str] | None = None,
     sequence_length: Annotated[int | None, SEQUENCE] = None,
-    batch_size: Annotated[int, BATCH] = 8,
+    batch_size: Annotated[int, BATCH] = DEFAULT_BATCH,
     special_tokens: bool = True,
-    text_key: str = "text",
+    text_key: str = CorpusSettings.text_key,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_answer: Callable[[object], object] | None = None,

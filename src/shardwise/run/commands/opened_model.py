@@ -18,6 +18,7 @@ from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer
 from shardwise.models.chunks import ModelChunks
 from shardwise.run.build import describe
 from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import Settings
 from shardwise.storage import checkpoint, huggingface
 from shardwise.storage.adapters import load_adapter_, read_adapter_config
 from shardwise.storage.checkpoint.checkpoint import check_state_fits
@@ -34,10 +35,8 @@ from shardwise.storage.huggingface.pretrained_folder import (
     no_folder,
 )
 from shardwise.storage.huggingface.tensor_folder import read_json
+from shardwise.training.bounds import DEFAULT_SEQUENCE
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
-from shardwise.training.settings import Settings
-
-_USUAL_SEQUENCE_LENGTH = 512
 
 TO_BRING_A_TOKENIZER = (
     "put the model's tokenizer.json and tokenizer_config.json there (transformers makes them from other files: "
@@ -74,7 +73,7 @@ class OpenCheckpoint:
             ConfigError: more than the model's longest is given.
         """
         longest = self.description.max_sequence_length
-        length = given or min(_USUAL_SEQUENCE_LENGTH, longest)
+        length = given or min(DEFAULT_SEQUENCE, longest)
         if length > longest:
             raise ConfigError(f"--sequence-length {length} is more than {longest}, the longest sequence of the model")
         return length

@@ -15,8 +15,15 @@ from shardwise.run.plan.from_settings import adaptation_of, mesh_of, planned_mod
 from shardwise.run.plan.memory_plan import Plan, make_plan
 from shardwise.run.plan.report import read_bytes, shown_bytes
 from shardwise.run.plan.workload import Mesh, Workload
-from shardwise.run.settings.plan_settings import PlanSettings
-from shardwise.training.bounds import LOCAL_RANKS, RANKS, check_value, checks_arguments, from_keywords
+from shardwise.run.settings import PlanSettings
+from shardwise.training.bounds import (
+    DEFAULT_RANKS_PER_HOST,
+    LOCAL_RANKS,
+    RANKS,
+    check_value,
+    checks_arguments,
+    from_keywords,
+)
 
 
 @checks_arguments
@@ -47,7 +54,7 @@ def fit_run(
     model_dir: str | PathLike[str] | None = None,
     *,
     ranks: int | Sequence[int],
-    ranks_per_host: Annotated[int, LOCAL_RANKS] = 8,
+    ranks_per_host: Annotated[int, LOCAL_RANKS] = DEFAULT_RANKS_PER_HOST,
     **settings: Any,
 ) -> list[Choice]:
     """The layouts of a run that fit, best first.

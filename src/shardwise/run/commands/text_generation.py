@@ -24,7 +24,7 @@ from shardwise.models.gpt import GPT
 from shardwise.run.commands.opened_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
 from shardwise.run.commands.train import recipe_of
 from shardwise.run.processes.ranks import open_ranks
-from shardwise.run.settings.finetune_settings import FinetuneSettings
+from shardwise.run.settings import FinetuneSettings
 from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.texts import Texts

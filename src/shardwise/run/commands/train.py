@@ -7,10 +7,9 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from shardwise.run.run import run
-from shardwise.run.settings.finetune_settings import DistillSettings, DpoSettings, FinetuneSettings
+from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, RunSettings, Settings
 from shardwise.run.tasks.recipe import Outcome
 from shardwise.training.bounds import from_keywords, launcher_number
-from shardwise.training.settings import RunSettings, Settings
 
 if TYPE_CHECKING:
     from shardwise.run.tasks.finetuning import Finetuning

@@ -35,12 +35,12 @@ from shardwise.run.exact_trials.exact_trials import (
     powers_of_two,
     require_same_bits,
 )
+from shardwise.run.settings import RunSettings
 from shardwise.training.gradients import GradientTrees
 from shardwise.training.objective import CrossEntropy
 from shardwise.training.optimizer.adamw import STATE_NAMES, VECTOR
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.optimizer.muon import matrix_shapes, orthogonalized, product_dtype, update_, with_momentum
-from shardwise.training.settings import RunSettings
 
 # Of an embedding's weight; of more rows some are tried.
 _MOST_WEIGHTS = 1 << 21

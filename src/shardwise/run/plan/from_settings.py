@@ -9,14 +9,11 @@ from shardwise.core.errors import ConfigError
 from shardwise.kernels.dispatch import ELEMENTWISE
 from shardwise.run.build import describe
 from shardwise.run.plan.workload import Adaptation, Mesh, Recomputation, Workload
-from shardwise.run.settings.lora_settings import LoraSettings
-from shardwise.run.settings.plan_settings import PlanSettings
+from shardwise.run.settings import LoraSettings, PlanSettings, RunSettings
 from shardwise.storage.adapters.config_file import read_adapter_config
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.pretrained import config_to_json, read_config
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
-from shardwise.training.setting_groups import ModelSettings
-from shardwise.training.settings import RunSettings
 
 
 def workload_of(settings: RunSettings, model: ModelDescription, adaptation: Adaptation | None = None) -> Workload:
@@ -107,12 +104,9 @@ def planned_model(settings: PlanSettings, folder: str | None) -> tuple[PlanSetti
     if folder is None:
         settings = settings.resolved(None)
         return settings, describe(settings.model, settings.model.vocab_size)
-    for each in dataclasses.fields(ModelSettings):
-        value = getattr(settings.model, each.name)
-        if each.name not in ("sequence_length", "dropout") and value != each.default:
-            raise ConfigError(
-                f"model.{each.name.replace('_', '-')} {value} is given, and the model of {folder}; leave one out"
-            )
+    for name, value in settings.model.changed():
+        if name not in ("model.sequence-length", "model.dropout"):
+            raise ConfigError(f"{name} {value} is given, and the model of {folder}; leave one out")
     description = read_config(Path(folder)).description
     settings = settings.resolved(description.max_sequence_length)
     if settings.sequence_length > description.max_sequence_length:

@@ -26,9 +26,9 @@ from shardwise.run.plan.memory_plan import Plan, make_plan
 from shardwise.run.plan.parameters import parameters_of, parts_of
 from shardwise.run.plan.workload import Mesh
 from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import RunSettings
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.bounds import launcher_number
-from shardwise.training.settings import RunSettings
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}}
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}

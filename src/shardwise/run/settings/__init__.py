@@ -1,1 +1,28 @@
-"""Settings of runs that go beyond those of training: fine-tuning, adapters, preferences, teachers, plans."""
+"""Settings of runs: of training, of fine-tuning, adapters, preferences and teachers, and of plans."""
+
+from shardwise.run.settings.finetune_settings import (
+    DistillSettings as DistillSettings,
+    DpoSettings as DpoSettings,
+    FinetuneOptimizerSettings as FinetuneOptimizerSettings,
+    FinetuneSettings as FinetuneSettings,
+    LabelSettings as LabelSettings,
+    LoraSettings as LoraSettings,
+    PlanSettings as PlanSettings,
+    PreferenceSettings as PreferenceSettings,
+    PretrainedSettings as PretrainedSettings,
+    SampleSettings as SampleSettings,
+    TeacherSettings as TeacherSettings,
+)
+from shardwise.run.settings.run_settings import (
+    CorpusSettings as CorpusSettings,
+    ModelSettings as ModelSettings,
+    ProfileSettings as ProfileSettings,
+    RecomputeSettings as RecomputeSettings,
+    RunSettings as RunSettings,
+    Settings as Settings,
+)
+from shardwise.training.step_settings import (
+    OptimizerSettings as OptimizerSettings,
+    ParallelSettings as ParallelSettings,
+    TrainingSettings as TrainingSettings,
+)

@@ -1,27 +1,164 @@
-"""The settings of fine-tuning runs: the model to start from, labels, adapters, preferences, a teacher."""
+"""Settings of runs that start from a model, and of plans: labels, adapters, preferences, a teacher."""
+
+from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from shardwise.core.errors import ConfigError
-from shardwise.run.settings.lora_settings import LoraSettings
-from shardwise.training.bounds import PROBABILITY, STEPS, Checked, Folder, Range
-from shardwise.training.optimizer_settings import DECAY, RATE, OptimizerSettings
-from shardwise.training.setting_groups import SEQUENCE, TrainingSettings
-from shardwise.training.settings import RunSettings
+from shardwise.run.settings.run_settings import ModelSettings, RunSettings
+from shardwise.training.bounds import (
+    BATCH,
+    DEFAULT_SEQUENCE,
+    PROBABILITY,
+    SEQUENCE,
+    STEPS,
+    Checked,
+    Folder,
+    Range,
+    refuse,
+    require,
+)
+from shardwise.training.step_settings import DECAY, RATE, OptimizerSettings, TrainingSettings
+
+if TYPE_CHECKING:
+    from shardwise.models.adapters.config import LoraConfig
 
 _BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
-_STEPS = 200
-USUAL_BATCH_SIZE = 8
-"""Samples of a step, where nothing says otherwise."""
-
-USUAL_SEQUENCE_LENGTH = 512
-"""Tokens in a sample, where nothing says otherwise and the model takes as many."""
-
+# Of a fine-tuning run, where nothing says otherwise.
+_STEPS, _BATCH = 200, 8
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
+
+
+@dataclass(frozen=True)
+class LoraSettings(Checked, prefix="--"):
+    """Low-rank adapters.
+
+    Attributes:
+        lora_rank: train adapters of this rank and leave the model's weights; all weights are trained if not given.
+        lora_alpha: strength of the adapters, whose product counts lora_alpha / lora_rank; twice the rank if not given.
+        lora_dropout: probability of dropping an element of an adapter's input.
+        lora_targets: layers that get adapters, by the folder's own names (q_proj, v_proj, embed_tokens, lm_head, ...);
+            "all-linear" is all linear ones of the transformer layers.
+        lora_target_pattern: a regular expression of the whole paths of the layers that get adapters, such as
+            ".*layers\\.(2|3)\\..*proj", in place of lora_targets.
+        lora_rank_pattern: other ranks for some layers, as NAME=RANK, where NAME may be a regular expression of the end
+            of a path; the first that fits counts.
+        lora_alpha_pattern: other strengths for some layers, as NAME=ALPHA.
+        lora_bias: which biases of the model are trained too: none, all, or those of layers with adapters (lora_only).
+        lora_modules_to_save: modules that are trained whole and saved with the adapters, by the folder's own names
+            (lm_head, embed_tokens, norm, ...).
+        lora_dora: learn the lengths of the weights' rows apart from their directions (DoRA).
+        lora_from: start from the adapters of this folder, which say rank, strength and targets themselves.
+        lora_rslora: divide the strength by the square root of the rank, so that high ranks learn as well.
+        base_quantization: keep the frozen weights of linear layers in 8 bits (int8) or 4 (nf4); modules that are
+            trained whole stay as they are.
+        lora_merge: write the whole model with the adapters merged into its weights, in place of the adapters.
+    """
+
+    lora_rank: Annotated[int | None, Range(1, 65_536)] = None
+    lora_alpha: Annotated[float | None, Range(-1e6, 1e6)] = None
+    lora_dropout: Annotated[float, PROBABILITY] = 0.0
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    lora_target_pattern: str | None = None
+    lora_rank_pattern: tuple[str, ...] = ()
+    lora_alpha_pattern: tuple[str, ...] = ()
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    lora_modules_to_save: tuple[str, ...] = ()
+    lora_dora: bool = False
+    lora_from: str | None = None
+    lora_rslora: bool = False
+    base_quantization: Literal["none", "int8", "nf4"] = "none"
+    lora_merge: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        of_any = ("--lora-from", "--lora-merge", "--base-quantization")
+        changed = [flag for flag, _ in self.changed() if flag not in of_any]
+        if self.base_quantization != "none":
+            flag = f"--base-quantization {self.base_quantization}"
+            if not self.is_on:
+                raise ConfigError(
+                    f"{flag} without --lora-rank: a quantised base is frozen, so there would be nothing to train; give "
+                    "a rank for adapters, or leave it out"
+                )
+            if self.lora_merge:
+                raise ConfigError(
+                    f"{flag} and --lora-merge exclude each other: adapters have no room in a quantised base; write the "
+                    "adapters, and merge them into the base as it is: shardwise export-hf OUT --out MERGED --merge"
+                )
+        if self.lora_from is not None:
+            flags = ", ".join(changed)
+            require(not flags, f"{flags} beside --lora-from, whose folder says what its adapters are; leave them out")
+        elif self.lora_rank is None:
+            flags = ", ".join([*changed, "--lora-merge"] if self.lora_merge else changed)
+            require(not flags, f"{flags} without --lora-rank: without a rank there are no adapters")
+        else:
+            require(bool(self.lora_targets), "--lora-targets names no layer; name at least one, such as q_proj")
+            require(
+                self.lora_target_pattern is None or not self.changed("lora_targets"),
+                "--lora-targets and --lora-target-pattern both say which layers get adapters; leave one out",
+            )
+            self.config()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained, and the model's weights left."""
+        return self.lora_rank is not None or self.lora_from is not None
+
+    def config(self) -> LoraConfig:
+        """The adapters of a run that makes new ones.
+
+        Raises:
+            ConfigError: a value out of range, a pattern that is none.
+        """
+        # Not at the top: it would import PyTorch.
+        from shardwise.models.adapters.config import LoraConfig
+
+        assert self.lora_rank is not None
+        return LoraConfig(
+            r=self.lora_rank,
+            lora_alpha=2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=self.lora_targets if self.lora_target_pattern is None else self.lora_target_pattern,
+            use_rslora=self.lora_rslora,
+            use_dora=self.lora_dora,
+            rank_pattern=_numbers("--lora-rank-pattern", self.lora_rank_pattern, int),
+            alpha_pattern=_numbers("--lora-alpha-pattern", self.lora_alpha_pattern, float),
+            bias=self.lora_bias,
+            modules_to_save=self.lora_modules_to_save,
+        )
+
+    def describe(self) -> str:
+        """What is trained, in a few words."""
+        if self.lora_from is not None:
+            return f"the adapters of {self.lora_from}"
+        if self.lora_rank is None:
+            return "all weights"
+        targets = self.lora_target_pattern or ", ".join(self.lora_targets)
+        biases = {"none": (), "all": ("all biases",), "lora_only": ("their biases",)}[self.lora_bias]
+        beside = ", ".join((*biases, *self.lora_modules_to_save))
+        kind = "DoRA adapters" if self.lora_dora else "adapters"
+        base = "" if self.base_quantization == "none" else f", on a base in {self.base_quantization}"
+        return f"{kind} of rank {self.lora_rank} ({targets})" + (f", and {beside}" if beside else "") + base
+
+
+def _numbers(flag: str, pairs: Sequence[str], kind: Callable[[str], Any]) -> dict[str, Any]:
+    """``NAME=NUMBER`` of each."""
+    numbers: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, number = pair.rpartition("=")
+        try:
+            numbers[name] = kind(number)
+        except ValueError:
+            name = ""
+        if not name:
+            raise ConfigError(f"{flag} has {pair!r}; write a name and its number, such as q_proj=16")
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -85,17 +222,14 @@ class LabelSettings(Checked, prefix="--"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_labels", "label_names", "problem_type", "pad_token"):
-            if getattr(self, name) not in (None, ()) and not self.is_on:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is for --task sequence-classification or token-classification; add it"
-                )
+        for flag, _ in self.changed("num_labels", "label_names", "problem_type", "pad_token"):
+            require(self.is_on, f"{flag} is for --task sequence-classification or token-classification; add it")
         for name, why in (
             ("problem_type", "each word has one label of several"),
             ("pad_token", "labels of words do not depend on what fills up short texts"),
         ):
-            if getattr(self, name) is not None and self.task == "token-classification":
-                raise ConfigError(f"--{name.replace('_', '-')} is for --task sequence-classification: {why}")
+            for flag, _ in self.changed(name) if self.task == "token-classification" else ():
+                raise ConfigError(f"{flag} is for --task sequence-classification: {why}")
         names, count = self.label_names, len(self.label_names)
         if names and (count < 2 or len(set(names)) < count or "" in names):
             raise ConfigError(f"--label-names {' '.join(map(repr, names))}: give at least two names, all different")
@@ -149,7 +283,7 @@ class FinetuneSettings(RunSettings):
     model: PretrainedSettings = field(default_factory=PretrainedSettings)
     optimizer: FinetuneOptimizerSettings = field(default_factory=FinetuneOptimizerSettings)
     training: TrainingSettings = field(
-        default_factory=lambda: TrainingSettings(steps=_STEPS, global_batch_size=USUAL_BATCH_SIZE, eval_every=50)
+        default_factory=lambda: TrainingSettings(steps=_STEPS, global_batch_size=_BATCH, eval_every=50)
     )
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
     samples: Annotated[SampleSettings, tyro.conf.arg(name="")] = field(default_factory=SampleSettings)
@@ -158,9 +292,8 @@ class FinetuneSettings(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (kind := self.lora.base_quantization) != "none":
-            for flag, is_on in (("--fsdp", self.parallel.fsdp), ("--exact", self.parallel.exact)):
-                if is_on:
-                    raise ConfigError(f"--base-quantization {kind} and {flag} exclude each other; leave one out")
+            cases = (self.parallel.fsdp, "--fsdp"), (self.parallel.exact, "--exact")
+            refuse(f"--base-quantization {kind} and {{}} exclude each other; leave one out", *cases)
         if self.lora.is_on and self.parallel.virtual_stages > 1:
             raise ConfigError("adapters and --virtual-stages over 1 exclude each other; use another schedule")
         if self.lora.is_on and self.optimizer.name == "muon":
@@ -175,21 +308,12 @@ class FinetuneSettings(RunSettings):
             )
         if self.labels.is_on and self.parallel.exact:
             raise ConfigError(f"--task {self.labels.task} and --exact exclude each other; leave one out")
-        for name in ("mask_prompts", "packing", "too_long"):
-            if self.labels.is_on and getattr(self.samples, name) != getattr(SampleSettings, name):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is for text that is continued, and --task {self.labels.task} "
-                    "labels it; leave one of them out"
-                )
+        for flag, _ in self.samples.changed("mask_prompts", "packing", "too_long"):
+            words = f"is for text that is continued, and --task {self.labels.task} labels it; leave one of them out"
+            require(not self.labels.is_on, f"{flag} {words}")
         if self.optimizer.learning_rate is None:
             rate = self.learning_rates[self.lora.is_on]
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, learning_rate=rate))
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens in a sample; there is a number once the model's folder was looked at."""
-        assert self.model.sequence_length is not None
-        return self.model.sequence_length
 
     @property
     def model_name(self) -> str:
@@ -238,15 +362,14 @@ class DpoSettings(FinetuneSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for excluded, what in (
+        refuse(
+            "dpo has no {}; leave it out",
             (self.samples.packing, "--packing: the answers of a pair are rows of one batch"),
             (not self.samples.mask_prompts, "--no-mask-prompts: what is compared are the answers to one prompt"),
             (self.samples.too_long == "split", "--too-long split: a part of an answer is not what people chose; cut"),
             (self.labels.is_on, f"--task {self.labels.task}: what is learned are answers; finetune learns labels"),
             (self.parallel.exact, "--exact: the loss of preferences has no exact form"),
-        ):
-            if excluded:
-                raise ConfigError(f"dpo has no {what}; leave it out")
+        )
         if self.model.dropout is None:
             # What dropout takes away would count as a change since the reference.
             object.__setattr__(self, "model", dataclasses.replace(self.model, dropout=0.0))
@@ -285,12 +408,69 @@ class DistillSettings(FinetuneSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.distillation.teacher is None:
-            raise ConfigError("no model to learn from; name its Hugging Face folder: --teacher FOLDER")
-        for excluded, what in (
+        given = self.distillation.teacher is not None
+        require(given, "no model to learn from; name its Hugging Face folder: --teacher FOLDER")
+        refuse(
+            "distill has no {}",
             (self.parallel.pp > 1, "--pp over 1: the teacher has no stages; split both models with --tp"),
             (self.labels.is_on, f"--task {self.labels.task}: what is learned is text; use shardwise finetune"),
             (self.parallel.exact, "--exact: the divergence has no exact form; leave it out"),
-        ):
-            if excluded:
-                raise ConfigError(f"distill has no {what}")
+        )
+
+
+@dataclass(frozen=True)
+class PlannedModelSettings(ModelSettings):
+    """The model's sizes and kind.
+
+    Attributes:
+        sequence_length: tokens in a training sample; if not given 256, and with MODEL_DIR 512 or the model's longest if
+            that is less, as for a fine-tuning run.
+    """
+
+    sequence_length: Annotated[int | None, SEQUENCE] = None  # type: ignore[assignment]  # a number in ``resolved``
+
+
+@dataclass(frozen=True)
+class PlannedTrainingSettings(TrainingSettings):
+    """The optimisation of one run.
+
+    Attributes:
+        global_batch_size: samples per step, over all ranks; if not given 16, and with MODEL_DIR 8, as for a fine-tuning
+            run.
+    """
+
+    global_batch_size: Annotated[int | None, BATCH] = None  # type: ignore[assignment]  # likewise
+
+
+@dataclass(frozen=True)
+class PlanSettings(RunSettings):
+    """The settings of a run, as ``shardwise train`` takes them.
+
+    Attributes:
+        data: as for a run; not read here.
+        model: the model's sizes and kind.
+        training: length, batch size, precision.
+        lora: low-rank adapters, beside which the model is frozen.
+    """
+
+    data: tuple[str, ...] = ("stdlib",)
+    model: PlannedModelSettings = field(default_factory=PlannedModelSettings)
+    training: PlannedTrainingSettings = field(default_factory=PlannedTrainingSettings)
+    lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
+
+    def resolved(self, longest: int | None) -> PlanSettings:
+        """The settings with the numbers that are not given.
+
+        Args:
+            longest: the longest sequence of the model that a fine-tuning run starts from; None for a new model.
+        """
+        length, batch = self.model.sequence_length, self.training.global_batch_size
+        if length is None:
+            length = ModelSettings.sequence_length if longest is None else min(DEFAULT_SEQUENCE, longest)
+        if batch is None:
+            batch = TrainingSettings.global_batch_size if longest is None else _BATCH
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, sequence_length=length),
+            training=dataclasses.replace(self.training, global_batch_size=batch),
+        )

@@ -35,7 +35,7 @@ from shardwise.models.adapters import LoraConfig
 from shardwise.models.chunks import ModelChunks
 from shardwise.models.classification import Classification, Task
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.run.settings.finetune_settings import FinetuneSettings, LabelSettings
+from shardwise.run.settings import FinetuneSettings, LabelSettings, RunSettings
 from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.labelling import Labelling
 from shardwise.run.tasks.samples import held_out_indices
@@ -45,7 +45,6 @@ from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
-from shardwise.training.settings import RunSettings
 
 _JOINED = (
     "the tokenizer puts no blank between words, and the model reads them joined; with add_prefix_space in its "

@@ -16,7 +16,7 @@ from shardwise.data import IGNORE_INDEX, Batch
 from shardwise.data.tokenizer import PaddedTokenizer, Tokenizer
 from shardwise.models.gpt import GPT
 from shardwise.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_kl_div
-from shardwise.run.settings.finetune_settings import DistillSettings, TeacherSettings
+from shardwise.run.settings import DistillSettings, TeacherSettings
 from shardwise.run.tasks.finetuning import Finetuning, digest_of
 from shardwise.storage.huggingface import load_pretrained
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder

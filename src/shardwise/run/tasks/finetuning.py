@@ -30,8 +30,7 @@ from shardwise.models.chunks import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.settings.finetune_settings import USUAL_SEQUENCE_LENGTH, FinetuneSettings, SampleSettings
-from shardwise.run.settings.lora_settings import LoraSettings
+from shardwise.run.settings import FinetuneSettings, LoraSettings, SampleSettings
 from shardwise.run.tasks.model_card import model_card
 from shardwise.run.tasks.recipe import Recipe, Session
 from shardwise.run.tasks.samples import Documents, Examples, as_examples, prepare_samples
@@ -50,7 +49,7 @@ from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files
-from shardwise.training.settings import check_exact_length
+from shardwise.training.bounds import DEFAULT_SEQUENCE
 
 _LOOKED_AT_BYTES = 1 << 20
 
@@ -109,11 +108,10 @@ class Finetuning(Recipe):
         settings.check_effect(description.num_layers)
         self.identity = {"base_sha256": digest_of(self.folder)}
         longest = description.max_sequence_length
-        length = settings.model.sequence_length or min(USUAL_SEQUENCE_LENGTH, longest)
+        length = settings.model.sequence_length or min(DEFAULT_SEQUENCE, longest)
         if length > longest:
             raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
-        if settings.parallel.exact:
-            check_exact_length(length, settings.parallel.exact_parts)
+        settings.parallel.check_length(length)
         _check_out(Path(settings.out), path)
         if (quantization := base_quantization(settings.lora)) is not None:
             quantization.check()

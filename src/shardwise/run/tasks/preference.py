@@ -40,12 +40,11 @@ from shardwise.data.encoding import UnusableExampleError, common_length
 from shardwise.data.labelled import counted
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.nn.loss.preference_loss import preference_loss
-from shardwise.run.settings.finetune_settings import DpoSettings, PreferenceSettings, SampleSettings
+from shardwise.run.settings import DpoSettings, PreferenceSettings, RunSettings, SampleSettings
 from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.recipe import Session
 from shardwise.run.tasks.samples import LOOKED_AT, encode_parts, template_digest
 from shardwise.training.objective import Objective, model_inputs
-from shardwise.training.settings import RunSettings
 from shardwise.training.trainer import Trainer
 
 FILE_NAME = "reference_log_probs.safetensors"

@@ -15,11 +15,11 @@ from shardwise.data import DataLoader, SampleLoader, Windows
 from shardwise.run.build import build_model, describe
 from shardwise.run.plan.report import Shortage
 from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import RunSettings, Settings
 from shardwise.run.tasks.texts import TrainingData, prepare_texts, share_texts
 from shardwise.run.utilisation import Utilisation
 from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.objective import Objective
-from shardwise.training.settings import RunSettings, Settings
 from shardwise.training.trainer import Trainer
 
 

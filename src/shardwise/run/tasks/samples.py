@@ -33,10 +33,8 @@ from shardwise.data import (
 )
 from shardwise.data.labelled import counted
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.run.settings.finetune_settings import SampleSettings
+from shardwise.run.settings import CorpusSettings, RunSettings, SampleSettings
 from shardwise.run.tasks.texts import with_cache
-from shardwise.training.setting_groups import CorpusSettings
-from shardwise.training.settings import RunSettings
 
 _CACHE_FORMAT = 1
 _REASONS_SHOWN = 3

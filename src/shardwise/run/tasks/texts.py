@@ -25,8 +25,7 @@ from shardwise.data import (
 )
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import Ranks
-from shardwise.training.setting_groups import CorpusSettings
-from shardwise.training.settings import RunSettings, Settings
+from shardwise.run.settings import CorpusSettings, RunSettings, Settings
 
 STDLIB = "stdlib"
 

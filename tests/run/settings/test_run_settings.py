@@ -8,15 +8,15 @@ import re
 import pytest
 
 from shardwise.core.errors import ConfigError
-from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.setting_groups import (
+from shardwise.run.settings import (
     CorpusSettings,
     ModelSettings,
+    OptimizerSettings,
     ParallelSettings,
     RecomputeSettings,
+    Settings,
     TrainingSettings,
 )
-from shardwise.training.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The settings of a training run, checked when made, and the checks of an exact run before it starts.
+"""Settings of a training run, checked when made.
 
 They are what ``shardwise train --help`` explains, what a TOML file fills, and what a checkpoint records.
 """
@@ -11,75 +11,161 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
+import tyro
+
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import shown
 from shardwise.training import bounds
 from shardwise.training.bounds import Checked, Folder, Range, checked, require, with_values
-from shardwise.training.optimizer_settings import OptimizerSettings
-from shardwise.training.setting_groups import (
-    CorpusSettings,
-    ModelSettings,
-    ParallelSettings,
-    ProfileSettings,
-    RecomputeSettings,
-    TrainingSettings,
-)
+from shardwise.training.step_settings import OptimizerSettings, ParallelSettings, StepSettings, TrainingSettings
+
+_WIDTH = Range(1, 1 << 20)
 
 
-def exact_micro_batch_size(global_batch_size: int, exact_parts: int) -> int:
-    """Samples of a micro-batch, the same at every layout: as many micro-batches as parts, or of one sample each."""
-    return global_batch_size // exact_parts if global_batch_size % exact_parts == 0 else 1
+def _require_multiple(name: str, value: int, of: str, divisor: int) -> None:
+    require(value % divisor == 0, f"{name} {value} is not a multiple of {of} {divisor}")
 
 
-def check_exact(
-    parts: int, *, tp: int, pp: int, dp: int, sequence_length: int | None, fsdp: bool, dtype: str, rng: str
-) -> None:
-    """Refuse what would not have the same bits at every layout.
+@dataclass(frozen=True)
+class ModelSettings(Checked, prefix="model."):
+    """The model's sizes and kind.
 
-    Args:
-        parts: ``parallel.exact_parts``.
-        tp, pp, dp: ranks along each axis.
-        sequence_length: tokens in a sample; None where a fine-tuning run takes the model's, which is known once its
-            folder was looked at.
-        fsdp, dtype, rng: the settings of these names.
-
-    Raises:
-        ConfigError: what it is, and what to do.
+    Attributes:
+        architecture: "llama" (rotary positions, RMSNorm, SwiGLU, no biases) or "gpt" (learned positions, LayerNorm,
+            GELU, biases).
+        num_layers: number of transformer layers.
+        hidden_size: width of the residual stream.
+        num_heads: number of attention heads.
+        num_query_groups: number of key-value heads; as many as heads if not given.
+        ffn_hidden_size: width of the MLP; 4 x hidden_size for "gpt" and 8/3 of it, rounded up to a multiple of 32, for
+            "llama" if not given.
+        vocab_size: number of token ids, which the tokenizer is trained to.
+        sequence_length: tokens in a training sample; the longest context.
+        tie_embeddings: use the embedding's weight as the output layer's.
+        dropout: probability of dropping an element of residual branches and attention weights, from 0 to 1.
     """
-    for axis, size in (("parallel.tp", tp), ("parallel.pp", pp), ("data-parallel ranks", dp)):
+
+    architecture: Literal["llama", "gpt"] = "llama"
+    num_layers: Annotated[int, Range(1, 10_000)] = 4
+    hidden_size: Annotated[int, _WIDTH] = 256
+    num_heads: Annotated[int, _WIDTH] = 4
+    num_query_groups: Annotated[int | None, _WIDTH] = None
+    ffn_hidden_size: Annotated[int | None, Range(1, 1 << 22)] = None
+    # The 256 bytes and the end-of-text token at least; at most four times the largest that anybody uses.
+    vocab_size: Annotated[int, Range(257, 1 << 22)] = 4096
+    sequence_length: Annotated[int, bounds.SEQUENCE] = 256
+    tie_embeddings: bool = True
+    dropout: Annotated[float, bounds.PROBABILITY] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_multiple("model.hidden-size", self.hidden_size, "model.num-heads", self.num_heads)
+        groups = self.num_query_groups or self.num_heads
+        _require_multiple("model.num-heads", self.num_heads, "model.num-query-groups", groups)
         require(
-            size & (size - 1) == 0 and size <= parts,
-            f"parallel.exact is for powers of two up to parallel.exact-parts {parts}, and there are {size} for {axis}; "
-            "use another number of ranks, more exact-parts, or no --exact",
+            self.architecture != "llama" or self.hidden_size // self.num_heads % 2 == 0,
+            f"rotary positions need heads of even width; {self.hidden_size} / {self.num_heads} is odd",
         )
-    if sequence_length is not None:
-        check_exact_length(sequence_length, parts)
-    for excluded, what in (
-        (fsdp, "parallel.fsdp, whose sums are PyTorch's"),
-        (dtype == "float64", "training.dtype float64, whose products differ with the layout"),
-        (rng != "global", f"training.rng {rng}, by which each rank draws its own"),
-    ):
-        require(not excluded, f"parallel.exact has no exact form of {what}; leave one of them out")
 
 
-def check_exact_length(length: int, parts: int) -> None:
-    """Refuse a sequence of ``length`` tokens that cannot be cut into so many equal parts, with a ConfigError."""
-    require(
-        length % parts == 0,
-        f"parallel.exact cuts a sequence into {parts} equal parts (parallel.exact-parts), and it has {length} tokens; "
-        f"the largest exact-parts that works is {_largest_power_of_two_in(length)}",
-    )
+@dataclass(frozen=True)
+class RecomputeSettings(Checked, prefix="recompute."):
+    """What is computed again in the backward, in place of being kept: less memory for more time, the same bits.
+
+    Attributes:
+        granularity: "full" keeps the input of layers only, and takes about a third more time; "selective" recomputes
+            parts of every layer, those of modules.
+        method: with "full": "uniform" keeps the input of every num_layers-th layer and recomputes all of them; "block"
+            recomputes the first num_layers layers of each stage, and keeps what the others need.
+        num_layers: see method.
+        modules: with "selective": attention between its projections (core_attn), the norms before attention and MLP,
+            the MLP, or its activation alone (mlp_act).
+    """
+
+    granularity: Literal["none", "full", "selective"] = "none"
+    method: Literal["uniform", "block"] = "uniform"
+    num_layers: Annotated[int, Range(1, 10_000)] = 1
+    modules: tuple[Literal["core_attn", "layernorm", "mlp", "mlp_act"], ...] = ("core_attn",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for granularity, names in (("full", ("method", "num_layers")), ("selective", ("modules",))):
+            for name, value in self.changed(*names):
+                words = f"{name} {value} needs --recompute.granularity {granularity} (it is {self.granularity!r})"
+                require(self.granularity == granularity, words)
+        require(bool(self.modules), "recompute.modules names nothing; name at least one module, such as core_attn")
+        require(
+            not {"mlp", "mlp_act"} <= set(self.modules),
+            "recompute.modules has mlp and mlp_act, which is a part of it; choose one of them",
+        )
+
+    def config_fields(self) -> dict[str, Any]:
+        """The fields of a model's config that say so."""
+        full, selective = self.granularity == "full", self.granularity == "selective"
+        return {
+            "recompute_granularity": self.granularity if full or selective else None,
+            "recompute_method": self.method if full else None,
+            "recompute_num_layers": self.num_layers if full else None,
+            "recompute_modules": self.modules if selective else None,
+        }
 
 
-def _largest_power_of_two_in(number: int) -> int:
-    return number & -number
+@dataclass(frozen=True)
+class CorpusSettings(Checked, prefix="corpus."):
+    """How the text is read.
+
+    Attributes:
+        held_out_fraction: share of the text, by bytes, that is not trained on but measured on, between 0 and 1.
+        text_key: field of a JSON record that holds the text.
+    """
+
+    held_out_fraction: Annotated[float, Range(0, 1, low_included=False, high_included=False)] = 0.03
+    text_key: str = "text"
+
+
+@dataclass(frozen=True)
+class ProfileSettings(Checked, prefix="profile."):
+    """A trace of some steps by torch.profiler, from each rank, which changes no number.
+
+    Attributes:
+        enabled: write the trace, a file for each rank in ``out/profile``, for chrome://tracing or Perfetto.
+        wait: steps to leave out, from the first that the run does.
+        warmup: steps after these in which the profiler runs already, and nothing is kept.
+        active: steps after these, of which the trace is.
+    """
+
+    enabled: Annotated[bool, tyro.conf.arg(aliases=("--profile",))] = False
+    wait: Annotated[int, bounds.STEPS] = 5
+    # PyTorch warns of results without.
+    warmup: Annotated[int, Range(1, 1_000)] = 1
+    # Each is some megabytes.
+    active: Annotated[int, Range(1, 1_000)] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in self.changed("wait", "warmup", "active"):
+            words = f"{name} {value} is for --profile, which is not given; give it, or leave the other out"
+            require(self.enabled, words)
+
+    @property
+    def num_steps(self) -> int:
+        """Those that a run must do for the trace to be whole."""
+        return self.wait + self.warmup + self.active if self.enabled else 0
+
+    def check_steps(self, first: int, last: int) -> None:
+        """Raise ConfigError unless the steps from ``first`` to before ``last`` suffice."""
+        require(
+            self.num_steps <= last - first,
+            f"profile.wait {self.wait}, profile.warmup {self.warmup} and profile.active {self.active} are "
+            f"{self.num_steps} steps, and there are {last - first} to do; lower them",
+        )
 
 
 _BYTES = {"auto": 4, "float32": 4, "tf32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "pure-bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class RunSettings(Checked):
+class RunSettings(StepSettings):
     """What a run is told whatever model it trains.
 
     Attributes:
@@ -126,22 +212,9 @@ class RunSettings(Checked):
         self.profile.check_steps(0, self.training.steps)
 
     @property
-    def sequence_length(self) -> int:
-        """Tokens in a sample."""
-        raise NotImplementedError
-
-    @property
     def model_name(self) -> str:
         """What people call the model."""
-        raise NotImplementedError
-
-    def micro_batch_size(self, dp: int) -> int:
-        """Samples per forward and backward on one of ``dp`` data-parallel ranks."""
-        if self.training.micro_batch_size is not None:
-            return self.training.micro_batch_size
-        if self.parallel.exact:
-            return exact_micro_batch_size(self.training.global_batch_size, self.parallel.exact_parts)
-        return 1 if self.parallel.pp > 1 else max(1, self.training.global_batch_size // dp)
+        return str(self.model.architecture)
 
     def on_device(self, device_type: str) -> Self:
         """The settings with the dtype that is meant on such a device, such as ``"cuda"``.
@@ -169,12 +242,11 @@ class RunSettings(Checked):
         Raises:
             ConfigError: one is; the message names the setting to change.
         """
-        parts, usual = self.parallel.exact_parts, ParallelSettings.exact_parts
-        require(
-            self.parallel.exact or parts == usual,
-            f"parallel.exact-parts {parts} is for exact runs, and parallel.exact is off; add --exact, or leave "
-            "exact-parts out",
-        )
+        for name, value in self.parallel.changed("exact_parts"):
+            require(
+                self.parallel.exact,
+                f"{name} {value} is for exact runs, and parallel.exact is off; add --exact, or leave exact-parts out",
+            )
         number = self.recompute.num_layers
         require(
             num_layers is None or number <= num_layers,
@@ -197,17 +269,7 @@ class RunSettings(Checked):
             f"{split} does not divide the {world_size} ranks; start a multiple of {tp * pp} with --nproc",
         )
         dp = world_size // (tp * pp)
-        if self.parallel.exact:
-            check_exact(
-                self.parallel.exact_parts,
-                tp=tp,
-                pp=pp,
-                dp=dp,
-                sequence_length=self.model.sequence_length,  # type: ignore[attr-defined]
-                fsdp=self.parallel.fsdp,
-                dtype=self.training.dtype,
-                rng=self.training.rng,
-            )
+        self.parallel.check_exact(dp, self.model.sequence_length, self.training)
         batch, micro = self.training.global_batch_size, self.micro_batch_size(dp)
         require(
             batch % dp == 0,
@@ -289,13 +351,3 @@ class Settings(RunSettings):
             f"model.vocab-size {model.vocab_size} has {num_parameters:.1e} parameters, {share / 1e9:,.0f} GB of "
             f"weights per rank, and this machine has {memory / 1e9:,.0f} GB; use a smaller model, or more ranks",
         )
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens in a sample."""
-        return self.model.sequence_length
-
-    @property
-    def model_name(self) -> str:
-        """What people call the model."""
-        return self.model.architecture

@@ -1,0 +1,351 @@
+"""Settings that a training step reads: how the model is split, which steps there are, and the optimizer of each.
+
+Each is a plain frozen dataclass, checked when made, and a table of a run's TOML file. Settings of a whole run, of which
+these are a part, are in ``shardwise.run.settings``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from shardwise.training import bounds
+from shardwise.training.bounds import Checked, Range, refuse, require
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardwise.training.optimizer.optimizer import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class ParallelSettings(Checked, prefix="parallel."):
+    """How the model is split.
+
+    Attributes:
+        tp: ranks that split each layer; what tp and pp leave of the ranks is data parallelism.
+        sequence_parallel: split what lies between tensor-parallel regions along the sequence, which saves memory.
+        tp_comm_overlap: with sequence_parallel let the linear layers multiply what ranks gather as it arrives, and send
+            what they sum as it is made; on GPUs through symmetric memory where they can. The banner says which way.
+        pp: pipeline stages, which share out the layers; the text sample at the end of a run needs one stage.
+        pipeline_schedule: the order in which stages take micro-batches forward and back. "interleaved" goes with
+            virtual_stages over 1.
+        virtual_stages: parts of the model on each stage.
+        fsdp: split weights, gradients and optimizer state over the data-parallel ranks, by PyTorch's fully_shard; a
+            layer's weights are gathered when it is computed.
+        zero: 1 splits the optimizer's state and fp32 copies of weights over the data-parallel ranks; 0 keeps all of
+            them on each.
+        exact: results have the same bits at every tp, sequence_parallel or not, every pp and every number of
+            data-parallel ranks; costs some time.
+        exact_parts: with exact, into how many parts sums are cut: the most ranks of a kind; a power of two.
+    """
+
+    tp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
+    sequence_parallel: Annotated[bool, tyro.conf.arg(aliases=("--sequence-parallel",))] = False
+    tp_comm_overlap: Annotated[bool, tyro.conf.arg(aliases=("--tp-comm-overlap",))] = False
+    pp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--pp",))] = 1
+    pipeline_schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved", "zero-bubble"], tyro.conf.arg(aliases=("--pipeline-schedule",))
+    ] = "1f1b"
+    virtual_stages: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--virtual-stages",))] = 1
+    fsdp: Annotated[bool, tyro.conf.arg(aliases=("--fsdp",))] = False
+    zero: Annotated[int, Range(0, 1), tyro.conf.arg(aliases=("--zero",))] = 0
+    exact: Annotated[bool, tyro.conf.arg(aliases=("--exact",))] = False
+    exact_parts: Annotated[int, Range(1, 1024), tyro.conf.arg(aliases=("--exact-parts",))] = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.sequence_parallel or not self.tp_comm_overlap,
+            "parallel.tp-comm-overlap is about the gathers and sums of --parallel.sequence-parallel, which is off; use "
+            "both, or neither",
+        )
+        require(
+            not (self.exact and self.tp_comm_overlap),
+            "parallel.exact and --parallel.tp-comm-overlap exclude each other: exact makes products and sums over "
+            "fixed parts, whatever the ranks; leave one out",
+        )
+        require(
+            self.virtual_stages == 1 or (self.pp > 1 and self.pipeline_schedule == "interleaved"),
+            f"parallel.virtual-stages {self.virtual_stages} needs --parallel.pipeline-schedule interleaved (it is "
+            f"{self.pipeline_schedule!r}) and --parallel.pp of at least 2 (it is {self.pp})",
+        )
+        require(
+            self.pp == 1 or self.pipeline_schedule != "interleaved" or self.virtual_stages > 1,
+            "parallel.pipeline-schedule 'interleaved' needs --parallel.virtual-stages of at least 2",
+        )
+        require(
+            not (self.fsdp and self.zero),
+            "parallel.fsdp and --parallel.zero 1 exclude each other: fsdp splits optimizer state too; leave one out",
+        )
+        require(
+            not (self.fsdp and self.pp > 1 and self.pipeline_schedule == "zero-bubble"),
+            "parallel.fsdp and --parallel.pipeline-schedule 'zero-bubble' exclude each other: fully_shard sums the "
+            "gradients of a layer when its backward ends, and zero-bubble computes those of weights later; use '1f1b', "
+            "'gpipe' or 'interleaved'",
+        )
+        parts = self.exact_parts
+        require(parts & (parts - 1) == 0, f"parallel.exact-parts is {parts}; it must be a power of two, such as 8")
+
+    def check_exact(self, dp: int, sequence_length: int | None, training: TrainingSettings) -> None:
+        """Refuse what would not have the same bits at every layout, if a run is exact.
+
+        Args:
+            dp: data-parallel ranks.
+            sequence_length: tokens in a sample; None where a fine-tuning run takes the model's, which is known once its
+                folder was looked at.
+            training: of the run.
+
+        Raises:
+            ConfigError: what it is, and what to do.
+        """
+        if not self.exact:
+            return
+        parts = self.exact_parts
+        for axis, size in (("parallel.tp", self.tp), ("parallel.pp", self.pp), ("data-parallel ranks", dp)):
+            require(
+                size & (size - 1) == 0 and size <= parts,
+                f"parallel.exact is for powers of two up to parallel.exact-parts {parts}, and there are {size} for "
+                f"{axis}; use another number of ranks, more exact-parts, or no --exact",
+            )
+        if sequence_length is not None:
+            self.check_length(sequence_length)
+        refuse(
+            "parallel.exact has no exact form of {}; leave one of them out",
+            (self.fsdp, "parallel.fsdp, whose sums are PyTorch's"),
+            (training.dtype == "float64", "training.dtype float64, whose products differ with the layout"),
+            (training.rng != "global", f"training.rng {training.rng}, by which each rank draws its own"),
+        )
+
+    def check_length(self, length: int) -> None:
+        """Raise ConfigError if a run is exact and a sequence of ``length`` tokens cannot be cut into its parts."""
+        parts = self.exact_parts
+        require(
+            not self.exact or length % parts == 0,
+            f"parallel.exact cuts a sequence into {parts} equal parts (parallel.exact-parts), and it has {length} "
+            f"tokens; the largest exact-parts that works is {length & -length}",
+        )
+
+    def shards_fully(self, dp: int) -> bool:
+        """Whether ``fsdp`` asks for it, and any of ``dp`` data-parallel ranks has another to share the weights with."""
+        return self.fsdp and dp > 1
+
+
+@dataclass(frozen=True)
+class TrainingSettings(Checked, prefix="training."):
+    """How long, in which steps, and what is kept.
+
+    Attributes:
+        steps: optimizer steps in all.
+        global_batch_size: samples per step, over all ranks.
+        micro_batch_size: samples per forward and backward on a rank; if not given all of the rank's at once, or one
+            where there are pipeline stages, which take turns with micro-batches.
+        seed: of initial weights, the order of samples, and dropout.
+        eval_every: steps between measurements on the held-out text; 0 measures only at the end.
+        save_every: steps between checkpoints; 0 saves by save_minutes and at the end alone.
+        save_minutes: minutes between checkpoints, at the end of a step; 0 saves by save_every and at the end alone.
+            SIGTERM, SIGINT (Ctrl-C) and SIGHUP save too, and end the run.
+        keep_checkpoints: newest checkpoints to keep.
+        asynchronous_saves: copy what is to be saved, and write it while the run trains on; off, training waits for the
+            disk, and the host needs no memory for the copy: on each rank as many bytes as it writes.
+        dtype: of parameters and computation; "auto" is "bfloat16" on CUDA, and "float32" elsewhere. "tf32" is "float32"
+            whose products read 11 bits of each factor, several times as fast on CUDA's tensor cores. With "bfloat16"
+            and "float16" gradients are summed in fp32, and the optimizer updates fp32 copies of the weights; "float16"
+            scales the loss, and skips steps whose gradient overflows. "pure-bfloat16" keeps no copies: less memory, and
+            steps too small for bf16 are lost.
+        tensorboard: also write the metrics for TensorBoard, into ``out/tensorboard``.
+        loss: "linear_fused" computes output layer and loss in one, without the logits of all ranks; "plain" one
+            after the other.
+        rng: whose numbers dropout draws: "global" draws the same masks at every tp, so that the run does not depend on
+            it; "per_rank" lets each rank draw its own, which takes less time and memory.
+    """
+
+    steps: Annotated[int, Range(1, 10**9)] = 500
+    global_batch_size: Annotated[int, bounds.BATCH] = 16
+    micro_batch_size: Annotated[int | None, bounds.BATCH] = None
+    seed: Annotated[int, bounds.SEED] = 1234
+    eval_every: Annotated[int, bounds.STEPS] = 0
+    save_every: Annotated[int, bounds.STEPS] = 0
+    # At most ten years.
+    save_minutes: Annotated[float, Range(0, 5_000_000)] = 10.0
+    keep_checkpoints: Annotated[int, Range(1, 10**6)] = 2
+    asynchronous_saves: bool = True
+    dtype: Literal["auto", "float32", "tf32", "float64", "bfloat16", "float16", "pure-bfloat16"] = "auto"
+    tensorboard: bool = False
+    loss: Literal["plain", "linear_fused"] = "linear_fused"
+    rng: Literal["per_rank", "global"] = "global"
+
+
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+"""How the learning rate moves from its highest value, after the warm-up, to its last."""
+
+
+_DECAY_SHARE, _MOMENTUM = 0.2, 0.95
+
+
+def learning_rate_at(
+    step: int,
+    *,
+    schedule: Schedule = "cosine",
+    steps: int,
+    warmup_steps: int,
+    highest: float,
+    final_ratio: float,
+    decay_share: float | None = None,
+) -> float:
+    """Learning rate of step ``step`` (from 0) of ``steps``: a linear rise, and then what the schedule says.
+
+    >>> plan = {"schedule": "linear", "steps": 6, "warmup_steps": 2, "highest": 1.0, "final_ratio": 0.0}
+    >>> [learning_rate_at(step, **plan) for step in range(6)]
+    [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+    Args:
+        step: number of the step; from ``steps`` on the rate stays as it was in the last.
+        schedule: "constant" stays at ``highest``; "linear" and "cosine" (Loshchilov and Hutter 2017, arXiv:1608.03983)
+            fall from the warm-up to the last step; "wsd" (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395)
+            stays, and falls linearly over the last ``decay_share`` of all steps.
+        steps: of the whole run.
+        warmup_steps: steps until ``highest`` is reached.
+        highest: largest learning rate.
+        final_ratio: the last step's, as a share of ``highest``; not read by "constant".
+        decay_share: share of ``steps``; read by "wsd" alone; 0.2 if None.
+    """
+    if step < warmup_steps:
+        return highest * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return highest
+    falling = steps - warmup_steps
+    if schedule == "wsd":
+        falling = min(falling, round((_DECAY_SHARE if decay_share is None else decay_share) * steps))
+    progress = min(1.0, max(0.0, (step + 1 - (steps - falling)) / max(1, falling)))
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
+    return highest * (final_ratio + (1.0 - final_ratio) * left)
+
+
+# What fp32 holds with room for a few products.
+_LARGE = 1e30
+RATE = Range(0, _LARGE, low_included=False)
+"""Of a learning rate."""
+
+DECAY = Range(0, 10_000)
+"""Of a weight decay."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings(Checked, prefix="optimizer."):
+    """AdamW or Muon, and the learning rate of each step.
+
+    Attributes:
+        name: "adamw", or "muon" for the weight matrices of transformer layers, with AdamW for all else.
+        learning_rate: highest learning rate.
+        schedule: how the learning rate moves after the warm-up: "constant" stays, "linear" and "cosine" fall until the
+            last step, and "wsd" (warm-up, stable, decay) stays and then falls linearly over the last decay_share of the
+            steps.
+        final_learning_rate_ratio: last learning rate as a share of the highest, from 0 to 1; "constant" has none.
+        warmup_steps: steps over which the learning rate rises from 0.
+        decay_share: share of all steps over which "wsd" falls; 0.2 if not given.
+        weight_decay: decoupled decay of weight matrices and embeddings, per unit of learning rate.
+        beta1: decay of the gradient's mean.
+        beta2: decay of the gradient's mean square.
+        epsilon: added to the root mean square.
+        clip_grad_norm: largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
+        momentum: decay of the gradient's mean in "muon"; 0.95 if not given.
+        matrix_learning_rate_ratio: learning rate of the matrices of "muon", as a multiple of learning_rate; 1 if not
+            given.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: Annotated[float, RATE] = 3e-3
+    schedule: Schedule = "cosine"
+    final_learning_rate_ratio: Annotated[float, bounds.SHARE] = 0.1
+    warmup_steps: Annotated[int, bounds.STEPS] = 20
+    decay_share: Annotated[float | None, bounds.SHARE] = None
+    weight_decay: Annotated[float, DECAY] = 0.1
+    beta1: Annotated[float, bounds.PROBABILITY] = 0.9
+    beta2: Annotated[float, bounds.PROBABILITY] = 0.95
+    # Without it the update of a weight that never had a gradient is 0 / 0; less than this vanishes in fp32.
+    epsilon: Annotated[float, Range(1e-30, 10_000)] = 1e-8
+    clip_grad_norm: Annotated[float, Range(0, _LARGE)] = 1.0
+    momentum: Annotated[float | None, bounds.PROBABILITY] = None
+    matrix_learning_rate_ratio: Annotated[float | None, Range(0, _LARGE)] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for switch, choice, names in (
+            ("name", "muon", ("momentum", "matrix_learning_rate_ratio")),
+            ("schedule", "wsd", ("decay_share",)),
+        ):
+            given = getattr(self, switch)
+            for name, value in self.changed(*names):
+                words = f"{name} {value} is for --optimizer.{switch} {choice}, and it is {given!r}; leave one out"
+                require(given == choice, words)
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """Of step ``step``, from 0, of a run of ``steps``."""
+        return learning_rate_at(
+            step,
+            schedule=self.schedule,
+            steps=steps,
+            warmup_steps=self.warmup_steps,
+            highest=self.learning_rate,
+            final_ratio=self.final_learning_rate_ratio,
+            decay_share=self.decay_share,
+        )
+
+    def make(self, model: nn.Module) -> ShardedOptimizer:
+        """The optimizer of ``model``: the one place that says which."""
+        from shardwise.training.optimizer.adamw import AdamW
+        from shardwise.training.optimizer.muon import Muon
+
+        options: dict[str, Any] = {
+            "learning_rate": self.learning_rate,
+            "weight_decay": self.weight_decay,
+            "betas": (self.beta1, self.beta2),
+            "epsilon": self.epsilon,
+            "exact_parts": getattr(getattr(model, "config", None), "exact_parts", None),
+        }
+        if self.name == "adamw":
+            return AdamW(model, **options)
+        momentum, ratio = self.momentum, self.matrix_learning_rate_ratio
+        options["momentum"] = _MOMENTUM if momentum is None else momentum
+        return Muon(model, matrix_learning_rate_ratio=1.0 if ratio is None else ratio, **options)
+
+
+class StepSettings(Checked):
+    """The settings of a run that a step reads; ``RunSettings`` adds the others.
+
+    Attributes:
+        parallel: how the model is split.
+        optimizer: AdamW or Muon, and the learning rate of each step.
+        training: how long, in which steps, and what is kept.
+        model: the model's settings, ``sequence_length`` among them.
+    """
+
+    parallel: ParallelSettings
+    optimizer: OptimizerSettings
+    training: TrainingSettings
+    model: Any
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a sample; a number once it is given, or the model that a run starts from was looked at."""
+        length: int | None = self.model.sequence_length
+        assert length is not None
+        return length
+
+    def micro_batch_size(self, dp: int) -> int:
+        """Samples per forward and backward on one of ``dp`` data-parallel ranks."""
+        batch, given = self.training.global_batch_size, self.training.micro_batch_size
+        if given is not None:
+            return given
+        if self.parallel.exact:
+            return exact_micro_batch_size(batch, self.parallel.exact_parts)
+        return 1 if self.parallel.pp > 1 else max(1, batch // dp)
+
+
+def exact_micro_batch_size(global_batch_size: int, exact_parts: int) -> int:
+    """Samples of a micro-batch, the same at every layout: as many micro-batches as parts, or of one sample each."""
+    return global_batch_size // exact_parts if global_batch_size % exact_parts == 0 else 1
