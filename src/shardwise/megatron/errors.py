@@ -31,7 +31,7 @@ class AssertedDataError(DataError, AssertionError):
 
 
 class AssertedShardingError(ShardingError, AssertionError):
-    """A view where a tensor of its own memory is needed, or lists of different lengths."""
+    """A view instead of a tensor, or lists of different lengths."""
 
 
 class IndivisibleError(ShardingError, AssertionError):

@@ -7,7 +7,6 @@ from shardwise.megatron.core.models.transformer import MegatronTransformer
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.transformer.spec_utils import ModuleSpec
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
-from shardwise.megatron.core.transformer.transformer_layer import layer_spec_of
 from shardwise.megatron.errors import AssertedShardingError, asserting
 from shardwise.megatron.inert_settings import say_once
 from shardwise.models.bert import Bert, BertLMHead, Pooler
@@ -63,9 +62,6 @@ class BertModel(MegatronTransformer, Bert):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        options = given(locals(), but=self._NOT_OF_THE_ENGINE)
-        groups = self._begin(config, transformer_layer_spec, fp16_lm_cross_entropy, pg_collection)
-        config = self._dealt_out(config, groups, pre_process and post_process)
+        self._construct(Bert, **given(locals()))
         if config.use_inference_optimized_layers:
             say_once("use_inference_optimized_layers", "BertModel has no layers for inference")
-        Bert.__init__(self, config, groups=groups, layer_spec=layer_spec_of(transformer_layer_spec, config), **options)

@@ -14,7 +14,6 @@ from shardwise.megatron.core.packed_seq_params import PackedSeqParams
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.transformer.spec_utils import ModuleSpec
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
-from shardwise.megatron.core.transformer.transformer_layer import layer_spec_of
 from shardwise.megatron.errors import AssertedShardingError, asserting
 from shardwise.models.generation.inference_view import with_block
 from shardwise.models.gpt import GPT
@@ -68,10 +67,7 @@ class GPTModel(MegatronTransformer, GPT):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        options = given(locals(), but=self._NOT_OF_THE_ENGINE)
-        groups = self._begin(config, transformer_layer_spec, fp16_lm_cross_entropy, pg_collection)
-        config = self._dealt_out(config, groups, pre_process and post_process)
-        GPT.__init__(self, config, groups=groups, layer_spec=layer_spec_of(transformer_layer_spec, config), **options)
+        self._construct(GPT, **given(locals()))
         if isinstance(transformer_layer_spec, ModuleSpec):
             self._check_own_attention()
         # In a tuple, so that it is no child of this model.

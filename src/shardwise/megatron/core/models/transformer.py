@@ -18,6 +18,7 @@ from shardwise.megatron.core.tensor_parallel import ColumnParallelLinear
 from shardwise.megatron.core.tensor_parallel.attributes import adopt_marks_, mark_parameter, mark_replicas
 from shardwise.megatron.core.transformer.spec_utils import ModuleSpec
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
+from shardwise.megatron.core.transformer.transformer_layer import layer_spec_of
 from shardwise.megatron.inert_settings import say_once
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.nn import ShardedModule
@@ -31,8 +32,6 @@ class MegatronTransformer(LanguageModule):
             ``drain_embedding_wgrad_compute`` must be given after the last backward before the optimizer's step.
     """
 
-    _NOT_OF_THE_ENGINE = ("config", "transformer_layer_spec", "fp16_lm_cross_entropy", "pg_collection")
-
     def _enter(self, pg_collection: ProcessGroupCollection | None) -> Groups:
         groups = super()._enter(pg_collection)
         self.embedding_activation_buffer: list[Tensor] | None = None
@@ -40,14 +39,17 @@ class MegatronTransformer(LanguageModule):
         self._marks: dict[str, dict[str, Any]] = {}
         return groups
 
-    def _begin(
+    def _construct(
         self,
+        engine: Any,
+        *,
         config: TransformerConfig,
         transformer_layer_spec: ModuleSpec | TransformerLayerSpec | None,
         fp16_lm_cross_entropy: bool,
         pg_collection: ProcessGroupCollection | None,
-    ) -> Groups:
-        """The groups of a model that is being constructed, after checking what the engine's does not have."""
+        **options: Any,
+    ) -> None:
+        """Construct the model as one of class ``engine``, after checking what that does not have."""
         if transformer_layer_spec is None:
             raise ConfigError(
                 "transformer_layer_spec is None; say what a layer is made of, such as get_gpt_layer_local_spec()"
@@ -66,7 +68,9 @@ class MegatronTransformer(LanguageModule):
                 "sequence parallelism is off in this model",
                 stacklevel=3,
             )
-        return groups
+        config = self._dealt_out(config, groups, options["pre_process"] and options["post_process"])
+        layer_spec = layer_spec_of(transformer_layer_spec, config)
+        engine.__init__(self, config, groups=groups, layer_spec=layer_spec, **options)
 
     @staticmethod
     def _dealt_out(config: TransformerConfig, groups: Groups, is_whole: bool) -> TransformerConfig:
