@@ -1,7 +1,5 @@
 """Every error becomes one line and an exit code: 2 for the user's mistakes, 1 for failures, 130 and 143 for signals."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -26,8 +26,6 @@ together.
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox); Box and Muller 1958.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

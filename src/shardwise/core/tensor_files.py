@@ -5,8 +5,6 @@ columns make nearly every page resident, so that each rank would hold, and have 
 writes files from all of their tensors at once, which would all be in memory on the CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

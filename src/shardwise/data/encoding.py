@@ -5,8 +5,6 @@ else each turn of the assistant from the end of the prompt for it to the end of 
 the tokens from the first that differs from those of the prompt alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile

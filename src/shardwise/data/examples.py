@@ -13,8 +13,6 @@ A message has ``role`` and ``content`` (OpenAI's form) or ``from`` and ``value``
 may have ``system``, a text that goes before them, ``tools``, and ``chat_template_kwargs``, which the template is given.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

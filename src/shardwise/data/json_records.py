@@ -7,8 +7,6 @@ Records from tables: Parquet files, and Arrow files, as the library ``datasets``
 Read with ``pyarrow``, which is imported only where there is such a file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Texts with labels, or with one for each word: from records to what a label is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows of tokens with labels, of whole texts or of each token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Nothing is remembered between batches, so a run resumes at any step, and on any 
 it would have seen. ``BatchMover`` takes the batches to a device while it computes on others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -15,8 +15,6 @@ These are the preference formats of the library ``trl``, explicit and implicit p
 and ``chat_template_kwargs`` are those of ``examples``.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, replace
 from typing import Any, Literal

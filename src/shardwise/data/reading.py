@@ -7,8 +7,6 @@ the order of their paths; what begins with a dot is not. A folder that the libra
 says. A file that is named itself is read whatever its suffix, but for tables as text (``.csv``, ``.tsv``).
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator

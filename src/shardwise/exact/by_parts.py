@@ -4,8 +4,6 @@ Their gradient is a sum over tokens. The sequence is cut into ``exact_parts`` pa
 by themselves. With sequence parallelism a rank has some of the parts, without it all of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -12,8 +12,6 @@ Intel's processors the order in which an element is summed depends on all sizes 
 its own there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal

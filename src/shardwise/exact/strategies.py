@@ -1,7 +1,5 @@
 """The strategies of exact mode, by which layers compute whose group sums over parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -4,8 +4,6 @@ Kernels round differently. A rank on a machine without a compiler, or with a GPU
 what all ranks hold alike, such as norms, with other bits than the rest.
 """
 
-from __future__ import annotations
-
 import platform
 
 import torch

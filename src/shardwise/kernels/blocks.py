@@ -5,8 +5,6 @@ library, which rounds exponentials and error functions otherwise. In blocks that
 whole vectors long, all elements go one way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

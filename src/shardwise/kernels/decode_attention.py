@@ -4,8 +4,6 @@ Shapes and addresses are the same at every token, and the host knows nothing of 
 can be recorded once and repeated (``models.generation.decoding``).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ position, which is read on the device.
 This module needs Triton: ``dispatch`` imports it where it can be had.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ beside its definition in PyTorch, which runs where no path does: for small tenso
 tensor subclasses, and all that ``torch.compile`` traces, for which the compiler makes its own kernels.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

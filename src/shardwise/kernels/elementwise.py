@@ -5,8 +5,6 @@ Rotated are the pairs ``(i, i + r/2)`` of the first ``r`` elements of a head, or
 query-key-value projection as they leave it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The loops are in ``elementwise_cpu.c``. Where ``dispatch.ELEMENTWISE`` does not 
 the same, up to rounding. Nothing here is recorded by autograd.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 

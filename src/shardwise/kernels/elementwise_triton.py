@@ -4,8 +4,6 @@ All is computed in fp32 (fp64 for fp64) and rounded once. Offsets have 64 bits, 
 elements. This module needs Triton: ``dispatch`` imports it where it can be had.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

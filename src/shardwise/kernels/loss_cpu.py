@@ -5,8 +5,6 @@ statistics, and reads and writes them once for the gradient. ``loss_reference`` 
 is no softcap here, and columns lie side by side.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 

@@ -17,8 +17,6 @@ A program reads columns that lie side by side; there must be some. This module n
 where it can be had.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -14,8 +14,6 @@ are valid in this process. The norm needs a sum over the row, so all of it is re
 This module needs Triton: ``reduce_norm`` imports it where ``dispatch`` says that it can be had.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

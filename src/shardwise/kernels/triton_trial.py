@@ -8,8 +8,6 @@ ranks of a group can still agree to do without it (``kernels.agreed``).
 This module needs Triton: ``dispatch`` imports it where it can be had.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

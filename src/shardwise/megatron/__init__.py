@@ -11,8 +11,6 @@ Aliases only: ``megatron.core.parallel_state`` *is* ``shardwise.parallel_state``
 in any package without such a module; ``docs/porting.md`` says what that is, and why.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

@@ -3,8 +3,6 @@
 They stand in ``absent_names.json``: by module, each name with the reason and what to use instead.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

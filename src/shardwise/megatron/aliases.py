@@ -4,8 +4,6 @@ A module lies at its path in Megatron, or at that of the package that has its na
 names; the short ones are found from the start, and each is the same module.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.abc import Loader, MetaPathFinder

@@ -1,7 +1,5 @@
 """The arguments of a function that hands them on, without a second list of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -14,8 +14,6 @@
     └── NotInitializedError    groups used before initialisation
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

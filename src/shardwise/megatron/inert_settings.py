@@ -3,8 +3,6 @@
 They stand in ``inert_settings.json``.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

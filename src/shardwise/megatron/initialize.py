@@ -1,7 +1,5 @@
 """Megatron-DeepSpeed's ``megatron.initialize``: seeds; its command line is not read here."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, NoReturn
 

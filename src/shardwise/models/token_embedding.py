@@ -7,8 +7,6 @@ The tokens whose loss counts, so that the output layer computes no logits that n
 Padding masks ``[b, s]``, as users of ``transformers`` hold them: 1 or True for each token, 0 for padding.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -4,8 +4,6 @@ Layers ask ``arithmetic_of(group)`` for their products, norms and activations, a
 has the plain arithmetic, unless ``shardwise.exact`` gave it the other one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, cast
 

@@ -1,7 +1,5 @@
 """The linear layer whose output features are split over the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

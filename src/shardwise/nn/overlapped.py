@@ -1,7 +1,5 @@
 """The products of sequence-parallel linear layers beside their gathers and sums (``core.communication.overlap``)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What the linear layers share: how they communicate, and where their weight gradients go."""
 
-from __future__ import annotations
-
 import functools
 import math
 from abc import abstractmethod

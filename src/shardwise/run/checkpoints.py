@@ -1,7 +1,5 @@
 """A run's checkpoints: what goes in, and whether one belongs to this run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

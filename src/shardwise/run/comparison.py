@@ -1,7 +1,5 @@
 """Where two runs part: the first step, tensor and element in which their metrics or checkpoints differ."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ one process. Log-likelihoods take one pass for a batch of requests of similar le
 last token alone share a row of it. Of each prompt is read what comes after where it parts from the one before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ which has groups of its own, they have the same bits.
 The demo's run: it proves that splitting the model changes nothing, then trains it and shows what it learned.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -7,8 +7,6 @@ Nothing here can fail the run.
 The folder of a run: held by one run at a time, and cleared of what a killed one left.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import lzma
 import re

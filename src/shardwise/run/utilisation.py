@@ -3,8 +3,6 @@
 A trace of some steps of a run, by PyTorch's profiler.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import resource

@@ -1,7 +1,5 @@
 """The banner: the lines that a run prints before its first step."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A run's optimizer: which one, with fp32 copies or without, and whether data-parallel ranks share out its state."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The training step and the measurement on held-out text."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -10,8 +10,6 @@ Where CUDA devices reach each other's memory, PyTorch's fused operators do the s
 from the product (``torch.ops.symm_mem``). ``choose_way`` says which, and why.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Sequence

@@ -15,8 +15,6 @@ the sums on, together the volume of a ring. A reduce-scatter is the first half.
 ``exact_total`` sums a few Python numbers of every rank as integers, rounded once: any order gives the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Text from tokens as they come."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from shardwise.data.tokenizer.tokenizer import Tokenizer

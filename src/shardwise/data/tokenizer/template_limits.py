@@ -5,8 +5,6 @@ by the nodes of what is in them. What one operation of Python's can make large (
 replacement) or slow (a comparison of lists of lists) is estimated before it is done, and refused if it is too large.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping

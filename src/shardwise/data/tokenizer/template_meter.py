@@ -1,7 +1,5 @@
 """What one rendering of a chat template has done so far, and how large its values are."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

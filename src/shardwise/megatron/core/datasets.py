@@ -5,8 +5,6 @@ GPT dataset they are put one after the other in a shuffled order, as often as sa
 which are shuffled again.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

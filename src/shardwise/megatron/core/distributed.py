@@ -1,7 +1,5 @@
 """Megatron's data parallelism, on the engine's gradient buffers."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence

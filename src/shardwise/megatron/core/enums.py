@@ -1,7 +1,5 @@
 """Megatron's enums."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 from shardwise.models.transformer.masks import AttnMaskType

@@ -1,7 +1,5 @@
 """Megatron's number of micro-batches of a step: the global batch over those of all data-parallel ranks."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron's description of several sequences that are packed into one row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

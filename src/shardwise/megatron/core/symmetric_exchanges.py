@@ -5,8 +5,6 @@ reads and writes the others' blocks between two barriers; where it is an ``Ordin
 exchange by collectives. What lies in the block is at its start, unless an offset says otherwise.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Megatron's null tokenizer: numbers as text, for programs without a vocabulary."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Most live where they belong in this library and are only named here; what is defined here serves such programs alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """``parallel_state`` as ``mpu`` has it: other names of the sizes, and a stage's part by what was set last."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The layers of ``mpu``: those of ``tensor_parallel``, made without a config, with the options and defaults of old."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

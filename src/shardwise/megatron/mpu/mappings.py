@@ -1,7 +1,5 @@
 """The moves between layouts; in ``mpu`` those without autograd, and the functions behind the others, need no group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

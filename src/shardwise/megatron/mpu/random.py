@@ -1,7 +1,5 @@
 """Random streams and recomputation by the names of ``mpu``, whose ``checkpoint`` takes a function and its arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ One weight of ours may hold several of Hugging Face's (query, key and value; gat
 order (GPT-2's ``c_attn``). A *section* lists, for each row of Hugging Face's weight in its order, the row of ours.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -78,6 +78,6 @@ def check_integers(config: Any) -> None:
     Later it would fail in a layer, or not at all (8.0 == 8).
     """
     for spec in fields(config):
-        # Annotations are strings here.
-        if spec.type in ("int", "int | None") and isinstance(getattr(config, spec.name), float):
+        # Annotations are strings in some modules, and types in others.
+        if spec.type in ("int", "int | None", int, int | None) and isinstance(getattr(config, spec.name), float):
             raise ConfigError(f"{spec.name} is {getattr(config, spec.name)!r}; it must be an integer")

@@ -1,7 +1,5 @@
 """Text from several prompts at once."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

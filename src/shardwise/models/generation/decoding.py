@@ -5,8 +5,6 @@ the host reads none of it. So the pass can be recorded once as a CUDA graph, and
 the host otherwise takes longer to launch the operations than the GPU to do them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

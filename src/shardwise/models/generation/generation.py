@@ -1,7 +1,5 @@
 """Text from a model, one token at a time."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

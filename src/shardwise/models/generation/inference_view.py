@@ -1,7 +1,5 @@
 """A trained model on layers for inference, without a copy of its weights."""
 
-from __future__ import annotations
-
 from typing import Literal, TypeVar
 
 from shardwise.core.errors import ConfigError

@@ -16,8 +16,6 @@ on the generator's device, whose numbers for a seed are its own: a CPU's text fo
 Nothing here waits for a GPU before the choice is read: a token that cannot be chosen is -1 until then.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

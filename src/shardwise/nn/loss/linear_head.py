@@ -17,8 +17,6 @@ that is the same for all columns, and a sum of the weight's rows, or of the hidd
 fp16, which has no room for ``a / ρ``, the statistics are waited for and the gradient proper takes the logits' place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Losses of preferences: functions of how much likelier two answers have become than a reference model finds them."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

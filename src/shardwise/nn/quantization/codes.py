@@ -5,8 +5,6 @@ gives its scale, in fp32. Both are of the whole weight: a rank that holds some c
 so that codes do not depend on the number of ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Talk with a model by its own chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from os import PathLike

@@ -1,7 +1,5 @@
 """Between checkpoints and Hugging Face folders."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from os import PathLike, fspath

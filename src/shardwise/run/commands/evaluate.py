@@ -1,7 +1,5 @@
 """Measure a model on data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

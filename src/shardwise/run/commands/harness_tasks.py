@@ -1,7 +1,5 @@
 """Measure a model by tasks of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Label texts, and measure how well a model does."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a run needs of each rank, by arithmetic; nothing is started."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from os import PathLike

@@ -3,8 +3,6 @@
 A look at what is trained on: ids, text and mask of samples, in colours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby

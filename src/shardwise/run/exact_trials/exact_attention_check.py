@@ -5,8 +5,6 @@ heads, twice, as what is not deterministic has no exact form; and of the heads o
 the parts allow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -14,8 +14,6 @@ Each kind of layer is tried once. Numbers are random, and a second or two is all
 The surroundings that decide on the bits of results: device, libraries, compiler, switches and CUDA's kernels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

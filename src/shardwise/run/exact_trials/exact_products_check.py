@@ -14,8 +14,6 @@ Norms, biases of row-parallel layers and the factors of adapters that are not sp
 tokens, part by part of the sequence. Compared are all parts on several threads, and each rank's on one.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

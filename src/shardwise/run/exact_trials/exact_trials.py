@@ -1,7 +1,5 @@
 """How it is tried what an exact run relies on: something is computed in two ways, which must have the same bits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ Whether a device updates weights with the bits on which exact runs rely, tried b
 - Muon's products of whole matrices have the same bits at every number of threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What a rank holds of a model that is frozen, in 16, 8 or 4 bits, and of the adapters that are trained beside it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

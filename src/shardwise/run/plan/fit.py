@@ -1,7 +1,5 @@
 """Which layouts fit into the memory of a rank, best first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

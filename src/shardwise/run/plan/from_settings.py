@@ -1,7 +1,5 @@
 """The way from a run's settings to the workload, the mesh and the model of its plan."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bytes of every pipeline stage: of its rank that needs the most."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The parameters of one rank, by the layouts that the layers are made by."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

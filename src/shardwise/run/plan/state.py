@@ -1,7 +1,5 @@
 """Bytes of weights, gradients and optimizer state on one rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

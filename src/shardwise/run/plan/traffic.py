@@ -3,8 +3,6 @@
 A collective's bytes are what a rank contributes to it. What it sends is more or less, by the ring that moves it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 What data-parallel ranks share out with ``zero``: how large the buffers are, and what each rank owns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal

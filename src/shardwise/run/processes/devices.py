@@ -3,8 +3,6 @@
 How the ranks of several hosts find each other: the network interface, and the first connection.
 """
 
-from __future__ import annotations
-
 import datetime
 import fcntl
 import ipaddress

@@ -3,8 +3,6 @@
 Signals are the process's, and so is the one object here that says what they do at the moment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

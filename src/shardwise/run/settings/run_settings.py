@@ -3,8 +3,6 @@
 They are what ``shardwise train --help`` explains, what a TOML file fills, and what a checkpoint records.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

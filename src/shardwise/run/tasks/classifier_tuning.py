@@ -1,7 +1,5 @@
 """Fine-tuning for labels: from a Hugging Face folder to one with a classification head."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

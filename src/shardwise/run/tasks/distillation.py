@@ -1,7 +1,5 @@
 """Distillation: a model learns from the predictions of another, larger one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

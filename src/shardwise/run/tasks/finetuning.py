@@ -1,7 +1,5 @@
 """Fine-tuning: from a Hugging Face folder to a fine-tuned one, or to its adapters."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

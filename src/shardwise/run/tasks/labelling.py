@@ -1,7 +1,5 @@
 """The objective of a run that trains a classifier, and its measures on held-out texts, found entities among them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The card of a trained model, as the Hugging Face hub reads it: what it was trained from, on what, and how."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import platform

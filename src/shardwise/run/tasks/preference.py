@@ -5,8 +5,6 @@ Preferences from ``--data`` to pairs: split, encoded, fitted to the sequence len
 The reference of a run on preferences: what the model that it begins with says of every answer, kept on disk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chats and instructions from ``--data`` to samples: split, encoded, fitted to the sequence length."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

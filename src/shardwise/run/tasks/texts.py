@@ -1,7 +1,5 @@
 """From ``--data`` to tokens: the corpus, its split, its tokenizer, its token streams."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Parameters of the base model that are trained beside adapters: biases, and modules that are trained whole."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Bytes go through torch.distributed.checkpoint, which plans who reads what; this 
 and that every rank hears of an error alike (``checkpoint_errors``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where two checkpoints differ: tensor by tensor, whatever the layouts that they were saved at."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ thread does nothing but write its rank's file, and everything that ranks do toge
 A ``Snapshot`` in host memory lets the thread write while the tensors go on changing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum

@@ -1,7 +1,5 @@
 """From a model to a Hugging Face folder, complete or not at all, without the whole model in any rank's memory."""
 
-from __future__ import annotations
-
 import glob
 import json
 import math

@@ -1,7 +1,5 @@
 """From a Hugging Face folder to a model: each rank reads the rows and columns that it holds, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any

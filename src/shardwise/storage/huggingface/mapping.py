@@ -8,8 +8,6 @@ A table's row says for one parameter, or for its weight and bias alike (``*``), 
 What a row becomes for a parameter of known shape is a ``Composition``, by which tensors are read, written and checked.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

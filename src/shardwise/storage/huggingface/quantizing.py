@@ -1,7 +1,5 @@
 """Weights that are quantised as they are read, so that a rank never holds more than one of them as it is stored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The files beside a model's weights: of its tokenizer, its processors and its generation, its licence and readme.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Sequence

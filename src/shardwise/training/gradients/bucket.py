@@ -3,8 +3,6 @@
 Where parameters lie in a flat buffer, and where the buffer is cut into buckets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

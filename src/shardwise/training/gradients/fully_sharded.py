@@ -10,8 +10,6 @@ PyTorch cuts the first dimension of each parameter, of what tensor parallelism h
 Source: Zhao et al. 2023 (arXiv:2304.11277); Liang et al. 2024 (arXiv:2410.06511), section 2.1.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, cast

@@ -12,8 +12,6 @@ there.
 Source: Li et al. 2020 (arXiv:2006.15704), section 3.2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -11,8 +11,6 @@ different pipeline stages the two are summed apart as well.
 With ``scatter`` each rank gets an interval of the sums, which is the first half of what travels otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any

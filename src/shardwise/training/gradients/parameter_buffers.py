@@ -12,8 +12,6 @@ gradient is reduced in the same group.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5, P_os.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

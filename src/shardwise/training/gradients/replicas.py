@@ -4,8 +4,6 @@ Ranks that were seeded apart, or that read different files, train on without a w
 hidden states that all share, and the mean of gradients is of different models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """AdamW over a split model: PyTorch's, since it works element by element and so shard by shard."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ added up and rounded once. Where data-parallel ranks share out the gradients, th
 are put together before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 

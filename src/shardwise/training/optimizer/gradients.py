@@ -1,7 +1,5 @@
 """What happens to gradients between backward and step: sums over ranks, and the global norm."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

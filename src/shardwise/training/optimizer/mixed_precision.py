@@ -11,8 +11,6 @@ are the copies rounded.
 Source: Micikevicius et al. 2018 (arXiv:1710.03740), section 3.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural netw
 (https://kellerjordan.github.io/posts/muon); the factor of an update is of Liu et al. 2025 (arXiv:2502.16982).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

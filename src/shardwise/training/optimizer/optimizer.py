@@ -1,7 +1,5 @@
 """What training and checkpoints ask of an optimizer, whichever it is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

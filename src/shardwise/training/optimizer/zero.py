@@ -8,8 +8,6 @@ difference.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5, P_os.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron's BERT."""
 
-from __future__ import annotations
-
 from shardwise.megatron.arguments import given
 from shardwise.megatron.core.models.transformer import MegatronTransformer
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection

@@ -1,7 +1,5 @@
 """Megatron's embedding of a language model."""
 
-from __future__ import annotations
-
 from torch.distributed import ProcessGroup
 
 from shardwise.megatron.arguments import given

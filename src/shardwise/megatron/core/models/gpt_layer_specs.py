@@ -1,7 +1,5 @@
 """Megatron's specs of a GPT layer, whose norms, attention and MLP a program may replace; the config says the rest."""
 
-from __future__ import annotations
-
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.arguments import given
 from shardwise.megatron.core.transformer.layer_parts import (

@@ -1,7 +1,5 @@
 """Megatron's base of language models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Megatron's rotary angles, made of the engine's frequencies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What Megatron's GPT and BERT have beside the engine's."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Mapping

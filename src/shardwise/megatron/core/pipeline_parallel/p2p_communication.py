@@ -1,7 +1,5 @@
 """Megatron's messages between pipeline stages, for schedules of a program's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

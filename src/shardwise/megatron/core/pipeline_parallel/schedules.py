@@ -1,7 +1,5 @@
 """``get_forward_backward_func``: a training step over all micro-batches, with Megatron's arguments."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

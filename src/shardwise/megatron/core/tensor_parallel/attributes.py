@@ -1,7 +1,5 @@
 """The attributes by which programs know how a parameter is split, and private names of Megatron's that they import."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The door to ``shardwise.nn.loss``: the loss over a split vocabulary, under the name and order that programs know."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

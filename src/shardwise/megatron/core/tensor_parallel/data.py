@@ -1,7 +1,5 @@
 """One rank reads, its whole tensor-parallel group receives."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

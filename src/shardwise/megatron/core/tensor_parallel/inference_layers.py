@@ -3,8 +3,6 @@
 They need no Transformer Engine and no GPU, and are split at any size.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup

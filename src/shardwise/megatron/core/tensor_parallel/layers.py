@@ -4,8 +4,6 @@ Each layer keeps ``param_layouts``: for each of its own parameters, where this r
 Weights start with the values of the dense layer, whatever the number of ranks (``shardwise.core.initialization``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

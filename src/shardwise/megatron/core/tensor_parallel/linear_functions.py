@@ -3,8 +3,6 @@
 One implementation stands behind them: ``shardwise.nn.linear``.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from typing import Any

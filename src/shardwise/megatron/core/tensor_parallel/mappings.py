@@ -3,8 +3,6 @@
 What they do, and the table of layouts, stand in ``shardwise.core.communication.moves``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

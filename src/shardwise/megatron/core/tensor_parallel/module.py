@@ -1,7 +1,5 @@
 """What Megatron's layers have beside the engine's: a config, marks on their parameters, and attributes of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any

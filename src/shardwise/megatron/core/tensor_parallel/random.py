@@ -4,8 +4,6 @@
 The names say "cuda" for compatibility; the streams are those of whatever device the program computes on.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

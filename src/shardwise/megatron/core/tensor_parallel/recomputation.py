@@ -4,8 +4,6 @@
 functions whose outputs the next operation would save.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

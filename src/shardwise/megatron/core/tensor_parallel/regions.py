@@ -9,8 +9,6 @@ buffer's tensor "mpu" and is overwritten by the next such call; autograd refuses
 values.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Splitting tensors and vocabularies."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup

@@ -1,7 +1,5 @@
 """What layers and their parts do with Megatron's arguments: refuse them, or turn them into the engine's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

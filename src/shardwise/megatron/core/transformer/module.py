@@ -1,7 +1,5 @@
 """Megatron's base of modules, and its wrapper for half precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

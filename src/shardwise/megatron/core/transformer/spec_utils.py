@@ -1,7 +1,5 @@
 """Megatron's specs of modules: a class, imported or named, and what it is made with."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import types

@@ -7,8 +7,6 @@ The latter stand in ``inert_settings.json``, each with the reason why it is acce
     "PyTorch's own norm kernel is used"
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

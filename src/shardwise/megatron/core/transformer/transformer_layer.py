@@ -3,8 +3,6 @@
 A program's own attention, MLP or norm in a spec is built as in Megatron, and called with Megatron's arguments.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 How Hugging Face's folders say what a classification head is, and what its labels are called.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
