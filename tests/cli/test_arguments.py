@@ -10,7 +10,7 @@ import pytest
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.conversion import ExportArguments, ImportArguments
 from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
-from shardwise.cli.plan import PlanArguments
+from shardwise.cli.inspection import PlanArguments
 from shardwise.cli.trainings import DemoArguments, DistillArguments, DpoArguments, FinetuneArguments, TrainArguments
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings import Settings

@@ -42,7 +42,9 @@ COMMANDS = {
     "distill": Command(
         "trainings", "DistillArguments", "fine-tune on what a larger model of the same tokenizer predicts"
     ),
-    "plan": Command("plan", "PlanArguments", "show what a run needs of memory and network, and which layouts fit"),
+    "plan": Command(
+        "inspection", "PlanArguments", "show what a run needs of memory and network, and which layouts fit"
+    ),
     "generate": Command("inference", "GenerateArguments", "continue a text with a trained checkpoint"),
     "chat": Command("inference", "ChatArguments", "talk with a model, by its own chat template"),
     "eval": Command(
@@ -51,10 +53,10 @@ COMMANDS = {
     "classify": Command(
         "inference", "ClassifyArguments", "say what the labels of texts are, with a fine-tuned classifier"
     ),
-    "compare": Command("compare", "CompareArguments", "show where two runs part: step, tensor and element"),
+    "compare": Command("inspection", "CompareArguments", "show where two runs part: step, tensor and element"),
     "import-hf": Command("conversion", "ImportArguments", "make a checkpoint of a Hugging Face folder"),
     "export-hf": Command("conversion", "ExportArguments", "write a checkpoint as a Hugging Face folder"),
-    "env": Command("env", "EnvArguments", "show versions, devices, backends and fast paths"),
+    "env": Command("inspection", "EnvArguments", "show versions, devices, backends and fast paths"),
 }
 
 

@@ -6,13 +6,11 @@ from typing import Any
 import torch
 
 from shardwise.core.topology import Groups
-from shardwise.models.chunks import ModelChunks
+from shardwise.models.description import ModelChunks, ModelDescription, chunks_of
 from shardwise.models.gpt import GPT
 from shardwise.run.settings import ModelSettings, RunSettings, Settings
 from shardwise.storage import huggingface
 from shardwise.storage.huggingface import model_config
-from shardwise.storage.huggingface.building import chunks_of
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 

@@ -14,8 +14,8 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, SampleLoader
 from shardwise.data.sample_rows import SampleDataset
 from shardwise.kernels.agreed import agree_on_kernels
-from shardwise.models.chunks import ModelChunks
 from shardwise.models.config import ModelConfig
+from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.module import named_param_layouts, replicas_of
 from shardwise.run.exact_trials.exact_check import check_arithmetic, check_device, use_deterministic_algorithms
@@ -25,7 +25,6 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.recipe import Recipe, Session
 from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_of
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.trainer import Trainer
 

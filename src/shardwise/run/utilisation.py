@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.core.errors import UnwritableError
 from shardwise.core.files import write_atomically
+from shardwise.models.description import ModelDescription
 from shardwise.run.plan.parameters import Part, parameters_of
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import ProfileSettings
-from shardwise.storage.huggingface.description import ModelDescription
 
 # Dense products in TFLOP/s, of 16 bits, of TF32 and of fp32, by a part of the device's name, the first that fits. From
 # NVIDIA's data sheets (H100 and H200 Tensor Core GPU, A100, L40S, L4, A10, V100, Blackwell architecture), where figures

@@ -6,15 +6,14 @@ import torch
 
 from shardwise.core.communication.trees import sum_in_parts
 from shardwise.core.topology import Groups
-from shardwise.models.chunks import ModelChunks
+from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees
 from shardwise.training.optimizer.gradients import summed_over_other_groups
-from shardwise.training.optimizer.local_shards import LocalShards
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, MasterWeights
 from shardwise.training.optimizer.optimizer import ShardedOptimizer
-from shardwise.training.optimizer.zero import ZeroOptimizer
+from shardwise.training.optimizer.zero import LocalShards, ZeroOptimizer
 from shardwise.training.step_settings import StepSettings
 
 

@@ -23,7 +23,7 @@ from shardwise.core.topology import Groups
 from shardwise.core.validation import DeferredChecks
 from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_batches
 from shardwise.data.loader import BatchMover
-from shardwise.models.chunks import ModelChunks
+from shardwise.models.description import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import Total
 from shardwise.training.gradients.replicas import check_replicas

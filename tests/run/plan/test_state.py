@@ -16,9 +16,10 @@ from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
+from shardwise.models.description import chunks_of
 from shardwise.nn import named_param_layouts
 from shardwise.run.build import build_model as build_new_model, describe
-from shardwise.run.plan.from_settings import mesh_of, workload_of
+from shardwise.run.plan.fit import mesh_of, workload_of
 from shardwise.run.plan.memory_plan import make_plan, plan_rank
 from shardwise.run.plan.parameters import parameters_of, parts_of
 from shardwise.run.settings import (
@@ -30,10 +31,8 @@ from shardwise.run.settings import (
     TrainingSettings,
 )
 from shardwise.storage.huggingface import build_model, model_config
-from shardwise.storage.huggingface.building import chunks_of
 from shardwise.training.gradients.fully_sharded import FullyShardedModel
-from shardwise.training.optimizer.local_shards import LocalShards
-from shardwise.training.optimizer.zero import ZeroOptimizer
+from shardwise.training.optimizer.zero import LocalShards, ZeroOptimizer
 from shardwise.training.trainer import Trainer
 
 # Scalars: norms, losses, signals.

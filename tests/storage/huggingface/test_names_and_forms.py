@@ -125,7 +125,7 @@ def test_bert_as_it_was_converted_from_tensorflow(
 def test_virtual_stages(group: Any, reference: Reference, tmp_path: Path) -> None:
     from hf_references import groups_of
 
-    from shardwise.models.chunks import ModelChunks
+    from shardwise.models.description import ModelChunks
     from shardwise.storage.huggingface import save_pretrained
 
     groups = groups_of(1, 2)

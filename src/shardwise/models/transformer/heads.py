@@ -1,9 +1,18 @@
 """Which attention heads are on which rank: pure arithmetic."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, intervals_of_sizes
+
+
+class Heads(NamedTuple):
+    """Query heads, key-value heads, and the width of a head."""
+
+    queries: int
+    groups: int
+    width: int
 
 
 @dataclass(frozen=True)

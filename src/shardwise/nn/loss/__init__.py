@@ -1,6 +1,7 @@
 """Losses and other functions of a vocabulary that is split over the ranks; none gathers the logits."""
 
 from shardwise.nn.loss.cross_entropy import (
+    preference_loss as preference_loss,
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     vocab_parallel_log_probs as vocab_parallel_log_probs,
 )
@@ -11,7 +12,6 @@ from shardwise.nn.loss.entropy import (
 from shardwise.nn.loss.linear_cross_entropy import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
-from shardwise.nn.loss.preference_loss import preference_loss as preference_loss
 from shardwise.nn.loss.vocabulary import (
     vocab_parallel_argmax as vocab_parallel_argmax,
     vocab_parallel_topk as vocab_parallel_topk,

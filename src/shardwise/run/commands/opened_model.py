@@ -15,7 +15,7 @@ from shardwise.core.files import shown
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer
-from shardwise.models.chunks import ModelChunks
+from shardwise.models.description import Model, ModelChunks, ModelDescription
 from shardwise.run.build import describe
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import Settings
@@ -24,8 +24,6 @@ from shardwise.storage.adapters import load_adapter_, read_adapter_config
 from shardwise.storage.checkpoint.checkpoint import check_state_fits
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
-from shardwise.storage.huggingface.building import Model
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import (

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import torch
 
 from shardwise.core.errors import ConfigError
-from shardwise.run.plan.fit import Choice, fitting
-from shardwise.run.plan.from_settings import adaptation_of, mesh_of, planned_model, recomputation_of, workload_of
+from shardwise.run.plan.fit import Choice, adaptation_of, fitting, mesh_of, planned_model, recomputation_of, workload_of
 from shardwise.run.plan.memory_plan import Plan, make_plan
 from shardwise.run.plan.report import read_bytes, shown_bytes
 from shardwise.run.plan.workload import Mesh, Workload

@@ -9,6 +9,7 @@ import torch
 from shardwise.core.sharding import ParamLayout, holders
 from shardwise.models.adapters.adapter import section_layout
 from shardwise.models.adapters.config import LoraConfig
+from shardwise.models.description import ModelDescription
 from shardwise.nn.quantization import QUANTIZATIONS, Quantization
 from shardwise.run.plan.parameters import Parameter, Part, parameters_of, parts_of
 from shardwise.run.plan.state import (
@@ -21,7 +22,6 @@ from shardwise.run.plan.state import (
 from shardwise.run.plan.workload import Adaptation, Mesh, Workload
 from shardwise.storage.adapters.config_file import check_targets, trained_tensors
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.mapping import Composition, compose
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")

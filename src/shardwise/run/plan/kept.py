@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.core.sharding import balanced_sizes
+from shardwise.models.description import ModelDescription
 from shardwise.models.transformer.heads import split_heads
 from shardwise.run.plan.parameters import Part
 from shardwise.run.plan.workload import Recomputation, Workload
-from shardwise.storage.huggingface.description import ModelDescription
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.core.sharding import ParamLayout, holders, stage_layers
+from shardwise.models.description import ModelDescription
 from shardwise.models.transformer.heads import split_heads
-from shardwise.storage.huggingface.description import ModelDescription
 
 
 @dataclass(frozen=True)

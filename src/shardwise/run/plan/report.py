@@ -20,14 +20,13 @@ import torch
 
 from shardwise.core.errors import ConfigError, OutOfMemoryError, ShardwiseError
 from shardwise.data.labelled import counted
-from shardwise.run.plan.fit import Choice, fitting
-from shardwise.run.plan.from_settings import mesh_of, workload_of
+from shardwise.models.description import ModelDescription
+from shardwise.run.plan.fit import Choice, fitting, mesh_of, workload_of
 from shardwise.run.plan.memory_plan import Plan, make_plan
 from shardwise.run.plan.parameters import parameters_of, parts_of
 from shardwise.run.plan.workload import Mesh
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.bounds import launcher_number
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}}

@@ -9,9 +9,9 @@ from typing import Literal
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.adapters.config import LoraConfig
+from shardwise.models.description import ModelDescription
 from shardwise.nn.quantization import Quantization
 from shardwise.run.plan.parameters import Parameter
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, place
 
 

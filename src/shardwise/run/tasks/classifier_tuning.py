@@ -30,8 +30,8 @@ from shardwise.data.labelled import ProblemType, counted, usual_problem
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
 from shardwise.models.adapters import LoraConfig
-from shardwise.models.chunks import ModelChunks
 from shardwise.models.classification import Classification, Task
+from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.settings import FinetuneSettings, LabelSettings, RunSettings
 from shardwise.run.tasks.finetuning import Finetuning
@@ -39,7 +39,6 @@ from shardwise.run.tasks.labelling import Labelling
 from shardwise.run.tasks.samples import held_out_indices
 from shardwise.storage.huggingface import config_to_json, describe_model, load_pretrained
 from shardwise.storage.huggingface.architectures.architecture import label_fields, label_names, usual_names
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder

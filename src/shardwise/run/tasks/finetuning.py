@@ -24,7 +24,7 @@ from shardwise.data.pair_rows import is_preference
 from shardwise.data.reading import corpus_of
 from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer
 from shardwise.models.adapters import LoraConfig
-from shardwise.models.chunks import ModelChunks
+from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
 from shardwise.run.processes.ranks import Ranks
@@ -43,7 +43,6 @@ from shardwise.storage.adapters import (
 )
 from shardwise.storage.adapters.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained, save_pretrained
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files

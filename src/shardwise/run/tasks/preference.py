@@ -37,7 +37,7 @@ from shardwise.data import (
 from shardwise.data.encoding import UnusableExampleError, common_length
 from shardwise.data.labelled import counted
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
-from shardwise.nn.loss.preference_loss import preference_loss
+from shardwise.nn.loss.cross_entropy import preference_loss
 from shardwise.run.settings import DpoSettings, PreferenceSettings, RunSettings, SampleSettings
 from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.recipe import Session

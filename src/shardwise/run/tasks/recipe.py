@@ -12,13 +12,13 @@ import torch
 from shardwise.core.communication.overlap import Pass, Way
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, SampleLoader, Windows
+from shardwise.models.description import ModelDescription
 from shardwise.run.build import build_model, describe
 from shardwise.run.plan.report import Shortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings, Settings
 from shardwise.run.tasks.texts import TrainingData, prepare_texts, share_texts
 from shardwise.run.utilisation import Utilisation
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.training.objective import Objective
 from shardwise.training.trainer import Trainer
 

@@ -20,12 +20,13 @@ from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_embedding import LoraEmbedding
 from shardwise.models.adapters.lora_layers import LoraLayer, LoraLinear
 from shardwise.models.gpt import GPT
+from shardwise.models.transformer.heads import Heads
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
 from shardwise.storage.adapters.config_file import check_targets, chosen_paths, trained_tensors
 from shardwise.storage.adapters.trained import base_parameters, check_trainable, originals, train_, trained_of
 from shardwise.storage.huggingface.architectures import Architecture
-from shardwise.storage.huggingface.mapping import Heads, compose
+from shardwise.storage.huggingface.mapping import compose
 
 
 @dataclass(frozen=True)

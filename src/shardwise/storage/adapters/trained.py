@@ -12,10 +12,11 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.sharding.balanced import first_row, is_sharded, local_rows
 from shardwise.models.adapters.lora_layers import LoraColumn
+from shardwise.models.transformer.heads import Heads
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.quantization import QuantizedTensor
 from shardwise.storage.huggingface.architectures import Architecture
-from shardwise.storage.huggingface.mapping import Composition, Heads, compose
+from shardwise.storage.huggingface.mapping import Composition, compose
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@
 only the slices that it holds; writing, no rank holds more than one whole parameter.
 """
 
-from shardwise.storage.huggingface.building import (
+from shardwise.models.description import (
+    ModelDescription as ModelDescription,
     build_model as build_model,
     describe_model as describe_model,
     model_config as model_config,
 )
-from shardwise.storage.huggingface.description import ModelDescription as ModelDescription
 from shardwise.storage.huggingface.exporting import save_pretrained as save_pretrained
 from shardwise.storage.huggingface.loading import load_pretrained as load_pretrained
 from shardwise.storage.huggingface.pretrained import (

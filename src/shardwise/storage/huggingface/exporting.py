@@ -24,11 +24,10 @@ from shardwise.core.sharding.balanced import is_sharded
 from shardwise.core.tensor_files import TensorFile, write_errors
 from shardwise.core.topology import Groups
 from shardwise.core.topology.groups import gather_from_stages, model_groups
-from shardwise.models.chunks import ModelChunks
+from shardwise.models.description import Model, ModelChunks, describe_model
 from shardwise.nn.quantization import QuantizedTensor
 from shardwise.storage.checkpoint.folder import fsync
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
-from shardwise.storage.huggingface.building import Model, describe_model
 from shardwise.storage.huggingface.mapping import Composition, Shape, compose
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME, config_to_json
 from shardwise.storage.huggingface.tensor_folder import (

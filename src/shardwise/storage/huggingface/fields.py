@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import shown
+from shardwise.models.description import ModelDescription
 from shardwise.models.transformer.rotary import RotaryScaling
-from shardwise.storage.huggingface.description import ModelDescription
 
 _T = TypeVar("_T", int, float, bool, str)
 

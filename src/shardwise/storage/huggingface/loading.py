@@ -13,11 +13,10 @@ from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sharding import ParamShard
 from shardwise.core.topology import Groups
 from shardwise.core.topology.groups import gather_from_stages, model_groups
-from shardwise.models.chunks import ModelChunks
 from shardwise.models.classification import Classification
+from shardwise.models.description import Model, ModelChunks, build_model, chunks_of, model_config
 from shardwise.nn import ReplicatedLinear
 from shardwise.nn.quantization import QuantizedTensor
-from shardwise.storage.huggingface.building import Model, build_model, chunks_of, model_config
 from shardwise.storage.huggingface.filling import check_copies, check_shapes, fill_shard_
 from shardwise.storage.huggingface.mapping import Composition, compose
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder

@@ -17,16 +17,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.transformer.heads import Heads
 
 Shape = tuple[int, ...]
-
-
-class Heads(NamedTuple):
-    """Query heads, key-value heads, and the width of a head."""
-
-    queries: int
-    groups: int
-    width: int
 
 
 class Piece(NamedTuple):

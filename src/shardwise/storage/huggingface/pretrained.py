@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architecture
 from shardwise.storage.huggingface.architectures.architecture import with_label_fields
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.tensor_folder import read_json
 

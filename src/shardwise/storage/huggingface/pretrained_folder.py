@@ -11,8 +11,8 @@ import torch
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.tensor_files import some_tensors
 from shardwise.models.classification import Classification
+from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures import Architecture
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.pretrained import PretrainedConfig, read_config
 from shardwise.storage.huggingface.tensor_folder import TensorFolder, is_weight_dtype, weight_dtype
 

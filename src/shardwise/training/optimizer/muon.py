@@ -27,7 +27,7 @@ from shardwise.nn import ColumnLinear
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.training.gradients import Division
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.local_shards import Dealing, dealt_out
+from shardwise.training.optimizer.zero import Dealing, dealt_out
 
 # Of an iteration x -> a x + b (x x^T) x + c (x x^T)^2 x, which brings singular values towards 1 as fast as five steps
 # can; Jordan et al. 2024.

@@ -15,7 +15,7 @@ from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.transformer.spec_utils import ModuleSpec
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.megatron.errors import AssertedShardingError, asserting
-from shardwise.models.generation.inference_view import with_block
+from shardwise.models.generation.cache import with_block
 from shardwise.models.gpt import GPT
 from shardwise.models.token_embedding import PositionEmbedding
 from shardwise.models.transformer.attention import KeyValueCache, SelfAttention

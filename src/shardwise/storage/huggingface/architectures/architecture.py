@@ -10,9 +10,10 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.classification import Classification, Task
-from shardwise.storage.huggingface.description import ModelDescription
+from shardwise.models.description import ModelDescription
+from shardwise.models.transformer.heads import Heads
 from shardwise.storage.huggingface.fields import ACTIVATION_NAMES, Fields
-from shardwise.storage.huggingface.mapping import Heads, Table, whole
+from shardwise.storage.huggingface.mapping import Table, whole
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures.architecture import (
     ActivationSetting,
     Architecture,
     ClassifierFormat,
     Setting,
 )
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.mapping import separate_qkv, whole
 

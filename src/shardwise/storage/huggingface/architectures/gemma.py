@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting, classifiers
 from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
@@ -14,7 +15,6 @@ from shardwise.storage.huggingface.architectures.llama import (
     layer_types,
     read_layer_types,
 )
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
 from shardwise.storage.huggingface.mapping import whole
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures.architecture import (
     ActivationSetting,
     Architecture,
     Setting,
     classifiers,
 )
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
 from shardwise.storage.huggingface.mapping import joint_qkv, separate_qkv, whole
 

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures.architecture import (
     ActivationSetting,
     Architecture,
     Setting,
     classifiers,
 )
-from shardwise.storage.huggingface.description import ModelDescription
 from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
 from shardwise.storage.huggingface.mapping import Table, joint_qkv, separate_qkv, stacked, whole
 

@@ -1,4 +1,9 @@
-"""``shardwise plan``: what a run needs of each rank, by arithmetic; nothing is started."""
+"""``shardwise plan``: what a run needs of each rank, by arithmetic; nothing is started.
+
+``shardwise compare``: where two runs part.
+
+``shardwise env``: versions, devices, backends, and which fast paths are on and why not.
+"""
 
 import json
 from collections.abc import Callable
@@ -8,10 +13,10 @@ from typing import Annotated
 
 import tyro
 
-from shardwise.cli.arguments import SettingsArguments
+from shardwise.cli.arguments import Arguments, SettingsArguments
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings import PlanSettings
-from shardwise.training.bounds import DEFAULT_RANKS_PER_HOST, LOCAL_RANKS, RANKS, check_value
+from shardwise.training.bounds import DEFAULT_RANKS_PER_HOST, LOCAL_RANKS, RANKS, Folder, check_value
 
 _SHOWN = 20
 
@@ -108,3 +113,51 @@ def _print_fitting(
         f"\n{more}Best first: the least extra work (recomputation, idle pipeline stages), then the fewest bytes that a "
         "rank sends in a step, then memory."
     )
+
+
+@dataclass(frozen=True)
+class CompareArguments(Arguments):
+    """Show where two runs part: the first step, tensor and element in which their metrics or checkpoints differ.
+
+    Runs may have had different layouts. The exit code is 0 if both have metrics of the same steps with the same
+    results, and the checkpoints that both have are the same, bit for bit; else 1.
+
+    Attributes:
+        run_a: --out of a training run, or one of its checkpoints.
+        run_b: that of another.
+    """
+
+    run_a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_A"), Folder("")]
+    run_b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_B"), Folder("")]
+
+    def work(self) -> Callable[[], object]:
+        """Compare and print."""
+        return partial(_compare, self.run_a, self.run_b)
+
+
+def _compare(run_a: str, run_b: str) -> None:
+    from shardwise.run import compare
+
+    same, lines = compare(run_a, run_b)
+    print("\n".join(lines))
+    if not same:
+        raise SystemExit(1)
+
+
+@dataclass(frozen=True)
+class EnvArguments(Arguments):
+    """Show versions, devices, backends, and which fast paths are on and why not.
+
+    Attributes:
+        json: print JSON, for a bug report or a script.
+        debug: show stack traces.
+    """
+
+    json: bool = False
+
+    def work(self) -> Callable[[], object]:
+        """Print what this machine has."""
+        from shardwise.cli.machine import as_table, gather
+
+        report = gather()
+        return partial(print, json.dumps(report, indent=2) if self.json else as_table(report))

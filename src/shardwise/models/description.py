@@ -1,0 +1,306 @@
+"""What a model is, without its weights: the middle between ``config.json`` and a model of ours.
+
+From a description to a model, and back.
+
+Several parts of one model on one rank, for interleaved pipeline schedules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharding import ParamShard, ShardedOffset
+from shardwise.core.topology import Groups
+from shardwise.models.bert import Bert
+from shardwise.models.classification import Classification
+from shardwise.models.config import ModelConfig
+from shardwise.models.gpt import GPT
+from shardwise.models.language_model import LanguageModel
+from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.heads import Heads
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.mlp import ACTIVATIONS
+from shardwise.models.transformer.rotary import RotaryScaling
+
+# A larger size is a mistake, and is refused before anyone waits for it or runs out of memory.
+_LARGEST = {
+    "num_layers": 1 << 16,
+    "num_attention_heads": 1 << 16,
+    "num_query_groups": 1 << 16,
+    **dict.fromkeys(("hidden_size", "kv_channels", "ffn_hidden_size", "vocab_size", "max_sequence_length"), 1 << 30),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """All of a model that decides which function of its weights and inputs it is.
+
+    Fields have the names and meaning that ``ModelConfig`` and the models give them, and for each there is one
+    value, whatever defaults it was written with. Two descriptions are equal if the models are, outside of training:
+    dropout and initial values are no part of the comparison.
+
+    Attributes:
+        kind: the class: ``"gpt"`` or ``"bert"``.
+        activation: the MLP's activation, a key of ``models.transformer.activations.ACTIVATIONS``.
+        attention_bias: there is a bias on attention's output projection.
+        qkv_bias: there are biases on its query, key and value projections.
+        mlp_bias: there are biases on both projections of the MLP.
+        classification: a head for labels, in place of all others.
+        add_binary_head: BERT's next-sentence head, and the pooler before it.
+        init_method_std: standard deviation of new weights.
+    """
+
+    kind: Literal["gpt", "bert"] = "gpt"
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_sequence_length: int
+    activation: str
+    gated_linear_unit: bool = False
+    normalization: str = "LayerNorm"
+    norm_position: str = "pre"
+    layernorm_epsilon: float = 1e-5
+    layernorm_zero_centered_gamma: bool = False
+    embedding_layernorm: bool = False
+    final_layernorm: bool = True
+    qk_layernorm: bool = False
+    apply_residual_connection_post_layernorm: bool = False
+    attention_bias: bool = False
+    qkv_bias: bool = False
+    mlp_bias: bool = False
+    softmax_scale: float | None = None
+    window_size: tuple[int, int] | None = None
+    windowed_layers: tuple[bool, ...] | None = None
+    rotary_layers: tuple[bool, ...] | None = None
+    qk_layernorm_over_heads: bool = False
+    parallel_residual: bool = False
+    residual_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    final_logit_softcap: float | None = None
+    attention_logit_softcap: float | None = None
+    position_offset: int = 0
+    positions_skip_padding: bool = False
+    share_embeddings_and_output_weights: bool = False
+    position_embedding_type: str = "learned_absolute"
+    rotary_percent: float = 1.0
+    rotary_base: float = 10000.0
+    rotary_interleaved: bool = False
+    rope_scaling: RotaryScaling | None = None
+    window_rotary_base: float | None = None
+    num_tokentypes: int = 0
+    classification: Classification | None = None
+    add_binary_head: bool = False
+    hidden_dropout: float = dataclasses.field(default=0.0, compare=False)
+    attention_dropout: float = dataclasses.field(default=0.0, compare=False)
+    init_method_std: float = dataclasses.field(default=0.02, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, largest in _LARGEST.items():
+            if not 1 <= getattr(self, name) <= largest:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 1 to {largest}")
+        for name in ("layernorm_epsilon", "rotary_base"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and under 1")
+
+    @property
+    def heads(self) -> Heads:
+        """Query heads, key-value heads, and the width of a head."""
+        return Heads(self.num_attention_heads, self.num_query_groups, self.kv_channels)
+
+    def differences(self, other: ModelDescription) -> dict[str, tuple[Any, Any]]:
+        """The fields in which the two differ, with this one's value and the other's.
+
+        How long a sequence may be is no difference where there is no table of positions.
+        """
+        bounded = "learned_absolute" in (self.position_embedding_type, other.position_embedding_type)
+        return {
+            field.name: (mine, theirs)
+            for field in dataclasses.fields(self)
+            if field.compare
+            and (bounded or field.name != "max_sequence_length")
+            and (mine := getattr(self, field.name)) != (theirs := getattr(other, field.name))
+        }
+
+
+Model = GPT | Bert
+
+_FIELDS = {field.name for field in dataclasses.fields(ModelDescription)}
+# Fields that ModelConfig has under the same name.
+_CONFIG_FIELDS = _FIELDS & {field.name for field in dataclasses.fields(ModelConfig)}
+# Fields that are arguments and attributes of the models under the same name.
+_BERT_FIELDS = _FIELDS - _CONFIG_FIELDS - {"kind", "activation", "attention_bias", "qkv_bias", "mlp_bias"}
+_GPT_FIELDS = _BERT_FIELDS - {"num_tokentypes", "add_binary_head"}
+
+
+def model_config(description: ModelDescription, **settings: Any) -> ModelConfig:
+    """The ``ModelConfig`` of a described model.
+
+    Args:
+        description: the model's description.
+        **settings: other fields of the config (``params_dtype``, ``sequence_parallel``, stages and the like), and
+            values that replace the description's (``hidden_dropout``).
+
+    Raises:
+        ConfigError: fields that contradict each other.
+    """
+    values = {name: getattr(description, name) for name in _CONFIG_FIELDS}
+    values |= {
+        "activation_func": ACTIVATIONS[description.activation],
+        "add_bias_linear": description.mlp_bias,
+        "add_qkv_bias": description.qkv_bias,
+    }
+    return ModelConfig(**(values | settings))
+
+
+def build_model(
+    description: ModelDescription,
+    config: ModelConfig,
+    *,
+    groups: Groups,
+    device: torch.device | None = None,
+    max_sequence_length: int | None = None,
+    vp_stage: int | None = None,
+) -> Model:
+    """A described model, or this rank's part of it.
+
+    Args:
+        description: the model's description.
+        config: its config, from ``model_config``.
+        groups: its process groups.
+        device: the device that its parameters are made on; PyTorch's default device if None, or the GPU of NCCL groups.
+        max_sequence_length: longest sequence, for models without learned positions.
+        vp_stage: the index of the stage's chunk; None without interleaving.
+
+    Raises:
+        ConfigError: heads or layers that cannot be split over the ranks.
+    """
+    fields = _BERT_FIELDS if description.kind == "bert" else _GPT_FIELDS
+    arguments = {name: getattr(description, name) for name in fields}
+    if max_sequence_length is not None:
+        learned = description.position_embedding_type == "learned_absolute"
+        if learned and max_sequence_length != description.max_sequence_length:
+            raise ConfigError(
+                f"max_sequence_length is {max_sequence_length}, but the model has learned positions for "
+                f"{description.max_sequence_length}"
+            )
+        arguments["max_sequence_length"] = max_sequence_length
+    stage, num_stages = groups.stage, groups.num_stages
+    last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
+    chunk = vp_stage or 0
+    arguments |= {
+        "layer_spec": _layer_spec(description),
+        "pre_process": stage == 0 and chunk == 0,
+        "post_process": stage == num_stages - 1 and chunk == last_chunk,
+        "groups": groups,
+        "vp_stage": vp_stage,
+    }
+    model_class: Any = Bert if description.kind == "bert" else GPT
+    with device or nullcontext():
+        model: Model = model_class(config, **arguments)
+    return model
+
+
+def describe_model(model: nn.Module) -> ModelDescription:
+    """The description of a model, by this rank's part of it; ``build_model``'s inverse.
+
+    Raises:
+        ConfigError: it is of another class, or its activation has no name.
+    """
+    if not isinstance(model, GPT | Bert):
+        raise ConfigError(f"a {type(model).__name__} cannot be described; only GPT and Bert can")
+    is_bert = isinstance(model, Bert)
+    config: Any = model.config
+    activation = next((name for name, function in ACTIVATIONS.items() if function is config.activation_func), None)
+    if activation is None:
+        raise ConfigError(
+            f"activation_func {config.activation_func!r} has no name; use one of {', '.join(ACTIVATIONS)}"
+        )
+    first: Any = model.block.layers[0]
+    attention, mlp = first.self_attention, first.mlp
+    return ModelDescription(
+        kind="bert" if is_bert else "gpt",
+        activation=activation,
+        attention_bias=attention.linear_proj.bias is not None,
+        qkv_bias=attention.linear_qkv.bias is not None,
+        mlp_bias=mlp.linear_fc1.bias is not None,
+        **{name: getattr(config, name) for name in _CONFIG_FIELDS},
+        **{name: getattr(model, name) for name in (_BERT_FIELDS if is_bert else _GPT_FIELDS)},
+    )
+
+
+def _layer_spec(description: ModelDescription) -> TransformerLayerSpec:
+    if description.attention_bias == description.mlp_bias:
+        return TransformerLayerSpec()
+    biases = (description.attention_bias, description.qkv_bias)
+    return TransformerLayerSpec(attention=partial(_attention_with_biases, *biases))
+
+
+def _attention_with_biases(
+    projection: bool, qkv: bool, config: ModelConfig, *args: Any, **kwargs: Any
+) -> SelfAttention:
+    """Attention with a bias on its projections where the MLP has none, or the other way round."""
+    own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv)
+    return SelfAttention(own, *args, **kwargs)
+
+
+def chunks_of(config: ModelConfig) -> Sequence[int | None]:
+    """The ``vp_stage`` of each of a stage's chunks."""
+    count = config.virtual_pipeline_model_parallel_size
+    return [None] if count is None else range(count)
+
+
+class ModelChunks(nn.ModuleList):
+    """A pipeline stage's chunks of a model, in order.
+
+    Args:
+        chunks: at least one chunk; all have the same config.
+
+    Attributes:
+        config: the config of all chunks.
+    """
+
+    config: ModelConfig
+
+    def __init__(self, chunks: Sequence[LanguageModel]) -> None:
+        super().__init__(chunks)
+        self.config = chunks[0].config
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[ShardedOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ParamShard]:
+        """This rank's part of every parameter, by its name in the whole model: nothing tells of chunks.
+
+        Args:
+            prefix: put before each name.
+            sharded_offsets: ``(axis, index, count)`` of leading axes that stack this model with others of one name.
+            metadata: handed on to the chunks.
+
+        Raises:
+            ShardingError: ``sharded_offsets`` do not fit together.
+        """
+        entries: dict[str, ParamShard] = {}
+        for chunk in self:
+            assert isinstance(chunk, LanguageModel)
+            entries |= chunk.sharded_state_dict(prefix, sharded_offsets, metadata)
+        return entries
