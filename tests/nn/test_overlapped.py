@@ -9,6 +9,7 @@ from shardwise.core.communication import overlap
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.context import context_of
 from shardwise.core.sequence_view import SequenceView
+from shardwise.exact.strategies import ExactArithmetic
 from shardwise.nn import ColumnLinear, RowLinear, linear
 from shardwise.nn.linear import tensor_parallel_linear
 from shardwise.nn.recompute import recomputed
@@ -211,6 +212,7 @@ def test_weight_gradients_that_go_elsewhere(group, parallelism, options):
 def test_fixed_parts_are_left_to_their_own_sums(group, monkeypatch):
     """In a group that sums over parts nothing is overlapped, and the bits are those of the group."""
     monkeypatch.setattr(context_of(group), "exact_parts", 2)
+    monkeypatch.setattr(context_of(group), "arithmetic", ExactArithmetic())
     monkeypatch.setattr(overlap, "gather_and_multiply", None)
     outputs = []
     for chosen in (False, True):

@@ -6,7 +6,7 @@ from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 from harness.parity import assert_close_to
 
 from shardwise.kernels import products
-from shardwise.nn import ColumnLinear, parallel_linear
+from shardwise.nn import ColumnLinear
 from shardwise.nn.loss import vocab_parallel_cross_entropy
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
@@ -63,7 +63,6 @@ def test_an_output_layer_of_padded_rows_is_the_same(group, monkeypatch, bias):
     results = []
     for pads in (False, True):
         monkeypatch.setattr(products, "needs_alignment", lambda *_, pads=pads: pads)
-        monkeypatch.setattr(parallel_linear, "needs_alignment", lambda *_, pads=pads: pads)
         logits = layer(hidden)
         assert logits.stride(1) == (products.padded_width(logits.size(-1), 8) if pads else logits.size(-1))
         loss = vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=V, inplace_=True)
