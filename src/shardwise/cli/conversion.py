@@ -1,7 +1,4 @@
-"""``shardwise import-hf``: a Hugging Face folder becomes a checkpoint.
-
-``shardwise export-hf``: a checkpoint becomes a Hugging Face folder.
-"""
+"""``shardwise import-hf`` and ``export-hf``: from a Hugging Face folder to a checkpoint, and back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,11 +1,4 @@
-"""``shardwise generate``: continue a text with a trained checkpoint, split over any number of ranks.
-
-``shardwise chat``: talk with a model, split over any number of ranks.
-
-``shardwise classify``: say what the labels of texts are, split over any number of ranks.
-
-``shardwise eval``: measure a model on data, split over any number of ranks.
-"""
+"""The commands that use a model: ``generate``, ``chat``, ``classify`` and ``eval``."""
 
 import contextlib
 import json

@@ -1,9 +1,4 @@
-"""``shardwise plan``: what a run needs of each rank, by arithmetic; nothing is started.
-
-``shardwise compare``: where two runs part.
-
-``shardwise env``: versions, devices, backends, and which fast paths are on and why not.
-"""
+"""The commands that only look: ``plan``, ``compare`` and ``env``."""
 
 import json
 from collections.abc import Callable

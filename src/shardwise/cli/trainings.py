@@ -1,13 +1,4 @@
-"""``shardwise train``: one command for one rank, ranks on this machine, and ranks that a launcher started.
-
-``shardwise finetune``: from a Hugging Face folder to a fine-tuned one or its adapters, on any number of ranks.
-
-``shardwise dpo``: a Hugging Face model learns from preferences, on any number of ranks.
-
-``shardwise distill``: a Hugging Face model learns from another one, on any number of ranks.
-
-``shardwise demo``: prove that splitting the model changes nothing, then train it and show what it learned.
-"""
+"""The commands that train: ``train``, ``finetune``, ``dpo``, ``distill`` and ``demo``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

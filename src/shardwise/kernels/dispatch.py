@@ -357,7 +357,7 @@ def rotary_kernels(input_: Tensor, cos: Tensor, sin: Tensor) -> Any:
 
 
 def add_norm_kernels(residual: Tensor, added: Tensor, weight: Tensor) -> Any:
-    """What computes ``rms_norm.add_rms_norm`` in one pass; None for two operations."""
+    """What computes ``norms.add_rms_norm`` in one pass; None for two operations."""
 
     def fits() -> bool:
         return (

@@ -84,7 +84,7 @@ def rotate_halves(
 
 
 def rms_norm(input_: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``kernels.rms_norm`` of contiguous tensors.
+    """``kernels.norms`` of contiguous tensors.
 
     Returns:
         The output, and ``rsqrt(mean(x^2) + eps)`` of each row, ``[..., 1]``.

@@ -1,4 +1,4 @@
-"""A residual's addition and RMSNorm as one Triton kernel each way; ``rms_norm.add_rms_norm`` says what they compute.
+"""A residual's addition and RMSNorm as one Triton kernel each way; ``norms.add_rms_norm`` says what they compute.
 
 Two operations read what was just written once more, in the forward and in the backward; here a program holds a row. In
 the backward a program goes over many rows and keeps its sum for the weight's gradient, so that few partial sums are
@@ -6,12 +6,12 @@ left; how many programs there are depends on the number of rows alone, and so do
 
 This module needs Triton: ``dispatch`` imports it where it can be had.
 
-``reduce_norm.reduce_norm_`` as one Triton kernel; see there.
+``norms.reduce_norm_`` as one Triton kernel; see there.
 
 One program per row that this rank owns. It reads the row in every rank's buffer and writes it there, by addresses that
 are valid in this process. The norm needs a sum over the row, so all of it is read before any of it is written.
 
-This module needs Triton: ``reduce_norm`` imports it where ``dispatch`` says that it can be had.
+This module needs Triton: ``norms`` imports it where ``dispatch`` says that it can be had.
 """
 
 import torch
@@ -103,7 +103,7 @@ def add_rms_norm_gradient_kernel(
 
 
 def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``rms_norm.add_rms_norm``, and ``rsqrt(mean(x^2) + eps)`` of each row of the sum, ``[n]``."""
+    """``norms.add_rms_norm``, and ``rsqrt(mean(x^2) + eps)`` of each row of the sum, ``[n]``."""
     rows, added_rows = _rows_of(residual), _rows_of(added)
     num_rows, num_columns = rows.shape
     total, normed = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
@@ -239,7 +239,7 @@ def reduce_norm_(
     norm_bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """As ``reduce_norm.reduce_norm_``, on buffers of the residual's dtype.
+    """As ``norms.reduce_norm_``, on buffers of the residual's dtype.
 
     Args:
         addresses: of the buffers, int64 ``[t]``, multiples of 16.

@@ -1,8 +1,7 @@
-"""What a model is, without its weights: the middle between ``config.json`` and a model of ours.
+"""A description of a model without its weights, and the functions from it to a model and back.
 
-From a description to a model, and back.
-
-Several parts of one model on one rank, for interleaved pipeline schedules.
+``config.json`` is read into a ``ModelDescription`` and written from one. ``ModelChunks`` are several parts of one model
+on one rank, for interleaved pipeline schedules.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""What a language model does first: ids to hidden states.
+"""The first layer of a language model, from ids to hidden states, with the checks of its inputs.
 
-What a model is given, checked before anything is computed, so that every rank says the same.
-
-The tokens whose loss counts, so that the output layer computes no logits that nobody reads.
-
-Padding masks ``[b, s]``, as users of ``transformers`` hold them: 1 or True for each token, 0 for padding.
+Also the places of tokens whose loss counts, so that the output layer computes no other logits, and padding masks
+``[b, s]`` as users of ``transformers`` hold them: 1 or True for each token, 0 for padding.
 """
 
 from typing import Any, Literal

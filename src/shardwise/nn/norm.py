@@ -30,7 +30,7 @@ class ZeroCenteredLayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm over the last dimension (``kernels.rms_norm``)."""
+    """RMSNorm over the last dimension (``kernels.norms``)."""
 
     def forward(self, input_: Tensor) -> Tensor:
         """``[..., n]`` to the same."""

@@ -127,7 +127,7 @@ class WeightGradient:
         return any(queue.add(self.weight, input_, grad_output, announced) for queue in self._queues)
 
     def placeholder(self) -> Tensor | None:
-        """What autograd is given in place of a gradient that it need not keep (``kernels.main_grad``)."""
+        """What autograd is given in place of a gradient that it need not keep (``kernels.products.placeholder``)."""
         return placeholder(self.weight)
 
 

@@ -37,7 +37,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 def sum_in_parts(group: ProcessGroup, parts: int) -> None:
-    """From now on sum over ``group`` by a tree over ``parts`` parts; ``exact.sum_in_parts`` tells layers, too.
+    """From now on sum over ``group`` by a tree over ``parts`` parts; ``exact.sum_in_parts`` also lets layers do so.
 
     Args:
         group: a power of two of ranks, one included: what one rank sums must have the bits of what several sum.

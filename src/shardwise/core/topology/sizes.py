@@ -1,7 +1,4 @@
-"""From sizes of the axes to the ranks of every group. Pure arithmetic.
-
-The grid of ranks, and the groups along its axes. Pure arithmetic.
-"""
+"""From sizes of the axes to a grid of ranks, and to the ranks of every group. Pure arithmetic."""
 
 import math
 import operator

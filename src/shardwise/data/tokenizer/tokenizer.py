@@ -201,7 +201,7 @@ class Tokenizer:
         """Read a ``tokenizer.json``, ours or another of the Hugging Face format.
 
         The files beside it (``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``) say, too,
-        which tokens are special; see ``declared_tokens``.
+        which tokens are special; see ``library.DeclaredTokens``.
 
         Args:
             path: the file, or the folder that holds it.

@@ -11,7 +11,7 @@ Communication, beside what moves hidden states (an all-reduce of their gradient;
 all-gather, and a reduce-scatter of their gradient): one all-gather of 12 bytes per token and rank, 16 with label
 smoothing, twice that for fp64. It is in flight while the hidden gradient is computed from this rank's softmax alone:
 the softmax over the whole vocabulary is that one times a number per token, which is multiplied in afterwards
-(``linear_local_logits`` has the formulas). Where no hidden gradient is wanted there is nothing to hide it behind.
+(``linear_head`` has the formulas). Where no hidden gradient is wanted there is nothing to hide it behind.
 
 Gradients are exact for every incoming gradient, one number per token: the hidden gradient is computed in the forward up
 to that factor, the weight gradient in the backward.

@@ -3,8 +3,8 @@
 - A product by parts has the same bits whether one rank has all parts or each rank some (``exact_products_check``).
 - Attention is deterministic, and has the same bits for each head, whichever other heads are with it
   (``exact_attention_check``).
-- Norms, biases and factors of adapters (``exact_rows_check``), embedding and loss (``exact_vocabulary_check``) have the
-  same bits whichever part of the tokens or of the vocabulary a rank has.
+- Norms, biases and factors of adapters (``exact_products_check``), embedding and loss (``exact_vocabulary_check``) have
+  the same bits whichever part of the tokens or of the vocabulary a rank has.
 - An activation has the same bits in whatever piece of a tensor an element lies; squares of gradients are summed alike
   wherever they lie.
 - All of it has the same bits on one thread and on several.

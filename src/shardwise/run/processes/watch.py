@@ -1,7 +1,7 @@
 """A thread that finds out when ranks wait too long, says for whom, and ends this rank at the time limit.
 
 It costs nothing in a step: it looks every few seconds at what the other threads wait in
-(``core.communication.waiting``). Two threads share the work, since one that talks to the store may itself be left
+(``core.communication.agreement``). Two threads share the work, since one that talks to the store may itself be left
 waiting when the link is cut.
 """
 

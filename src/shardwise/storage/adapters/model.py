@@ -1,7 +1,4 @@
-"""Adapters on a whole model, by the names that Hugging Face gives its layers.
-
-The layers of a model that can have adapters, by the names that Hugging Face gives them.
-"""
+"""Adapters on a whole model, by the names that Hugging Face gives its layers."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Set

@@ -63,7 +63,7 @@ class ChunkRecord:
         sizes: number of indices in each dimension.
         file: name of a safetensors file of the checkpoint.
         key: name of the box in that file.
-        checksum: the box's checksum (see ``checksum.slice_checksum``).
+        checksum: the box's checksum (see ``storage.slice_checksum``).
     """
 
     offsets: tuple[int, ...]

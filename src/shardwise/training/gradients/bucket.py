@@ -140,7 +140,7 @@ def make_buckets(
     Args:
         params: in the order in which their gradients lie.
         dtype: of the buffer; the parameters' own if None.
-        bucket_size: as in ``bucket_bounds.place``.
+        bucket_size: as in ``place``.
         num_ranks: between which a bucket may be split.
         is_scattered: of the buckets.
     """

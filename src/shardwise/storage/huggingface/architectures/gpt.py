@@ -1,10 +1,7 @@
-"""GPT-2: learned positions, LayerNorm before, GELU, biases everywhere, matrices stored as ``[in, out]``.
+"""GPT-2, OPT, BLOOM, GPT-NeoX and Pythia: LayerNorm and biases everywhere.
 
-OPT: learned positions that begin at the third row, ReLU, biases everywhere.
-
-BLOOM: ALiBi, a LayerNorm after the embedding, and query, key and value of a head side by side, as we have them.
-
-GPT-NeoX and Pythia: attention and MLP side by side, and a quarter of each head rotated.
+GPT-2 stores matrices as ``[in, out]``. The learned positions of OPT begin at the third row. BLOOM has ALiBi and a
+LayerNorm after the embedding. GPT-NeoX has attention and MLP side by side, and rotates a quarter of each head.
 """
 
 from collections.abc import Mapping
