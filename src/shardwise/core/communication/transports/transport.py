@@ -35,7 +35,7 @@ class Transport(Protocol):
 
     ``collectives`` has checked dimensions and sizes before, and there is more than one rank. Each call starts a
     collective, modifies no argument but those that it may, tells ``accounting`` of it if PyTorch's dispatcher does not
-    see it, and announces its waits (``agreement.Wait``). Ranks that make different calls get a DesyncError where that can be
+    see it, and announces its waits (``Wait``). Ranks that make different calls get a DesyncError where that can be
     found out.
     """
 
