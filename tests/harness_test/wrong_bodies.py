@@ -113,18 +113,18 @@ def test_segmentation_fault(group):
 
 
 def test_set_parallel_state(group):
-    state = types.ModuleType("shardwise.parallel_state")
+    state = types.ModuleType("shardwise.megatron.core.parallel_state")
     state.calls = []
     state.model_parallel_is_initialized = lambda: not state.calls
     state.destroy_model_parallel = lambda: state.calls.append("destroyed")
-    sys.modules["shardwise.parallel_state"] = state
+    sys.modules["shardwise.megatron.core.parallel_state"] = state
 
 
 def test_parallel_state_destroyed(group):
-    assert sys.modules["shardwise.parallel_state"].calls == ["destroyed"]
+    assert sys.modules["shardwise.megatron.core.parallel_state"].calls == ["destroyed"]
 
 
 def test_parallel_state_fails(group):
-    state = types.ModuleType("shardwise.parallel_state")
+    state = types.ModuleType("shardwise.megatron.core.parallel_state")
     state.model_parallel_is_initialized = lambda: 1 / 0
-    sys.modules["shardwise.parallel_state"] = state
+    sys.modules["shardwise.megatron.core.parallel_state"] = state
