@@ -26,21 +26,18 @@ _FEW = 16
 
 
 def apply_norm(norm: nn.Module, input_: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """``norm(input_)``; in a group that sums over parts, part by part of the sequence.
+    """``norm(input_)``, part by part of the sequence.
 
     Args:
-        norm: one of ``nn.norm.NORMS``, if the group sums over parts.
+        norm: one of ``nn.norm.NORMS``.
         input_: ``[s, b, h]``, or ``[s/t, b, h]`` with sequence parallelism.
-        group: the ranks that share the sequence.
+        group: the ranks that share the sequence; it sums over parts.
         sequence_parallel: whether each rank holds its shard of it.
 
     Raises:
         ShardingError: the parts are not of one size.
     """
     number = _num_parts(input_, group, sequence_parallel)
-    if number is None:
-        output: Tensor = norm(input_)
-        return output
     return norm_by_parts(norm, input_, number, group if sequence_parallel and group.size() > 1 else None)
 
 
@@ -62,7 +59,6 @@ def norm_by_parts(norm: nn.Module, input_: Tensor, number: int, others: ProcessG
 def add_bias(output: Tensor, bias: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
     """``output + bias``, in a group that sums over parts; ``output`` as ``apply_norm``'s input."""
     number = _num_parts(output, group, sequence_parallel)
-    assert number is not None
     return add_bias_by_parts(output, bias, number, group if sequence_parallel and group.size() > 1 else None)
 
 
@@ -85,7 +81,6 @@ def linear_by_rows(input_: Tensor, weight: Tensor, *, group: ProcessGroup, seque
         ShardingError: the parts are not of one size.
     """
     number = _num_parts(input_, group, sequence_parallel)
-    assert number is not None
     return linear_by_parts(input_, weight, number, group if sequence_parallel and group.size() > 1 else None)
 
 
@@ -221,11 +216,10 @@ class _AddBias(Function):
         return grad, total, None, None
 
 
-def _num_parts(input_: Tensor, group: ProcessGroup, sequence_parallel: bool) -> int | None:
-    """Of how many parts of the sequence this rank has the tokens; None where the group does not sum over parts."""
+def _num_parts(input_: Tensor, group: ProcessGroup, sequence_parallel: bool) -> int:
+    """The number of parts of the sequence whose tokens this rank has."""
     parts = exact_parts(group)
-    if parts is None:
-        return None
+    assert parts is not None
     number = parts // group.size() if sequence_parallel else parts
     if input_.size(0) % number == 0:
         return number
