@@ -12,7 +12,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def run_example(name: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Run the one Python example of a page, on the ranks of a test.
+    """Run the Python blocks of a page as one program, on the ranks of a test.
 
     Args:
         name: of the page in docs/.
@@ -22,7 +22,8 @@ def run_example(name: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
         What it prints, the first argument of each call.
     """
     text = (DOCS / name).read_text(encoding="utf-8")
-    (script,) = re.findall(r"^```python\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    script = "\n".join(re.findall(r"^```python\n(.*?)```", text, re.DOTALL | re.MULTILINE))
+    assert script
     # The ranks of a test have joined already, and leave later.
     monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
