@@ -13,7 +13,7 @@ from ranks import NUM_RANKS, join_ranks, leave_ranks, seconds_of
 from shardwise.core.topology import Groups, Topology
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.build import build_model
-from shardwise.run.exact_trials.exact_check import check_device
+from shardwise.run.exact_trials import check_device
 from shardwise.run.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.training.trainer import Trainer
 from steps.problem import LlamaSizes
@@ -93,10 +93,10 @@ class ExactRunner:
     def check(self) -> float:
         """Seconds that an exact run takes to try its device."""
         trainer = self._trainers["exact"]
-        config, settings = trainer.model.config, trainer.settings
+        settings = trainer.settings
         sizes = {"micro_batch_size": settings.micro_batch_size(1), "sequence_length": settings.sequence_length}
         start = time.perf_counter()
-        check_device(trainer.model, config, **sizes)
+        check_device(trainer.model, **sizes)
         return time.perf_counter() - start
 
     def time_steps(self, variant: str, num_steps: int) -> float:

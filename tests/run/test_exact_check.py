@@ -18,10 +18,10 @@ from shardwise.data import Encoded, SampleDataset, SampleLoader, TokenSamples
 from shardwise.exact import products as exact_products
 from shardwise.exact.products import ExactProducts
 from shardwise.models.transformer.attention import SelfAttention
-from shardwise.run import session
+from shardwise.run import exact_layer_trials, exact_trials, session
 from shardwise.run.build import build_model, config_fields, describe
-from shardwise.run.exact_trials import exact_attention_check, exact_check, exact_products_check, exact_vocabulary_check
-from shardwise.run.exact_trials.exact_check import check_device, deterministic_algorithms
+from shardwise.run.exact_surroundings import deterministic_algorithms
+from shardwise.run.exact_trials import check_device
 from shardwise.run.plan.report import Shortage
 from shardwise.storage.huggingface import build_model as build_described, model_config
 
@@ -39,7 +39,7 @@ def model_of(kind, settings=None, **description):
 
 
 def check(model, **options):
-    check_device(model, model.config, **SIZES, **options)
+    check_device(model, **SIZES, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_what_differs_is_named(group, kind, monkeypatch):
     assert streams().snapshot().states.keys() == state.keys()
     assert torch.equal(torch.get_rng_state(), random)
     narrow = "swiglu" if kind == "llama" else "in_blocks"
-    activate = getattr(exact_check, narrow)
+    activate = getattr(exact_trials, narrow)
     norm = "RMSNorm" if kind == "llama" else "LayerNorm"
 
     # As a library does that takes another way for narrow tensors.
@@ -79,29 +79,29 @@ def test_what_differs_is_named(group, kind, monkeypatch):
         return activate(*given, **options) * (1 + given[-1].size(1))
 
     planted = [
-        (exact_check, narrow, by_width, r"the activation of a piece of \[16, .* on each of 2 ranks, has other bits"),
+        (exact_trials, narrow, by_width, r"the activation of a piece of \[16, .* on each of 2 ranks, has other bits"),
         (
-            exact_check,
+            exact_trials,
             "sums_of_squares",
-            by_threads(exact_check.sums_of_squares),
+            by_threads(exact_trials.sums_of_squares),
             r"the sum of squares of a gradient \[257, 401\], on one thread, has other bits: 26 of 26 elements",
         ),
         (
-            exact_products_check,
+            exact_layer_trials,
             "norm_by_parts",
-            by_threads(exact_products_check.norm_by_parts),
+            by_threads(exact_layer_trials.norm_by_parts),
             rf"a {norm} of 64 features, \[16, 1, 64\], on one thread, has",
         ),
         (
-            exact_vocabulary_check,
+            exact_trials,
             "look_up",
             lambda ids, weight, **_: F.embedding(ids, weight) * weight.size(0),
             r"an embedding \[264, 64\], on each of 2 ranks, has",
         ),
         (
-            exact_vocabulary_check,
+            exact_trials,
             "combine",
-            lambda own, *given, right=exact_vocabulary_check.combine: right(own * torch.get_num_threads(), *given),
+            lambda own, *given, right=exact_trials.combine: right(own * torch.get_num_threads(), *given),
             "the loss of 16 tokens over parts of 264 ids, on one thread, has",
         ),
     ]
@@ -227,14 +227,13 @@ def test_trials_of_large_layers_are_bounded(monkeypatch):
                 multiplications.append(left.numel() * right.size(1))
             return result
 
-    monkeypatch.setattr(exact_products_check, "compare", lambda *_: None)
-    trials = SimpleNamespace(numbers=lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta"))
     rows, parts = 4096, 8
+    run = SimpleNamespace(rows=rows, numbers=lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta"))
     for split in ("output", "input"):
-        kind = exact_products_check._Kind(split, 128_256, 8_192, 1)
+        kind = exact_layer_trials.LinearKind(split, 128_256, 8_192, 1)
         with Counted():
-            exact_products_check._try_split(trials, kind, rows, parts)
-            exact_products_check._try_summed(trials, kind, rows, parts)
+            for _ in *exact_layer_trials.try_split(run, kind, parts), *exact_layer_trials.try_summed(run, kind, parts):
+                pass
     # Of what is summed, two parts; of the rest a few hundred columns around each cut.
     assert max(largest) == rows * 2 * 128_256 // parts
     assert max(multiplications) <= rows * 8_192 * 8 * (256 + 64)
@@ -246,14 +245,14 @@ def test_trials_of_large_layers_are_bounded(monkeypatch):
     ("width", "most", "cut"), [(100, 200, 100), (4008, 1000, 1000), (300, 10, 300), (5000, 10, 264)]
 )
 def test_a_width_is_cut_to_one_of_the_same_remainder(width, most, cut):
-    assert exact_products_check._cut(width, most) == cut
+    assert exact_layer_trials._cut(width, most) == cut
     assert cut == width or cut % 64 == width % 64
 
 
 @pytest.mark.ranks(1)
 def test_few_heads_of_many_are_tried(group, monkeypatch):
     model = model_of("llama", attention_dropout=0.0)
-    monkeypatch.setattr(exact_attention_check, "_MOST_SCORES", 4 * LENGTH**2)
+    monkeypatch.setattr(exact_layer_trials, "_MOST_SCORES", 4 * LENGTH**2)
     seen, right = set(), F.scaled_dot_product_attention
 
     def attend(query, *given, **options):

@@ -23,7 +23,8 @@ from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError, ParityError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
-from shardwise.run.exact_trials.exact_check import check_device, deterministic_algorithms, fix_order_of_mkl
+from shardwise.run.exact_surroundings import deterministic_algorithms, fix_order_of_mkl
+from shardwise.run.exact_trials import check_device
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.recipe import Outcome, Recipe, Session, compared
@@ -120,9 +121,7 @@ def _compared(session: Session, settings: RunSettings, topology: Topology, steps
 
         def tried() -> None:
             with session.shortage.explained():
-                check_device(
-                    split.model, split.model.config, micro_batch_size=micro, sequence_length=settings.sequence_length
-                )
+                check_device(split.model, micro_batch_size=micro, sequence_length=settings.sequence_length)
 
         agree(tried, group=session.ranks.control)
     # One rank alone shares samples with no other. The ranks of a run never share a sequence, so this group has one.

@@ -18,8 +18,8 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.module import named_param_layouts, replicas_of
-from shardwise.run.exact_trials.exact_check import check_arithmetic, check_device, use_deterministic_algorithms
-from shardwise.run.exact_trials.exact_vocabulary_check import check_updates
+from shardwise.run.exact_surroundings import check_arithmetic, use_deterministic_algorithms
+from shardwise.run.exact_trials import check_device, check_updates
 from shardwise.run.plan.report import Shortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings
@@ -95,7 +95,6 @@ def _try_device(
     with shortage.explained():
         check_device(
             model,
-            model.config,
             micro_batch_size=settings.micro_batch_size(dp),
             sequence_length=settings.sequence_length,
             is_packed=isinstance(dataset, SampleDataset) and dataset.packing,

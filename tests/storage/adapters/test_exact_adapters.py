@@ -9,9 +9,9 @@ from shardwise.core.topology import Topology
 from shardwise.exact.products import ExactProducts
 from shardwise.models.adapters import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLinear
+from shardwise.run import exact_layer_trials
 from shardwise.run.build import build_model
-from shardwise.run.exact_trials import exact_products_check
-from shardwise.run.exact_trials.exact_check import check_device
+from shardwise.run.exact_trials import check_device
 from shardwise.storage.adapters import add_lora_
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 
@@ -67,20 +67,20 @@ def test_products_of_adapters_are_tried_first(group, monkeypatch):
     groups = alone_of(Topology.create(tp=1))
     model = build_model(settings_of("llama"), VOCAB, groups=groups, device=torch.device("cpu"))
     adapted(model)
-    check_device(model, model.config, micro_batch_size=1, sequence_length=LENGTH)
+    check_device(model, micro_batch_size=1, sequence_length=LENGTH)
     product = ExactProducts.linear
 
     def otherwise(self, *given):
         # As a library does that takes another way for narrow matrices.
         return product(self, *given) * (len(self.parts) if self.is_narrow else 1)
 
-    by_rows = exact_products_check.linear_by_parts
+    by_rows = exact_layer_trials.linear_by_parts
     with monkeypatch.context() as patch:
         # As a library does whose threads share a sum.
-        patch.setattr(exact_products_check, "linear_by_parts", lambda *given: by_rows(*given) * torch.get_num_threads())
+        patch.setattr(exact_layer_trials, "linear_by_parts", lambda *given: by_rows(*given) * torch.get_num_threads())
         message = r"the product with an adapter's factor \[64, 4\], \[16, 1, 4\], on one thread, has other bits"
         with pytest.raises(ConfigError, match=message):
-            check_device(model, model.config, micro_batch_size=1, sequence_length=LENGTH)
+            check_device(model, micro_batch_size=1, sequence_length=LENGTH)
     monkeypatch.setattr(ExactProducts, "linear", otherwise)
     with pytest.raises(ConfigError, match=r"the product for the output of a linear layer, \[16, 64\] by \[4, 64\]"):
-        check_device(model, model.config, micro_batch_size=1, sequence_length=LENGTH)
+        check_device(model, micro_batch_size=1, sequence_length=LENGTH)

@@ -1,0 +1,430 @@
+"""Trials of the layers that exact runs rely on: linear layers, attention, norms, biases and factors of adapters.
+
+A trial computes the same numbers in two ways, for a number of parts, and yields both as ``Sides``; ``exact_trials`` has
+the table of all trials and compares the bits.
+
+Linear layers. An output dimension that is not summed is compared column by column: the whole layer on several threads,
+and the shards of each rank on one. Sums are compared in the order in which they are taken: all parts by one rank, and
+fewer parts by each of several ranks. The summed dimension and the number of rows are always those of the run, because
+libraries choose a kernel by them. The other dimension, and the number of parts at a time, are too, unless that takes
+more than ``MOST_ELEMENTS`` or ``_MOST_MULTIPLICATIONS``. Beyond these limits the trial assumes that a wide matrix is
+multiplied like a wider one whose width has the same remainder by 64.
+
+Attention is tried with the model's own layers, rotation included, forward and backward: all heads, twice, because
+attention that is not deterministic has no exact form; and the heads of a rank, for each number of ranks that the parts
+allow.
+
+Rows. The gradients of norms, of biases of row-parallel layers and of the factors of adapters that are not split are
+sums over tokens, part by part of the sequence. All parts on several threads are compared with each rank's on one.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.communication.trees import tree_sum
+from shardwise.core.errors import ConfigError
+from shardwise.core.random import seed_streams
+from shardwise.core.sharding import LocalParts, ParamLayout, balanced_sizes, local_parts
+from shardwise.exact.by_parts import add_bias_by_parts, linear_by_parts, norm_by_parts
+from shardwise.exact.products import ExactProducts
+from shardwise.models.adapters.lora_layers import LoraLinear
+from shardwise.models.description import ModelChunks
+from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.heads import HeadSplit, split_heads
+from shardwise.models.transformer.masks import AttentionMask, alibi_slopes
+from shardwise.models.transformer.rotary import RotaryEmbedding
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.nn import RowLinear
+from shardwise.nn.parallel_linear import ParallelLinear
+
+MOST_ELEMENTS = 1 << 24
+"""No tensor of a trial is made wider than this, unless one rank of a step has it anyway."""
+
+# A prime.
+_NUM_RANDOM = 65537
+# Of one product: some tenths of a second on a core.
+_MOST_MULTIPLICATIONS = 1 << 32
+# The period of what libraries do with widths, and the least width that a trial uses.
+_PERIOD, _LEAST = 64, 256
+# Attention scores, of all samples and heads at a time; of more heads some are tried.
+_MOST_SCORES = 1 << 26
+
+_T = TypeVar("_T")
+
+
+class Sides(NamedTuple):
+    """Two results that must have the same bits.
+
+    Attributes:
+        found: one of them.
+        expected: the other.
+        what: the result's name, for the message.
+        differs: what the message says of a difference; the number of elements if None.
+    """
+
+    found: Tensor
+    expected: Tensor
+    what: str
+    differs: str | None = None
+
+
+NOT_DETERMINISTIC = "is not deterministic: a second run has other bits"
+
+
+@dataclass
+class TrialRun:
+    """The run that is tried: its model and shapes, and numbers to compute with.
+
+    Attributes:
+        model: this rank's.
+        dtype: of the numbers.
+        parts: ``exact_parts`` of the run.
+        batch, length: samples of a forward, and tokens of a sample.
+        is_packed: rows hold several samples, kept apart by a mask.
+    """
+
+    model: TransformerModel | ModelChunks
+    dtype: torch.dtype
+    parts: int = 1
+    batch: int = 1
+    length: int = 1
+    is_packed: bool = False
+
+    def __post_init__(self) -> None:
+        self.device, self.rows = next(self.model.parameters()).device, self.batch * self.length
+        self._generator = torch.Generator(self.device).manual_seed(0)
+        self._some = torch.randn(_NUM_RANDOM, generator=self._generator, device=self.device).to(self.dtype)
+
+    def numbers(self, *shape: int) -> Tensor:
+        """Random numbers. They repeat, which is faster than new ones, with a period that divides no width."""
+        size = math.prod(shape)
+        return self._some.repeat(1 + size // _NUM_RANDOM)[:size].view(shape)
+
+    def ids(self, most: int, *shape: int) -> Tensor:
+        """Random integers from 0 to ``most - 1``."""
+        return torch.randint(most, shape, generator=self._generator, device=self.device)
+
+    def layers(self, kind: type[_T]) -> list[_T]:
+        """The modules of one kind."""
+        return [module for module in self.model.modules() if isinstance(module, kind)]
+
+
+def on_threads(number: int, function: Callable[[], _T]) -> _T:
+    """The result of ``function`` when ``number`` threads compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        return function()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def on_several_threads(function: Callable[[], _T]) -> _T:
+    """The result on all threads of this rank, and on two at least: another layout's ranks may have more."""
+    return on_threads(max(2, torch.get_num_threads()), function)
+
+
+def powers_of_two(most: int) -> Iterator[int]:
+    """1, 2, 4, ... up to ``most``: the numbers of ranks that there may be."""
+    number = 1
+    while number <= most:
+        yield number
+        number *= 2
+
+
+def how_split(ranks: int) -> str:
+    """The words for shards of that many ranks, which are computed on one thread."""
+    return "on one thread" if ranks == 1 else f"on each of {ranks} ranks"
+
+
+def _intervals(tensor: Tensor, intervals: Sequence[tuple[int, int]], dim: int = -1) -> Tensor:
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in intervals], dim)
+
+
+@dataclass(frozen=True, order=True)
+class LinearKind:
+    """A kind of linear layer, whole; or of an adapter's factor, whose few features make it narrow."""
+
+    split: Literal["output", "input"]
+    size: int
+    other: int
+    sections: int
+    is_narrow: bool = False
+    has_bias: bool = False
+
+    def named(self, name: str, rows: int, ranks: int) -> str:
+        columns, shape = (
+            (self.other, [self.size, self.other]) if self.split == "output" else (self.size, [self.other, self.size])
+        )
+        return f"the {name} of a linear layer, {[rows, columns]} by {shape}, {how_split(ranks)},"
+
+    def layout(self, section: int, other: int, ranks: int) -> ParamLayout:
+        """The layout of such a weight whose sections have another length."""
+        of_split = section * self.sections
+        shape, dim = ((of_split, other), 0) if self.split == "output" else ((other, of_split), 1)
+        return ParamLayout.split(shape, dim, ranks, stride=self.sections)
+
+    def products(self, own: LocalParts, parts: int) -> ExactProducts:
+        # Of the size of the whole layer, by which it is chosen which library multiplies.
+        return ExactProducts(own, self.split, self.size, parts, self.is_narrow)
+
+    def shards(self, section: int, other: int, parts: int) -> Iterator[tuple[int, ParamLayout, list[LocalParts]]]:
+        """For each number of ranks whose shards are parts, the layout, and the parts of each rank."""
+        for ranks in powers_of_two(parts):
+            layout = self.layout(section, other, ranks)
+            try:
+                owns = [local_parts(layout, rank, parts, what="a linear layer") for rank in range(ranks)]
+            except ConfigError:
+                # Parts of more than one size, which so many ranks cannot share; a run at that layout is refused.
+                continue
+            yield ranks, layout, owns
+
+
+def _exact_layers(run: TrialRun) -> Iterator[tuple[ParallelLinear, ExactProducts, list[int]]]:
+    """Each linear layer, its products, and the widths of its adapters."""
+    for layer in run.model.modules():
+        if isinstance(layer, ParallelLinear) and isinstance(layer._products, ExactProducts):
+            yield layer, layer._products, list(layer.lora_widths) if isinstance(layer, LoraLinear) else []
+
+
+def linear_kinds(run: TrialRun) -> list[LinearKind]:
+    """The kinds of linear layers of a model, those of adapters' factors included."""
+    kinds = set()
+    for layer, products, lora_widths in _exact_layers(run):
+        both = layer.out_features, layer.in_features
+        size, other = both if products.split == "output" else both[::-1]
+        has_bias = products.split == "output" and layer.bias is not None
+        kinds.add(LinearKind(products.split, size, other, layer.sections, has_bias=has_bias))
+        kinds |= {LinearKind(products.split, size, few, layer.sections, is_narrow=True) for few in lora_widths}
+    return sorted(kinds)
+
+
+def _cut(width: int, most: int) -> int:
+    """A width of at most ``most``, or of the least that is tried, as wide as the whole one if there is room."""
+    rest = width % _PERIOD
+    return width if width <= most else min(width, rest + max(_LEAST, (most - rest) // _PERIOD * _PERIOD))
+
+
+def try_split(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
+    """Products whose columns, or rows, are split: those of each rank are those of the whole."""
+    rows, (length, rest) = run.rows, divmod(kind.size // kind.sections, parts)
+    most = min(MOST_ELEMENTS // kind.other, MOST_ELEMENTS // rows, _MOST_MULTIPLICATIONS // (rows * kind.other))
+    section = parts * _cut(length, most // (parts * kind.sections)) + rest
+    width = section * kind.sections
+    weight = run.numbers(*kind.layout(section, kind.other, 1).global_shape)
+    wide, narrow, bias = run.numbers(rows, width), run.numbers(rows, kind.other), run.numbers(width)
+
+    def of_rank(layout: ParamLayout, rank: int, own: LocalParts) -> list[tuple[str, int, Tensor]]:
+        """Name, split dimension and value of each result."""
+        products, shard = kind.products(own, parts), layout.take(weight, rank).contiguous()
+        own_wide, own_bias = (_intervals(each, layout.intervals[rank]) for each in (wide, bias))
+        if kind.split == "input":
+            return [
+                ("product for the input gradient", 1, products.input_gradient(narrow, shard)),
+                ("product for the weight gradient", 1, products.weight_gradient(narrow, own_wide)),
+            ]
+        found = [
+            ("product for the output", 1, products.linear(narrow, shard, own_bias if kind.has_bias else None)),
+            ("product for the weight gradient", 0, products.weight_gradient(own_wide, narrow)),
+        ]
+        return found + [("sum for the bias gradient", 0, products.bias_gradient(own_wide))] * kind.has_bias
+
+    ((_, one, (everything,)), *_) = kind.shards(section, kind.other, parts)
+    whole = on_several_threads(partial(of_rank, one, 0, everything))
+    for ranks, layout, owns in kind.shards(section, kind.other, parts):
+        for rank in {0, ranks // 2, ranks - 1} if ranks == parts else {ranks // 2}:
+            results = on_threads(1, partial(of_rank, layout, rank, owns[rank]))
+            for (name, dim, found), (_, _, expected) in zip(results, whole, strict=True):
+                yield Sides(found, _intervals(expected, layout.intervals[rank], dim), kind.named(name, rows, ranks))
+
+
+def try_summed(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
+    """Products that are summed over parts: ranks with some parts each sum to what one rank does with all."""
+    rows, sizes, held = run.rows, balanced_sizes(kind.size // kind.sections, parts), parts
+    while held > 2 and rows * kind.sections * sum(sizes[:held]) > MOST_ELEMENTS:
+        held //= 2
+    section = sum(sizes[:held])
+    summed = section * kind.sections
+    most = min(MOST_ELEMENTS // summed, MOST_ELEMENTS // rows, _MOST_MULTIPLICATIONS // (rows * summed))
+    other = kind.other if kind.is_narrow else _cut(kind.other, most)
+    left, weight = run.numbers(rows, summed), run.numbers(*kind.layout(section, other, 1).global_shape)
+    name = "product for the input gradient" if kind.split == "output" else "product for the output"
+
+    def of_rank(layout: ParamLayout, rank: int, own_parts: LocalParts) -> Tensor:
+        products, shard = kind.products(own_parts, parts), layout.take(weight, rank).contiguous()
+        own = _intervals(left, layout.intervals[rank])
+        return products.input_gradient(own, shard) if kind.split == "output" else products.linear(own, shard, None)
+
+    layouts = list(kind.shards(section, other, held))
+    _, one, (everything,) = layouts[0]
+    ranks, each, owns = layouts[-1]
+    whole = on_several_threads(partial(of_rank, one, 0, everything))
+    yield Sides(on_threads(1, partial(of_rank, one, 0, everything)), whole, kind.named(name, rows, 1))
+    terms = [on_threads(1, partial(of_rank, each, rank, owns[rank])) for rank in range(ranks)]
+    yield Sides(tree_sum(terms), whole, kind.named(name, rows, ranks))
+    for fewer, layout, owns in layouts[1:-1]:
+        rank, count = fewer // 2, ranks // fewer
+        found = on_threads(1, partial(of_rank, layout, rank, owns[rank]))
+        yield Sides(found, tree_sum(terms[rank * count : (rank + 1) * count]), kind.named(name, rows, fewer))
+
+
+class RowOperation(NamedTuple):
+    """An operation on the hidden states of tokens, with parameters that every rank holds whole.
+
+    Attributes:
+        what: its name.
+        function: of some of the sequence's tokens, and of the number of parts that they are.
+        params: the parameters.
+        in_features, out_features: widths.
+    """
+
+    what: str
+    function: Callable[[Tensor, int], Tensor]
+    params: list[Tensor]
+    in_features: int
+    out_features: int
+
+
+def row_operations(run: TrialRun) -> Iterator[RowOperation]:
+    """The kinds of norms of a model, biases of its row-parallel layers, and factors of adapters that are not split."""
+    norms: dict[object, nn.Module] = {}
+    for each in [*run.layers(nn.LayerNorm), *run.layers(nn.RMSNorm)]:
+        norms[type(each), each.normalized_shape] = each
+    for norm in map(copy.deepcopy, norms.values()):
+        params: list[Tensor] = list(norm.parameters())
+        for param in params:
+            param.copy_(run.numbers(*param.shape)).requires_grad_()
+        width = params[0].numel()
+        what = f"a {type(norm).__name__} of {width} features"
+        yield RowOperation(what, partial(norm_by_parts, norm), params, width, width)
+
+    def biased(bias: Tensor, part: Tensor, number: int) -> Tensor:
+        return add_bias_by_parts(part, bias, number)
+
+    def multiplied(factor: Tensor, part: Tensor, number: int) -> Tensor:
+        return linear_by_parts(part, factor, number)
+
+    biases, factors = set(), set()
+    for layer, products, lora_widths in _exact_layers(run):
+        if isinstance(layer, RowLinear) and layer.bias is not None:
+            biases.add(layer.out_features)
+        # ``A`` of column-parallel layers, and ``B`` of row-parallel ones.
+        for few in lora_widths:
+            factors.add((few, layer.in_features) if products.split == "output" else (layer.out_features, few))
+    for width in sorted(biases):
+        bias = run.numbers(width).requires_grad_()
+        yield RowOperation(f"a bias of {width} features", partial(biased, bias), [bias], width, width)
+    for out_features, in_features in sorted(factors):
+        factor = run.numbers(out_features, in_features).requires_grad_()
+        what = f"the product with an adapter's factor {[out_features, in_features]}"
+        yield RowOperation(what, partial(multiplied, factor), [factor], in_features, out_features)
+
+
+def try_rows(run: TrialRun, operation: RowOperation, parts: int) -> Iterator[Sides]:
+    """The output, the input gradient and the parameters' gradients, of all tokens at once and of each rank's."""
+    what, function, params, in_features, out_features = operation
+    input_, incoming = (run.numbers(run.length, run.batch, width) for width in (in_features, out_features))
+
+    def by_ranks(ranks: int) -> list[Tensor]:
+        outputs, gradients, sums = [], [], []
+        for part, grad in zip(input_.chunk(ranks), incoming.chunk(ranks), strict=True):
+            leaf = part.detach().clone().requires_grad_()
+            with torch.enable_grad():
+                output = function(leaf, parts // ranks)
+                own, *of_params = torch.autograd.grad(output, [leaf, *params], grad.clone())
+            outputs.append(output.detach())
+            gradients.append(own)
+            sums.append(of_params)
+        return [torch.cat(outputs), torch.cat(gradients), *(tree_sum(terms) for terms in zip(*sums, strict=True))]
+
+    whole = on_several_threads(partial(by_ranks, 1))
+    for ranks in powers_of_two(parts):
+        for number, (found, expected) in enumerate(zip(on_threads(1, partial(by_ranks, ranks)), whole, strict=True)):
+            of = ("", "the input gradient of ", "a gradient of ")[min(number, 2)]
+            yield Sides(found, expected, f"{of}{what}, {list(input_.shape)}, {how_split(ranks)},")
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The two methods of a group that attention calls; this process need not be that rank."""
+
+    number: int
+    ranks: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def attention_layers(run: TrialRun) -> list[tuple[SelfAttention, bool]]:
+    """Each kind of attention layer of a model, with dropout if the model has it, and without."""
+    kinds = {(layer.window_size, layer.rotates): layer for layer in run.layers(SelfAttention)}
+    # Held-out text is measured without dropout, which may be another kernel's work.
+    return [(layer, on) for layer in kinds.values() for on in {run.model.config.attention_dropout > 0, False}]
+
+
+def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -> Iterator[Sides]:
+    """The output, and the gradient of the layer's input to queries, keys and values, of all heads and of a rank's."""
+    layer, has_dropout = kind
+    heads, groups, width = run.model.config.heads
+    per_group = heads // groups
+    while groups % 2 == 0 and groups > 2 and run.batch * groups * per_group * run.length**2 > _MOST_SCORES:
+        groups //= 2
+    heads = groups * per_group
+    mixed = run.numbers(run.length, run.batch, (per_group + 2) * groups * width)
+    incoming = run.numbers(run.length, run.batch, heads * width)
+    rotary = next(iter(run.layers(RotaryEmbedding)), None) if layer.rotates else None
+    tables = None if rotary is None else rotary.first(run.length, mixed.dtype, mixed.device)
+    has_alibi = any(getattr(module, "alibi_slopes", None) is not None for module in run.model.modules())
+    documents = None
+    if run.is_packed:
+        # Two documents of different lengths.
+        documents = (torch.arange(run.length, device=mixed.device) >= run.length // 3).long().expand(run.batch, -1)
+    more = [f"a window {layer.window_size}"] * (layer.window_size is not None)
+    more += ["documents"] * run.is_packed + ["dropout"] * has_dropout
+    name = f"attention of {heads} heads {width} wide{' with ' * bool(more)}{' and '.join(more)}"
+
+    def of_queries(tensor: Tensor, split: HeadSplit, rank: int) -> Tensor:
+        start, stop = split.queries[rank]
+        return _intervals(tensor, [(start * width, stop * width)])
+
+    def of_input(tensor: Tensor, split: HeadSplit, rank: int) -> Tensor:
+        return _intervals(tensor, split.qkv_layout((), width).intervals[rank])
+
+    def attended(split: HeadSplit, rank: int) -> tuple[Tensor, Tensor]:
+        of_rank = layer.with_heads_of(split, cast(Any, _Rank(rank, len(split.queries))))
+        of_rank.training = has_dropout
+        slopes = alibi_slopes(heads)[slice(*split.queries[rank])] if has_alibi else None
+        # The random numbers of all ranks are those of the whole, as in a run.
+        seed_streams(0, rank, rng="global")
+        with torch.enable_grad():
+            own = of_input(mixed, split, rank).requires_grad_()
+            output = of_rank.attended(own, AttentionMask(document_ids=documents, alibi_slopes=slopes), tables)
+            (gradient,) = torch.autograd.grad(output, own, of_queries(incoming, split, rank))
+        return output.detach(), gradient
+
+    one = split_heads(heads, groups, 1)
+    whole = on_several_threads(partial(attended, one, 0))
+    for found, expected in zip(on_several_threads(partial(attended, one, 0)), whole, strict=True):
+        yield Sides(found, expected, name, NOT_DETERMINISTIC)
+    for ranks in powers_of_two(min(parts, heads)):
+        split = split_heads(heads, groups, ranks)
+        try:
+            for rank in range(ranks):
+                local_parts(split.qkv_layout((), width), rank, parts, what="attention")
+        except ConfigError:
+            # A run at that layout is refused.
+            continue
+        for rank in {0, ranks // 2, ranks - 1}:
+            output, gradient = on_threads(1, partial(attended, split, rank))
+            yield Sides(output, of_queries(whole[0], split, rank), f"{name}, {how_split(ranks)},")
+            yield Sides(gradient, of_input(whole[1], split, rank), f"the gradient of {name}, {how_split(ranks)},")
