@@ -65,3 +65,14 @@ def test_the_two_commands_of_the_readme_are_the_makefiles():
     for target in re.findall(r"^make ([\w-]+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_ten_files_to_read_are_short_and_have_what_to_look_for():
+    text = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `([\w/.]+)` \| (.*) \|$", text, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 11))
+    sources = [(ROOT / path).read_text(encoding="utf-8") for _, path, _ in rows]
+    assert sum(len(source.splitlines()) for source in sources) <= 3000
+    for source, (_, path, what) in zip(sources, rows, strict=True):
+        for name in re.findall(r"`([A-Za-z_][\w.]*)`", what):
+            assert name.split(".")[-1] in source, f"{path} has no {name}"
