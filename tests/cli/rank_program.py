@@ -11,15 +11,16 @@ import sys
 import time
 from pathlib import Path
 
-from shardwise.cli import rank, reporting
+from shardwise.cli import reporting
 from shardwise.cli.reporting import run_command
 from shardwise.core.errors import ConfigError, LaunchError
+from shardwise.run.processes import stopping
 
 RANK = int(os.environ["RANK"])
 # Half of what users' ranks have to end by themselves: many tests wait for it. Whoever is to end by itself, or to be
 # heard, has as long as it takes.
 reporting._HEAR_OTHERS_SECONDS = 1000.0
-rank.GRACE_SECONDS = 1000.0 if sys.argv[1] == "rank_0_sleeps" and RANK == 0 else 1.0
+stopping.GRACE_SECONDS = 1000.0 if sys.argv[1] == "rank_0_sleeps" and RANK == 0 else 1.0
 
 
 def succeed(folder: Path) -> None:
@@ -73,7 +74,7 @@ def one_breaks_among_collectives(folder: Path) -> None:
         dist.destroy_process_group()
         if RANK == 1:
             # The other rank hears of it now, and reports first.
-            wait_for(Path(os.environ[rank.REPORTS_VARIABLE]) / "rank0.json")
+            wait_for(Path(os.environ[reporting.REPORTS_VARIABLE]) / "rank0.json")
 
 
 def one_is_killed_among_collectives(folder: Path) -> None:

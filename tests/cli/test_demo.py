@@ -10,7 +10,7 @@ import pytest
 from harness.program import run
 from run.tiny import tiny_settings
 
-from shardwise.cli import start, trainings
+from shardwise.cli import main as main_module, trainings
 from shardwise.cli.main import run_subcommand
 from shardwise.cli.trainings import DemoArguments, demo_settings
 from shardwise.core.errors import ConfigError
@@ -43,7 +43,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
     checkpoint.verify(out / "checkpoints" / "step-00000004")
 
     # A second demo replaces the first: started the same way, and here on a text and a model that take moments.
-    monkeypatch.setattr(start, "launch_ranks", lambda *arguments, **options: 0)
+    monkeypatch.setattr(main_module, "launch_ranks", lambda *arguments, **options: 0)
     assert run_subcommand("demo", ["--out", str(out)]) == 0
     tiny = tiny_settings(tmp_path)
     monkeypatch.setattr(

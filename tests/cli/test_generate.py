@@ -140,7 +140,7 @@ def test_folders_that_name_a_checkpoint(run, capsys):
 
 def test_pieces_are_shown_as_they_come(run, monkeypatch):
     shown = []
-    monkeypatch.setattr("shardwise.cli.start.show", shown.append)
+    monkeypatch.setattr("shardwise.cli.reporting.show", shown.append)
     main([str(run.folder), "--prompt", "def f(", "--max-new-tokens", "20"])
     # The prompt, each token and the line's end.
     assert len(shown) == 22

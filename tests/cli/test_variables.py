@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.cli.flags import VARIABLES
+from shardwise.cli.arguments import VARIABLES
 from shardwise.cli.main import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "environment.md"

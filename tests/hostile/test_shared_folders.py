@@ -15,7 +15,7 @@ from harness.program import Program
 from harness.watchdog import wait_until
 from made_files import Folders
 
-from shardwise.cli import start
+from shardwise.cli import main as main_module
 from shardwise.cli.main import run_subcommand
 from shardwise.core.errors import ConfigError
 from shardwise.core.folder_lock import LOCK_NAME, FolderLock, check_free
@@ -107,7 +107,7 @@ def test_an_out_that_cannot_be_is_said_before_anything_else(
     def not_yet(*args: object, **kwargs: object) -> int:
         raise AssertionError("it went on")
 
-    monkeypatch.setattr(start, "launch_ranks", not_yet)
+    monkeypatch.setattr(main_module, "launch_ranks", not_yet)
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     held = tmp_path / "held"

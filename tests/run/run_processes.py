@@ -17,7 +17,7 @@ from shardwise.run import run as run_module, session as session_module
 from shardwise.run.comparison import results
 from shardwise.run.metrics import read_metrics
 from shardwise.run.processes import ranks as ranks_module
-from shardwise.run.processes.devices import process_group_of
+from shardwise.run.processes.ranks import process_group_of
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.recipe import Recipe
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from shardwise.core.errors import ConfigError
 from shardwise.run.processes import ranks
-from shardwise.run.processes.devices import (
+from shardwise.run.processes.ranks import (
     OVERLAP_VARIABLES,
     choose_device,
     prepare_overlap,

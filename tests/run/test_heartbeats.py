@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.run.processes.heartbeats import Beat, Heard, cause_of_waiting, ranks_behind
+from shardwise.run.processes.watch import Beat, Heard, cause_of_waiting, ranks_behind
 
 QUIET = 15.0
 

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.core.errors import LaunchError
-from shardwise.run.processes import devices
-from shardwise.run.processes.devices import addresses_towards, interface_of, join
+from shardwise.run.processes import ranks
+from shardwise.run.processes.ranks import addresses_towards, interface_of, join
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
@@ -41,22 +41,22 @@ def environment(monkeypatch):
 )
 def test_the_interface_is_that_which_reaches_the_master(environment, towards_master, others_use, chosen):
     interfaces = {"10.0.0.2": "eth0", "10.0.0.1": "eth1", "127.0.0.1": "lo"}
-    environment.setattr(devices, "addresses_towards", lambda host: towards_master)
-    environment.setattr(devices, "interface_of", interfaces.get)
+    environment.setattr(ranks, "addresses_towards", lambda host: towards_master)
+    environment.setattr(ranks, "interface_of", interfaces.get)
     store = dist.HashStore()
     store.set("shardwise/master-address/1", others_use)
-    devices._choose_interface(store, 0, 2)
-    assert devices.os.environ.get("GLOO_SOCKET_IFNAME") == chosen
-    assert devices.os.environ.get("NCCL_SOCKET_IFNAME") == chosen
+    ranks._choose_interface(store, 0, 2)
+    assert ranks.os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+    assert ranks.os.environ.get("NCCL_SOCKET_IFNAME") == chosen
 
 
 def test_what_the_user_chose_stands(environment):
     environment.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    environment.setattr(devices, "addresses_towards", lambda host: ("10.0.0.2", "10.0.0.1"))
-    environment.setattr(devices, "interface_of", lambda address: "eth0")
-    devices._choose_interface(dist.HashStore(), 0, 2)
-    assert devices.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
-    assert devices.os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
+    environment.setattr(ranks, "addresses_towards", lambda host: ("10.0.0.2", "10.0.0.1"))
+    environment.setattr(ranks, "interface_of", lambda address: "eth0")
+    ranks._choose_interface(dist.HashStore(), 0, 2)
+    assert ranks.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert ranks.os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
 
 
 def test_who_cannot_join_is_told_of_the_variable(environment):
@@ -68,4 +68,4 @@ def test_who_cannot_join_is_told_of_the_variable(environment):
 
     environment.setattr(dist, "rendezvous", refuse)
     with pytest.raises(LaunchError, match=r"rank 1 of 2 could not join the others at 127.0.0.1:9 .*GLOO_SOCKET_IFNAME"):
-        join(devices.torch.device("cpu"), local_rank=0, num_local=1, timeout=devices.datetime.timedelta(seconds=1))
+        join(ranks.torch.device("cpu"), local_rank=0, num_local=1, timeout=ranks.datetime.timedelta(seconds=1))

@@ -1,17 +1,24 @@
-"""The arguments of the commands: read into a dataclass, whose fields are the flags; tyro writes the help."""
+"""The arguments of the commands: read into a dataclass, whose fields are the flags; tyro writes the help.
+
+Flags are read in one pass, with one line for each mistake, over the settings of a TOML file. ``VARIABLES`` are the
+environment variables that are read or set.
+"""
 
 import dataclasses
 import inspect
+import re
 import textwrap
+import tomllib
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_origin
 
 import tyro
 
-from shardwise.cli.flags import FlagReader, read_toml
 from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.files import read_regular
 from shardwise.core.folder_lock import check_free
 from shardwise.run.processes.stopping import way_on
 from shardwise.run.settings import RunSettings
@@ -22,11 +29,22 @@ from shardwise.training.bounds import (
     TIMEOUT,
     Checked,
     annotations_of,
+    check_value,
     checked,
+    kind_of,
+    nearest,
     with_values,
 )
 
 _T = TypeVar("_T")
+_TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
+_MAX_BYTES = 1_000_000
+_MAX_DEPTH = 16
+# A key of many parts, for each of which the reader keeps all before it.
+_LONG_KEY = re.compile(
+    r"""^[ \t\[]*+(?:[ \t]*+(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.){17}""",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +179,171 @@ class RunArguments(SettingsArguments, LaunchArguments):
             return str(error)
 
 
+@dataclass(frozen=True)
+class _Argument:
+    """A flag, or an argument without one.
+
+    Attributes:
+        path: the fields that lead to its value, the last one its own.
+        annotation: the field's type.
+        required: it has no default.
+        sets: the value that a switch stands for.
+        negation: the switch for the other one.
+    """
+
+    path: tuple[str, ...]
+    annotation: Any
+    required: bool
+    sets: bool | None = None
+    negation: str | None = None
+
+
+@dataclass(frozen=True)
+class FlagReader:
+    """Reads the flags and arguments of a dataclass, and of those in it, named as tyro's help shows them.
+
+    What ``tyro.conf`` says beside the type of a field holds: ``Positional``, ``FlagCreatePairsOff``, and of ``arg``
+    ``name=""`` (the flags of a dataclass have no prefix), ``metavar`` and ``aliases``. An ``_`` may stand for a ``-``.
+
+    Attributes:
+        cls: the dataclass.
+        flags: by name, such as ``--model.num-layers``.
+        positional: those without a flag by what help calls them, in their order.
+    """
+
+    cls: type
+    flags: dict[str, _Argument] = field(default_factory=dict)
+    positional: dict[str, _Argument] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._add(self.cls, "", ())
+
+    def _add(self, cls: Any, prefix: str, path: tuple[str, ...]) -> None:
+        for each in dataclasses.fields(cls):
+            annotation, marks = annotations_of(cls)[each.name]
+            own = (*path, each.name)
+            shown: Any = next((mark for mark in marks if hasattr(mark, "aliases")), tyro.conf.arg())
+            if dataclasses.is_dataclass(annotation):
+                self._add(annotation, prefix if shown.name == "" else f"{prefix}{each.name}.", own)
+                continue
+            required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+            argument = _Argument(own, annotation, required)
+            if tyro.conf.Positional in marks:
+                self.positional[shown.metavar] = argument
+                continue
+            for name in (f"--{prefix}{each.name}", *(shown.aliases or ())):
+                name = name.replace("_", "-")
+                if annotation is not bool:
+                    self.flags[name] = argument
+                    continue
+                group, dot, last = name.removeprefix("--").rpartition(".")
+                no = None if tyro.conf.FlagCreatePairsOff in marks else f"--{group}{dot}no-{last}"
+                self.flags[name] = dataclasses.replace(argument, sets=True, negation=no)
+                if no is not None:
+                    self.flags[no] = dataclasses.replace(argument, sets=False)
+
+    def read(self, argv: Sequence[str]) -> dict[str, Any]:
+        """The values that are given, by the fields' names, those of a dataclass' fields as a dict of their own.
+
+        Raises:
+            ConfigError: an unknown flag, a value that is missing, of the wrong kind or after a switch, a flag with many
+                values that is given twice, an argument that no flag takes or that is missing.
+        """
+        found: dict[tuple[str, ...], Any] = {}
+        words, waiting = deque(argv), deque(self.positional.items())
+        only_positional = False
+        while words:
+            word = words.popleft()
+            if word == "--" and not only_positional:
+                only_positional = True
+            elif word.startswith("-") and not only_positional:
+                self._read_flag(word, words, found)
+            elif waiting:
+                name, argument = waiting.popleft()
+                found[argument.path] = _value_of(name, argument.annotation, word)
+            else:
+                raise ConfigError(f"no flag takes {word}")
+        for name, argument in (self.positional | self.flags).items():
+            if argument.required and argument.path not in found:
+                raise ConfigError(f"{name} is missing; see --help")
+        values: dict[str, Any] = {}
+        for path, value in found.items():
+            table = values
+            for part in path[:-1]:
+                table = table.setdefault(part, {})
+            table[path[-1]] = value
+        return values
+
+    def _read_flag(self, word: str, words: deque[str], found: dict[tuple[str, ...], Any]) -> None:
+        """Read the flag ``word``, and from ``words`` what belongs to it."""
+        name, equals, text = word.partition("=")
+        name = name.replace("_", "-")
+        flag = self.flags.get(name)
+        if flag is None:
+            close = nearest(name.lstrip("-"), [known.removeprefix("--") for known in self.flags])
+            raise ConfigError(f"unknown flag {name}" + (f"; did you mean --{close}?" if close else "; see --help"))
+        if flag.annotation is bool:
+            if equals or (words and words[0].lower() in _TRUTH_VALUES):
+                hint = f"; write {name} or {flag.negation}" if flag.negation else ""
+                raise ConfigError(f"{name} takes no value, got {text if equals else words[0]!r}{hint}")
+            found[flag.path] = flag.sets
+        elif get_origin(flag.annotation) is tuple:
+            if flag.path in found:
+                raise ConfigError(f"{name} is given twice; write all its values after one {name}")
+            texts = [text] if equals else []
+            while words and not words[0].startswith("--"):
+                texts.append(words.popleft())
+            found[flag.path] = tuple(texts)
+        else:
+            if not equals:
+                if not words or words[0].startswith("--"):
+                    raise ConfigError(f"{name} needs a value")
+                text = words.popleft()
+            found[flag.path] = _value_of(name, flag.annotation, text)
+
+
+def _value_of(name: str, annotation: Any, text: str) -> Any:
+    """The value that ``text`` stands for."""
+    value: Any = text
+    kind = kind_of(annotation)
+    if kind in (int, float):
+        try:
+            value = cast(Any, kind)(text)
+        except ValueError as error:
+            # Python reads integers of a few thousand digits at most.
+            if text.lstrip("+-").isdecimal():
+                raise ConfigError(f"{name} is too large an integer") from error
+    check_value(name, value, annotation)
+    return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        ConfigError: it is not TOML, and the message names the line; it is no regular file, larger than ``_MAX_BYTES``,
+            or nested deeper than settings are.
+    """
+    try:
+        text = read_regular(path, limit=_MAX_BYTES).decode()
+        if _LONG_KEY.search(text) is None and _depth(values := tomllib.loads(text)) <= _MAX_DEPTH:
+            return values
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    # Among them TOMLDecodeError, text that is not UTF-8, and integers of more digits than Python reads.
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    except RecursionError:
+        pass  # It is nested deeper still.
+    raise ConfigError(f"{path} is nested more than {_MAX_DEPTH} deep; settings stand in tables of one level")
+
+
+def _depth(value: object) -> int:
+    """How many tables and lists stand within each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max((1 + _depth(each) for each in inner), default=0)
+
+
 def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
     """Parse the arguments of a command into a dataclass, whose docstring is the help.
 
@@ -193,3 +376,46 @@ def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """``values`` with those of ``over`` in their place, in the tables likewise."""
     inner = {key: _merged(values.get(key, {}), value) for key, value in over.items() if isinstance(value, dict)}
     return values | over | inner
+
+
+VARIABLES = {
+    "SHARDWISE_CACHE": "folder of what is kept between runs (tokenizers, token streams); ~/.cache/shardwise if not set",
+    "XDG_CACHE_HOME": "in place of ~/.cache",
+    "SHARDWISE_SHARED_MEMORY": "0 sends all between CPU ranks of one machine through gloo",
+    "SHARDWISE_ONEDNN": "0 leaves fp32 products on the CPU to PyTorch's own choice",
+    "SHARDWISE_TRITON": "0 leaves what Triton's kernels do on CUDA to PyTorch's own operations",
+    "SHARDWISE_CUDA_GRAPHS": "1 lets generation on CUDA record the pass of a token once and repeat it; not tried yet",
+    "CC": "C compiler of the CPU kernels, and of Triton; cc, gcc or clang if not set",
+    "OMP_NUM_THREADS": "threads of each rank; the launcher sets the physical cores divided by the ranks",
+    "TOKENIZERS_PARALLELISM": "true lets the tokenizer use several threads; false is set if it is not",
+    "MALLOC_TRIM_THRESHOLD_": "of the C library; training keeps freed memory unless it is set",
+    "MALLOC_MMAP_THRESHOLD_": "likewise",
+    "TORCH_CPP_LOG_LEVEL": "PyTorch's own log; ERROR is set if it is not, but for --debug",
+    "RES_OPTIONS": "of the resolver; the launcher sets a short time limit for its ranks",
+    "GLOO_SOCKET_IFNAME": "network interface of CPU ranks; set to the loopback one, or the one that reaches the master",
+    "NCCL_SOCKET_IFNAME": "likewise for CUDA ranks",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "of CUDA; 1 starts collectives before the products that hide them; set so with tp",
+    "TORCH_NCCL_HIGH_PRIORITY": "of PyTorch; 1 lets NCCL's kernels run beside products; set so with tp",
+    "ATEN_CPU_CAPABILITY": "of PyTorch: which CPU kernels it takes; alike on all ranks of an exact run, as those below",
+    "MKL_CBWR": "of MKL: which kernels it takes; an exact run on an Intel processor sets its reproducible ones",
+    "MKL_ENABLE_INSTRUCTIONS": "likewise",
+    "ONEDNN_MAX_CPU_ISA": "of oneDNN: likewise",
+    "ONEDNN_DEFAULT_FPMATH_MODE": "of oneDNN: whether fp32 products may be less precise",
+    "NVIDIA_TF32_OVERRIDE": "of CUDA's libraries: 0 forbids TF32",
+    "CUBLAS_WORKSPACE_CONFIG": "of cuBLAS: an exact run on CUDA sets one with which it is deterministic",
+    "NO_COLOR": "anything: no colours where tokens are shown",
+    "FORCE_COLOR": "anything: colours there, though the output is no terminal",
+    "DISABLE_MULTIPROC": "lm-evaluation-harness starts no processes of its own; shardwise eval --tasks sets it to 1",
+    "RANK": "which rank this process is; set by launchers, with those below",
+    "WORLD_SIZE": "number of ranks",
+    "LOCAL_RANK": "which rank of this host",
+    "LOCAL_WORLD_SIZE": "number of ranks on this host",
+    "GROUP_RANK": "which host",
+    "MASTER_ADDR": "where the ranks meet",
+    "MASTER_PORT": "likewise",
+    "TORCHELASTIC_RUN_ID": "set by torchrun: its ranks end when it does",
+    "TORCHELASTIC_ERROR_FILE": "set by torchrun: the ranks of a host print an error once",
+    "SHARDWISE_RANK_REPORTS": "set by the launcher: where ranks leave their errors",
+    "SHARDWISE_LAUNCHER_PID": "set by the launcher: the process without which a rank ends",
+}
+"""Name and meaning, those for users first."""

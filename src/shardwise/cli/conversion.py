@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
-from shardwise.cli.rank import is_first_rank
-from shardwise.cli.reporting import print_note
+from shardwise.cli.reporting import is_first_rank, print_note
 from shardwise.core.folder_lock import check_free, check_free_target
 from shardwise.training.bounds import DEFAULT_FILE_GB, FILE_GB, Folder
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from shardwise.cli.arguments import SplitArguments
-from shardwise.cli.rank import is_first_rank
-from shardwise.cli.reporting import print_note
+from shardwise.cli.reporting import is_first_rank, print_note
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.run.settings import CorpusSettings
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, SEED, SEQUENCE, STEPS, TEMPERATURE, TOP_P, Folder, Range
@@ -84,12 +83,12 @@ class GenerateArguments(GeneratingArguments):
 
     def work(self) -> Callable[[], object]:
         """Generate."""
-        from shardwise.cli import start
+        from shardwise.cli import reporting
         from shardwise.run import generate
 
-        start.allow_any_character()
+        reporting.allow_any_character()
         note = partial(print_note, "shardwise generate")
-        return partial(generate, **self.keywords(), on_text=start.show, on_note=note)
+        return partial(generate, **self.keywords(), on_text=reporting.show, on_note=note)
 
 
 _EXIT = "/exit"
@@ -116,12 +115,12 @@ class ChatArguments(GeneratingArguments):
 
     def work(self) -> Callable[[], object]:
         """Talk."""
-        from shardwise.cli import start
+        from shardwise.cli import reporting
         from shardwise.run import chat
 
-        start.allow_any_character()
+        reporting.allow_any_character()
         note = partial(print_note, "shardwise chat")
-        return partial(chat, **self.keywords(), turns=_turns(), on_text=start.show, on_note=note)
+        return partial(chat, **self.keywords(), turns=_turns(), on_text=reporting.show, on_note=note)
 
 
 def _turns() -> Iterator[str]:

@@ -21,11 +21,24 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.rank import LAUNCHER_VARIABLE, REPORTS_VARIABLE, FailureReport, request_stop
-from shardwise.cli.reporting import EXIT_FAILURE, describe, print_error, print_line
+from shardwise.cli.reporting import (
+    EXIT_FAILURE,
+    LAUNCHER_VARIABLE,
+    REPORTS_VARIABLE,
+    FailureReport,
+    describe,
+    print_error,
+    print_line,
+)
 from shardwise.core.errors import LaunchError
 from shardwise.core.processes import clear_leftovers, temporary_prefix
-from shardwise.run.processes.stopping import ENDING_SIGNALS, SAME_REQUEST_SECONDS, Interrupted, handling_signals
+from shardwise.run.processes.stopping import (
+    ENDING_SIGNALS,
+    SAME_REQUEST_SECONDS,
+    Interrupted,
+    handling_signals,
+    request_stop,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardwise
-from shardwise.cli.flags import VARIABLES
+from shardwise.cli.arguments import VARIABLES
 from shardwise.cli.launch import physical_cores
 from shardwise.core.communication.symmetric_memory import why_no_symmetric_memory
 from shardwise.core.communication.transports.shared_memory import why_not_here
 from shardwise.kernels.dispatch import REDUCE_NORM, Call, Choice, report, why_repeat_keys
-from shardwise.run.processes.devices import choose_device
+from shardwise.run.processes.ranks import choose_device
 from shardwise.run.wording import tf32
 
 _REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "tqdm")

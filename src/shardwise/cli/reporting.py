@@ -1,8 +1,16 @@
-"""Every error becomes one line and an exit code: 2 for the user's mistakes, 1 for failures, 130 and 143 for signals."""
+"""Every error becomes one line and an exit code: 2 for the user's mistakes, 1 for failures, 130 and 143 for signals.
+
+In a rank the line goes to the launcher, whom the environment names.
+"""
+
+from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
+import io
+import json
 import logging
 import os
 import select
@@ -12,11 +20,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
-from shardwise.cli.rank import FailureReport, RankEnvironment, leave, signals_raise, start_guard
 from shardwise.core.errors import (
     CheckpointError,
     ConfigError,
@@ -27,7 +35,19 @@ from shardwise.core.errors import (
     TopologyError,
     VocabularyError,
 )
-from shardwise.run.processes.stopping import Interrupted
+from shardwise.run.processes.stopping import (
+    Interrupted,
+    signals_raise,
+    start_guard,
+    write_complete,
+)
+from shardwise.training.bounds import launcher_number
+
+REPORTS_VARIABLE = "SHARDWISE_RANK_REPORTS"
+"""Environment variable: the folder where ranks leave their FailureReport for the launcher to print."""
+
+LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
+"""Environment variable: process id of the launcher, without which a rank does not go on."""
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2
@@ -38,6 +58,91 @@ _PATH_MISTAKES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADir
 _PATH_ERRORS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
 _LONGEST_MESSAGE = 400
 _HEAR_OTHERS_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why a rank failed.
+
+    Attributes:
+        rank: global rank.
+        message: one line; empty if there is nothing to say (its output was closed).
+        exit_code: 2 for the user's mistakes, 1 for failures.
+        time: seconds since the epoch.
+        trace: the stack trace.
+        in_collective: a collective failed, which the failure of another rank may have caused.
+    """
+
+    rank: int
+    message: str
+    exit_code: int
+    time: float
+    trace: str = ""
+    in_collective: bool = False
+
+    def write(self, folder: Path) -> None:
+        """Leave the report in ``folder``, complete or not at all."""
+        write_complete(folder / f"rank{self.rank}.json", json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read_all(cls, folder: Path) -> list[FailureReport]:
+        """The reports in ``folder``, the likeliest cause first: the earliest, and those of failed collectives last."""
+        reports = [cls(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank*.json")]
+        return sorted(reports, key=lambda report: (report.in_collective, report.time))
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What a launcher told this process through the environment.
+
+    Attributes:
+        rank: global rank.
+        world_size: number of ranks.
+        reports: folder for this rank's FailureReport; None if the launcher is not ours.
+        launcher_pid: process without which this rank does not go on; None if that is not known.
+        attempt: folder that torchrun gives the ranks of this host; None if it does not.
+    """
+
+    rank: int
+    world_size: int
+    reports: Path | None = None
+    launcher_pid: int | None = None
+    attempt: Path | None = None
+
+    @classmethod
+    def read(cls) -> RankEnvironment | None:
+        """From ``RANK``, ``WORLD_SIZE`` and what else launchers set; None if this process is not a rank of several.
+
+        Raises:
+            ConfigError: only one of the two is set, or they are no numbers that fit.
+        """
+        rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+        if rank is None and world_size is None:
+            return None
+        try:
+            numbers = int(rank or ""), int(world_size or "")
+        except ValueError:
+            numbers = (0, 0)
+        if not 0 <= numbers[0] < numbers[1]:
+            raise ConfigError(
+                f"the environment has RANK={rank} and WORLD_SIZE={world_size}, which only a launcher sets; unset both"
+            )
+        folder, launcher_pid = os.environ.get(REPORTS_VARIABLE), launcher_number(LAUNCHER_VARIABLE)
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if launcher_pid is None and "TORCHELASTIC_RUN_ID" in os.environ:
+            launcher_pid = os.getppid()
+        return cls(
+            *numbers,
+            reports=Path(folder) if folder else None,
+            launcher_pid=launcher_pid,
+            # The error file is ATTEMPT/LOCAL_RANK/error.json.
+            attempt=Path(error_file).parent.parent if error_file else None,
+        )
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints what is printed once."""
+    return not launcher_number("RANK")
 
 
 def describe(error: BaseException) -> tuple[str, int]:
@@ -83,6 +188,26 @@ def print_error(command: str, message: str) -> None:
         print_line(f"{command}: error: {message}")
 
 
+def allow_any_character() -> None:
+    """Where the terminal's encoding lacks a character, show a question mark and go on."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):
+            sys.stdout.reconfigure(errors="replace")
+
+
+def show(piece: str) -> None:
+    """Print a piece of a text, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def has_colours() -> bool:
+    """As no-color.org and force-color.org say, or else if a terminal reads this."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
+
+
 def run_command(command: str, body: Callable[[], int | None], *, debug: bool = False) -> int:
     """Run a command to its exit code, with every error made one line.
 
@@ -118,6 +243,14 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
     if environment is not None and code != 0:
         leave(code)
     return code
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End a rank that failed, at once: its process group's destructors would wait for the other ranks, and complain."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 class _Reporter(logging.Handler):

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import tyro
 
 from shardwise.cli.arguments import LaunchArguments, RunArguments
-from shardwise.cli.start import allow_any_character, has_colours
+from shardwise.cli.reporting import allow_any_character, has_colours
 from shardwise.core.errors import ConfigError
 from shardwise.core.folder_lock import check_free
 from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, Settings

@@ -1,7 +1,15 @@
-"""This process as one of the ranks that train together."""
+"""This process as one of the ranks that train together: its device, and how it finds the others.
+
+Ranks of several hosts meet over the network interface that reaches them.
+"""
 
 import datetime
+import fcntl
+import ipaddress
 import os
+import re
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +25,7 @@ import torch.distributed.nn.functional
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.context import backends_of
-from shardwise.core.errors import ConfigError
-from shardwise.run.processes.devices import choose_device, join, prepare_overlap, process_group_of
+from shardwise.core.errors import ConfigError, LaunchError
 from shardwise.run.processes.watch import Watch
 from shardwise.training.bounds import DEFAULT_TIMEOUT, launcher_number
 
@@ -26,6 +33,14 @@ from shardwise.training.bounds import DEFAULT_TIMEOUT, launcher_number
 _JOINING_SECONDS = 600.0
 _HOST_LIMIT = datetime.timedelta(days=1)
 _STREAM_LIMIT = datetime.timedelta(hours=1)
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Linux's request for the address of an interface, and where in its answer it stands.
+_SIOCGIFADDR = 0x8915
+_ADDRESS = slice(20, 24)
+
+OVERLAP_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
+"""What lets collectives run beside products: one queue, so that a collective that is launched first begins first, and
+streams of high priority for NCCL's kernels, which otherwise wait until a product leaves room."""
 
 
 @dataclass(frozen=True)
@@ -146,3 +161,210 @@ def open_ranks(
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
+
+
+def prepare_overlap() -> None:
+    """Set ``OVERLAP_VARIABLES``, but for those that the user has set; before anything asks CUDA for something."""
+    for name, value in OVERLAP_VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
+def why_no_gpu(num_local: int) -> str | None:
+    """Why ranks of this machine cannot have a GPU each; None if they can.
+
+    Args:
+        num_local: ranks on this machine.
+    """
+    if torch.version.cuda is None and torch.version.hip is None and not torch.cuda.is_available():
+        return "this PyTorch was built without CUDA"
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus == 0:
+        return "PyTorch finds no GPU here: there is none, no driver, or CUDA_VISIBLE_DEVICES hides them"
+    if num_gpus < num_local:
+        return f"this machine has {_gpus(num_gpus)} for {num_local} ranks, and each needs one of its own"
+    return None
+
+
+def choose_device(
+    wanted: Literal["auto", "cpu", "cuda"], *, local_rank: int, num_local: int
+) -> tuple[torch.device, str]:
+    """The device of a rank, and why it is that.
+
+    Args:
+        wanted: "auto" takes a GPU if there is one for each rank of this machine. With "cuda" a launcher may have given
+            each rank a GPU of its own, the only one that it sees.
+        local_rank: this rank among those of this machine.
+        num_local: ranks on this machine.
+
+    Raises:
+        ConfigError: "cuda" is wanted, and there is no GPU for this rank.
+    """
+    if wanted == "cpu":
+        return torch.device("cpu"), "as asked for"
+    refusal = why_no_gpu(num_local)
+    if refusal is None:
+        return torch.device("cuda", local_rank), "a GPU for each rank"
+    if wanted == "auto":
+        return torch.device("cpu"), refusal
+    if torch.cuda.is_available() and torch.cuda.device_count() == 1:
+        return torch.device("cuda", 0), "the only GPU that this rank sees"
+    raise ConfigError(f"device is 'cuda', but {refusal}; start fewer ranks with --nproc, or use --device cpu")
+
+
+def refuse_shared_gpus(store: Any, own_gpu: str, *, rank: int, local_rank: int, num_local: int) -> None:
+    """Raise ConfigError on every rank of this host if two of them have the same GPU: NCCL would fail, or wait for ever.
+
+    Args:
+        store: joins the ranks.
+        own_gpu: what tells this rank's GPU from all others, such as its UUID.
+        rank: global rank; those of a host follow one another.
+        local_rank: this rank among those of this host.
+        num_local: ranks on this host.
+    """
+    peers = range(rank - local_rank, rank - local_rank + num_local)
+    store.set(f"shardwise/gpu/{rank}", own_gpu)
+    store.wait([f"shardwise/gpu/{peer}" for peer in peers], datetime.timedelta(minutes=10))
+    seen: dict[str, int] = {}
+    for peer in peers:
+        gpu = store.get(f"shardwise/gpu/{peer}").decode()
+        other = seen.setdefault(gpu, peer)
+        if other != peer:
+            raise ConfigError(
+                f"ranks {other} and {peer} would share the GPU {gpu}, and NCCL needs one for each rank; start no more "
+                "ranks than there are GPUs, or let each see another one (CUDA_VISIBLE_DEVICES)"
+            )
+
+
+def _gpus(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs"
+
+
+def process_group_of(device: torch.device, num_ranks: int) -> dict[str, Any]:
+    """The arguments of ``init_process_group`` for ``num_ranks`` ranks that compute on ``device``.
+
+    On GPUs NCCL carries what is there, and gloo what the hosts tell each other, for which they need not wait for the
+    GPUs. With the device known, NCCL's communicators are made when their groups are, in one order on all ranks, and
+    not in that of their first collectives. One rank alone needs none.
+    """
+    if device.type == "cpu":
+        return {"backend": "gloo"}
+    return {"backend": "cpu:gloo,cuda:nccl"} | ({"device_id": device} if num_ranks > 1 else {})
+
+
+def join(device: torch.device, *, local_rank: int, num_local: int, timeout: datetime.timedelta) -> None:
+    """``init_process_group`` as the launcher says, over the interface that reaches the other hosts.
+
+    Without being told, gloo listens where this host's name points, which on Debian is the loopback address 127.0.1.1:
+    no other host gets there. So ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set, unless the user did, if
+    there are several hosts and the interface can be told.
+
+    Args:
+        device: where this rank computes.
+        local_rank: this rank among those of this host.
+        num_local: ranks on this host.
+        timeout: for the other ranks to come.
+
+    Raises:
+        ConfigError: RANK and WORLD_SIZE are set, but not where the ranks meet; two ranks have the same GPU.
+        LaunchError: the other ranks cannot be reached, or do not come.
+    """
+    _check_variables()
+    master = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]  # not in its stubs
+        if num_local < world_size:
+            _choose_interface(store, rank, world_size)
+        if device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+            refuse_shared_gpus(store, gpu, rank=rank, local_rank=local_rank, num_local=num_local)
+        dist.init_process_group(
+            **process_group_of(device, world_size), store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    except ConfigError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise LaunchError(
+            f"rank {rank} of {world_size} could not join the others at {master}{_hint()}; if no launcher set RANK and "
+            f"WORLD_SIZE, unset them: {error}"
+        ) from error
+
+
+def _check_variables() -> None:
+    """Check what a launcher sets beside RANK and WORLD_SIZE: without it these two are left over from something else."""
+    ranks = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}"
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
+        if not value:
+            raise ConfigError(
+                f"the environment has {ranks} but no {name}, which a launcher sets too; unset RANK and WORLD_SIZE to "
+                "have the ranks started here"
+            )
+    if not re.fullmatch(r"\d{1,5}", port or "") or not 0 <= int(port or 0) < 1 << 16:
+        raise ConfigError(f"the environment has MASTER_PORT={port}, which is no port; a number from 0 to 65535 is")
+
+
+def _hint() -> str:
+    """What the user can do if the interface is a wrong one."""
+    chosen = os.environ.get(_INTERFACE_VARIABLES[0])
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    return (
+        f" (through the network interface {chosen or 'that the name of this host points to'}; if other hosts are not "
+        f"reached through that, set {_INTERFACE_VARIABLES[0]} to one of {names})"
+    )
+
+
+def _choose_interface(store: Any, rank: int, world_size: int) -> None:
+    """Set the variables that the user did not, if the interface that reaches the other hosts can be told."""
+    if all(os.environ.get(name) for name in _INTERFACE_VARIABLES):
+        return
+    here, there = addresses_towards(os.environ["MASTER_ADDR"])
+    # Where the master's own name points to its loopback address, the other hosts know which of its addresses they use.
+    store.set(f"shardwise/master-address/{rank}", "" if _is_loopback(there) else there)
+    if _is_loopback(here):
+        seen = (store.get(f"shardwise/master-address/{other}").decode() for other in range(world_size))
+        here = next(filter(None, seen), here)
+    interface = interface_of(here)
+    if interface is not None:
+        for name in _INTERFACE_VARIABLES:
+            os.environ.setdefault(name, interface)
+
+
+def addresses_towards(host: str) -> tuple[str, str]:
+    """This host's address on the way to ``host``, and that host's; nothing is sent.
+
+    Raises:
+        OSError: there is no such host, or no way to it.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as datagrams:
+        datagrams.connect(address)
+        return str(datagrams.getsockname()[0]), str(datagrams.getpeername()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has ``address``; None if there is none, or the system does not tell."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if wanted in _addresses_of(name)), None)
+
+
+def _addresses_of(interface: str) -> list[Any]:
+    """An interface's first IPv4 address, and its IPv6 addresses; as far as Linux tells them."""
+    found: list[Any] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            found.append(ipaddress.ip_address(answer[_ADDRESS]))
+        except OSError:
+            pass
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as table:
+            rows = [line.split() for line in table]
+    except OSError:
+        return found
+    return found + [ipaddress.ip_address(bytes.fromhex(row[0])) for row in rows if row[-1] == interface]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

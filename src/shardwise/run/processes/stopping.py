@@ -1,16 +1,28 @@
-"""A signal that asks a run to end: the step at work is done and saved first, and a further signal ends it at once.
+"""Signals that ask a process to end: between two steps it ends at once, in a step when that is done and saved.
 
 Signals are the process's, and so is the one object here that says what they do at the moment.
+
+A rank that waits in a collective is inside C++ code, where Python's signal handlers do not run. So a thread watches for
+the signal too, and ends the process if the main thread has not done so itself within ``GRACE_SECONDS``.
 """
 
+from __future__ import annotations
+
 import contextlib
+import os
+import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 ENDING_SIGNALS = tuple(
     signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in signal.Signals.__members__
@@ -20,6 +32,15 @@ ENDING_SIGNALS = tuple(
 SAME_REQUEST_SECONDS = 1.0
 """Within this time a further signal is the first one come twice: from the terminal and from torchrun, or two shells."""
 
+GRACE_SECONDS = 2.0
+"""How long a rank that was told to end may take to do so by itself."""
+
+LONGEST_LEAVING_SECONDS = 20.0
+"""How long a rank whose step was done and saved on a signal may take to end."""
+
+_POLL_SECONDS = 0.5
+_AGAIN_SECONDS = 0.05
+_REQUEST_NAME = "stop"
 _LEAST_SECONDS = 25.0
 _STEPS = 3
 
@@ -147,6 +168,140 @@ def signals_postponed() -> Iterator[Postponed]:
             _current = None
     if postponed.signum and not postponed.agreed:
         signal.raise_signal(postponed.signum)
+
+
+def request_stop(reports: Path, signum: int) -> None:
+    """Ask all ranks that leave their reports in ``reports`` to end as on this signal.
+
+    A file, because a signal might come twice: a terminal sends Ctrl-C to the ranks too.
+    """
+    write_complete(reports / _REQUEST_NAME, str(int(signum)))
+
+
+def write_complete(path: Path, text: str) -> None:
+    """Write a file, complete or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _requested_stop(reports: Path | None) -> int:
+    """The signal of ``request_stop``; 0 if there was none."""
+    try:
+        return int((reports / _REQUEST_NAME).read_text(encoding="utf-8")) if reports is not None else 0
+    except (OSError, ValueError):
+        return 0
+
+
+@contextlib.contextmanager
+def signals_raise(*, once: bool) -> Iterator[None]:
+    """Within, SIGINT, SIGTERM and SIGHUP raise Interrupted; one that is ignored (``nohup``) stays so.
+
+    Args:
+        once: what a second signal does: nothing if True, for a rank, which its guard ends; end the process if False.
+    """
+
+    def handle(signum: int, frame: FrameType | None) -> NoReturn:
+        for each in ENDING_SIGNALS:
+            if signal.getsignal(each) is handle:
+                signal.signal(each, signal.SIG_IGN if once else signal.SIG_DFL)
+        raise Interrupted(signum)
+
+    def raise_again(lost: UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, Interrupted):
+            others(lost)
+            return
+        # It came while Python was in a callback, such as a weak reference's, out of which nothing is raised.
+        for each in before:
+            signal.signal(each, handle)
+        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), lost.exc_value.signal))
+        again.daemon = True
+        again.start()
+
+    others = sys.unraisablehook
+    with handling_signals(handle) as before:
+        sys.unraisablehook = raise_again
+        try:
+            yield
+        finally:
+            sys.unraisablehook = others
+
+
+def start_guard(launcher_pid: int | None, reports: Path | None = None) -> None:
+    """Start the thread that ends this process when the main thread cannot: on a signal, or when the launcher died.
+
+    Where signals wait for the end of a training step, it waits too, until the step has had its time.
+
+    Call it once, in the main thread, after ``signals_raise``.
+
+    Args:
+        launcher_pid: the parent process to watch; None watches signals alone.
+        reports: folder where the launcher may ask to stop.
+    """
+    receive, send = os.pipe()
+    os.set_blocking(send, False)
+    # The interpreter writes each signal's number here at once, whatever the main thread is doing.
+    signal.set_wakeup_fd(send, warn_on_full_buffer=False)
+    guard = _Guard(receive, launcher_pid, reports)
+    threading.Thread(target=guard.watch, name="shardwise-guard", daemon=True).start()
+
+
+@dataclass
+class _Guard:
+    """What ``start_guard`` starts.
+
+    Attributes:
+        receive: where the numbers of signals arrive.
+        launcher_pid: as for ``start_guard``.
+        reports: as for ``start_guard``.
+    """
+
+    receive: int
+    launcher_pid: int | None
+    reports: Path | None
+    # Of the first signal, and when it came; or when the step that it waited for was done.
+    _signum: int = 0
+    _since: float = 0.0
+    _waits: bool = False
+
+    def watch(self) -> NoReturn:
+        while not self._is_to_end():
+            pass
+        time.sleep(GRACE_SECONDS)
+        os._exit(128 + self._signum)
+
+    def _is_to_end(self) -> bool:
+        """Look once, for at most ``_POLL_SECONDS``."""
+        readable, _, _ = select.select([self.receive], [], [], _POLL_SECONDS)
+        now, postponed = time.monotonic(), current()
+        if readable:
+            received = os.read(self.receive, 1)[0]
+            return received in ENDING_SIGNALS and self._takes(received, now, postponed)
+        if self.launcher_pid is not None and os.getppid() != self.launcher_pid:
+            # Killed, with all that it started as far as its user knows.
+            return self._end_at_once(signal.SIGTERM, postponed)
+        if not self._signum:
+            if asked := _requested_stop(self.reports):
+                os.kill(os.getpid(), asked)
+            return False
+        if postponed is not None:
+            return postponed.overdue() and self._end_at_once(self._signum, postponed)
+        if self._waits:
+            self._waits, self._since = False, now
+        return now - self._since > LONGEST_LEAVING_SECONDS
+
+    def _takes(self, signum: int, now: float, postponed: Postponed | None) -> bool:
+        if not self._signum:
+            self._signum, self._since, self._waits = signum, now, postponed is not None
+            return postponed is None
+        return now - self._since >= SAME_REQUEST_SECONDS
+
+    def _end_at_once(self, signum: int, postponed: Postponed | None) -> bool:
+        if postponed is not None:
+            postponed.abandon()
+        self._signum = signum
+        os.kill(os.getpid(), signum)
+        return True
 
 
 def way_on(checkpoint: Path | None) -> str:

@@ -9,8 +9,7 @@ import weakref
 import pytest
 from harness.watchdog import WATCHDOG_SECONDS
 
-from shardwise.cli.rank import signals_raise
-from shardwise.run.processes.stopping import Interrupted
+from shardwise.run.processes.stopping import Interrupted, signals_raise
 
 
 class Thing:
