@@ -17,7 +17,7 @@ VECTORS = ("residual", "new_residual", "bias", "weight", "norm_bias")
 
 
 def compile_for(capability, dtype, num_columns, everything):
-    block = norms_triton.reduce_block_size(num_columns)
+    block = max(16, norms_triton.block_size(num_columns))
     constants = {
         "EPS": 1e-5,
         "WORLD_SIZE": 8,
@@ -34,7 +34,7 @@ def compile_for(capability, dtype, num_columns, everything):
         constexprs={(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants},
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants},
     )
-    options = {"num_warps": norms_triton.num_warps(block)}
+    options = {"num_warps": norms_triton.num_warps(block // 2)}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
 
 

@@ -250,7 +250,7 @@ def reduce_norm_(
     new = torch.empty_like(residual)
     # A rank may own no row.
     if num_rows > 0:
-        block = reduce_block_size(num_columns)
+        block = max(16, block_size(num_columns))
         with torch.cuda.device_of(residual):
             reduce_norm_kernel[(num_rows,)](
                 addresses,
@@ -268,17 +268,6 @@ def reduce_norm_(
                 IS_LAYER_NORM=norm_bias is not None,
                 IS_DOUBLE=residual.dtype == torch.float64,
                 BLOCK=block,
-                reduce_num_warps=reduce_num_warps(block),
+                num_warps=num_warps(block // 2),
             )
     return new
-
-
-def reduce_block_size(num_columns: int) -> int:
-    """How many columns a program holds: a row."""
-    size: int = triton.next_power_of_2(num_columns)
-    return max(16, size)
-
-
-def reduce_num_warps(block: int) -> int:
-    """So that a thread holds 16 numbers."""
-    return max(1, min(32, block // 512))
