@@ -10,7 +10,7 @@ import torch
 import shardwise
 from shardwise.cli.machine import as_table, fast_paths, gather, versions
 from shardwise.cli.main import main
-from shardwise.kernels.loss_cpu import why_not_compiled
+from shardwise.kernels import compiled
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_fast_path_is_on_where_it_runs():
     assert paths["fused AdamW on cpu"].on
     assert paths["fused attention on cpu"].why == "flash (float32, bfloat16); none with dropout"
     assert paths["shared memory between CPU ranks"].on
-    refusal = why_not_compiled()
+    refusal = compiled.why_not("loss_cpu.c")
     assert paths["compiled loss on cpu"].on == (refusal is None)
     assert refusal is None or paths["compiled loss on cpu"].why == refusal
 

@@ -11,7 +11,7 @@ from run.tiny import tiny_settings
 
 from shardwise.core.communication.context import context_of
 from shardwise.core.topology import Groups
-from shardwise.kernels import agreed, compiled, dispatch
+from shardwise.kernels import compiled, dispatch
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.run.processes.ranks import Ranks
@@ -68,7 +68,7 @@ def test_norms_of_a_rank_without_a_compiler_are_those_of_the_others(group, monke
         assert "rank 1 of 2" in why
         assert "cannot run it: no C compiler" in why
         # Once: a later pass asks nobody.
-        monkeypatch.setattr(agreed, "gather_objects", None)
+        monkeypatch.setattr(dispatch, "gather_objects", None)
         model(ids)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.kernels import compiled, dispatch, elementwise_cpu
+from shardwise.kernels import compiled, dispatch
 from shardwise.kernels.elementwise import swiglu
 from shardwise.kernels.norms import rms_norm
 from shardwise.models.transformer.rotary import RotaryEmbedding, apply_rotary
@@ -14,7 +14,7 @@ from shardwise.models.transformer.rotary import RotaryEmbedding, apply_rotary
 
 @pytest.fixture(autouse=True)
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    if (reason := elementwise_cpu.why_not_compiled()) is not None:
+    if (reason := compiled.why_not("elementwise_cpu.c")) is not None:
         pytest.skip(reason)
     monkeypatch.setattr(dispatch.ELEMENTWISE, "min_size", 1)
 
@@ -88,7 +88,7 @@ def test_rotary(batch: int, heads: int, width: int, layout: str) -> None:
     embedding = RotaryEmbedding(width)
     rotary = embedding(torch.arange(sequence), torch.float32)
     exact_rotary = embedding(torch.arange(sequence), torch.float64)
-    direct = elementwise_cpu.rotate_halves(input_.detach(), *rotary)
+    direct = compiled.rotate_halves(input_.detach(), *rotary)
     assert (direct is None) == (layout == "expanded" and batch > 1)
     output = apply_rotary(input_, rotary)
     wide = _wide(input_)
@@ -102,10 +102,10 @@ def test_rotary(batch: int, heads: int, width: int, layout: str) -> None:
 
 def test_rotary_of_a_part_of_each_head_is_not_for_it() -> None:
     rotary = RotaryEmbedding(8, rotary_percent=0.5)(torch.arange(5), torch.float32)
-    assert elementwise_cpu.rotate_halves(_randn(5, 1, 2, 8).detach(), *rotary) is None
+    assert compiled.rotate_halves(_randn(5, 1, 2, 8).detach(), *rotary) is None
     # Nor are positions that differ from text to text.
     rotary = RotaryEmbedding(8)(torch.arange(10).view(2, 5), torch.float32)
-    assert elementwise_cpu.rotate_halves(_randn(5, 2, 2, 8).detach(), *rotary) is None
+    assert compiled.rotate_halves(_randn(5, 2, 2, 8).detach(), *rotary) is None
 
 
 @pytest.mark.parametrize("shape", [(13, 3, 7), (1,), (257, 101), (3, 64), (2, 1030)])
@@ -150,7 +150,7 @@ def test_threads_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_they_are_not_for_stays_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise_cpu, "_kernel", None)
+    monkeypatch.setattr(compiled, "_kernel", None)
     inner = _randn(5, 6)
     for other in (inner.double(), inner.bfloat16(), inner[:0], inner.t()[:4].t()):
         assert torch.equal(swiglu(other), _swiglu(other))

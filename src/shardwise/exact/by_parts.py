@@ -18,7 +18,7 @@ from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.trees import exact_parts, tree_sum, tree_sum_stacked_
 from shardwise.core.errors import ShardingError
-from shardwise.kernels import dispatch, elementwise_cpu
+from shardwise.kernels import compiled, dispatch
 from shardwise.nn.norm import HeadsRMSNorm, NormFunction
 
 # MKL multiplies fewer than 12 rows in other ways at other numbers of threads.
@@ -160,7 +160,7 @@ class _RMSNormByParts(Function):
         ctx: Any, input_: Tensor, weight: Tensor, eps: float, number: int, group: ProcessGroup | None
     ) -> Tensor:
         input_ = input_.contiguous()
-        output, scale = elementwise_cpu.rms_norm(input_, weight, eps)
+        output, scale = compiled.rms_norm(input_, weight, eps)
         ctx.save_for_backward(input_, weight, scale)
         ctx.number, ctx.group = number, group
         return output
@@ -170,7 +170,7 @@ class _RMSNormByParts(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         input_, weight, scale = ctx.saved_tensors
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        grad_input, total = elementwise_cpu.rms_norm_gradient(
+        grad_input, total = compiled.rms_norm_gradient(
             input_, grad, weight, scale, needs_input=needs_input, needs_weight=needs_weight, num_parts=ctx.number
         )
         if total is not None:

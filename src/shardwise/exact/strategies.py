@@ -12,7 +12,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout, local_parts
 from shardwise.exact.by_parts import add_bias, apply_norm, norm_heads
 from shardwise.exact.products import ExactProducts
-from shardwise.kernels.blocks import in_blocks
+from shardwise.kernels.elementwise import in_blocks
 from shardwise.nn.arithmetic import Activation, Arithmetic, Norm
 
 

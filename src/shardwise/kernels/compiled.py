@@ -1,8 +1,10 @@
-"""C for the CPU, compiled by the machine's own compiler when first needed.
+"""Kernels in C for the CPU, compiled by the machine's own compiler when first needed.
 
-Plain PyTorch goes over a tensor once for each operation; a loop in C reads and writes it once. Compiling one of the
-files beside this one takes a fraction of a second. Nothing is kept on disk: the library is built in a temporary folder
-and loaded from there. Where there is no compiler, callers compute the same with PyTorch.
+Plain PyTorch goes over a tensor once for each operation, even if it is in cache; a loop in C reads and writes it once.
+``elementwise_cpu.c`` has SwiGLU, rotary embedding, RMSNorm and sums of squares, in fp32; ``loss_cpu.c`` has the loss'
+work on this rank's logits, in fp32 and bf16, which ``loss_reference`` defines. Compiling a file takes a fraction of a
+second. Nothing is kept on disk: the library is built in a temporary folder and loaded from there. Where there is no
+compiler, or ``dispatch`` chooses so, PyTorch computes the same up to rounding. Autograd records nothing here.
 """
 
 import ctypes
@@ -10,7 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.processes import temporary_prefix
+from shardwise.kernels import dispatch
 
 # No exceptions for wrong or inexact results are read, which lets the compiler use vectors; no sum is reordered.
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
@@ -32,11 +35,30 @@ _COMPILE_SECONDS = 600
 # Starting threads takes about as long as a thread needs for a quarter of this.
 _MIN_ELEMENTS_PER_THREAD = 1 << 21
 
+_DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+# The file of each function, and a letter for the type of each argument.
+_FUNCTIONS = {
+    "swiglu": ("elementwise_cpu.c", "ppll"),
+    "swiglu_gradient": ("elementwise_cpu.c", "pppll"),
+    "rotate": ("elementwise_cpu.c", "pllplllppf"),
+    "rms_norm": ("elementwise_cpu.c", "ppppllf"),
+    "rms_norm_gradient": ("elementwise_cpu.c", "ppppppll"),
+    "sums_of_squares": ("elementwise_cpu.c", "ppll"),
+    "row_statistics": ("loss_cpu.c", "plllpfiip"),
+    "gradient": ("loss_cpu.c", "plplllpppppf"),
+}
+
 
 @cache
 def compile_c(source: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL | str:
     """The library of a file of this folder, or why it could not be compiled."""
-    return _compiled(*defines, str(Path(__file__).with_name(source)))
+    library = _compiled(*defines, str(Path(__file__).with_name(source)))
+    if isinstance(library, ctypes.CDLL):
+        for name, (file, types) in _FUNCTIONS.items():
+            if file == source:
+                getattr(library, name).argtypes = [_TYPES[letter] for letter in types]
+    return library
 
 
 @cache
@@ -44,6 +66,20 @@ def why_no_compiler() -> str | None:
     """Why nothing can be compiled on this machine; None if a line of C can, which takes a fiftieth of a second."""
     library = _compiled("-x", "c", "-", text=_TRIAL)
     return library if isinstance(library, str) else None
+
+
+def why_not(source: str, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why there is no library of a file of this folder for ``dtype``; None if there is. Compiles when first asked."""
+    library = compile_c(source, _DEFINES[dtype])
+    return library if isinstance(library, str) else None
+
+
+def _kernel(name: str, dtype: torch.dtype = torch.float32) -> Callable[..., None]:
+    """A function that ``why_not`` says nothing against."""
+    library = compile_c(_FUNCTIONS[name][0], _DEFINES[dtype])
+    assert isinstance(library, ctypes.CDLL), library
+    found: Callable[..., None] = getattr(library, name)
+    return found
 
 
 def _compiled(*arguments: str, text: str = "") -> ctypes.CDLL | str:
@@ -70,7 +106,7 @@ def _compiled(*arguments: str, text: str = "") -> ctypes.CDLL | str:
 
 @cache
 def compiler_version() -> str | None:
-    """The first line of what the compiler says of itself; None if there is none."""
+    """The first line of the compiler's ``--version``; None if there is no compiler."""
     compiler = _compiler()
     if compiler is None:
         return None
@@ -82,26 +118,21 @@ def compiler_version() -> str | None:
     return next(iter(done.stdout.splitlines()), compiler)
 
 
-def why_not(source: str, defines: tuple[str, ...] = ()) -> str | None:
-    """Why there is no library of a file of this folder; None if there is."""
-    library = compile_c(source, defines)
-    return library if isinstance(library, str) else None
+def _compiler() -> str | None:
+    candidates = (os.environ.get("CC"), "cc", "gcc", "clang")
+    return next((path for name in candidates if name and (path := shutil.which(name))), None)
 
 
-def function(name: str, source: str, defines: tuple[str, ...] = ()) -> Callable[..., None]:
-    """A function of a file of this folder that ``why_not`` says nothing against."""
-    library = compile_c(source, defines)
-    assert isinstance(library, ctypes.CDLL), library
-    found: Callable[..., None] = getattr(library, name)
-    return found
-
-
-def address(tensor: Tensor, row: int) -> ctypes.c_void_p:
+def _address(tensor: Tensor, row: int) -> int:
     """Where a row of ``tensor`` begins."""
-    return ctypes.c_void_p(tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size())
+    return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()
 
 
-def over_rows(compute: Callable[[int, int], None], num_rows: int, row_length: int) -> None:
+def _rows_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1, tensor.size(-1))
+
+
+def _over_rows(compute: Callable[[int, int], None], num_rows: int, row_length: int) -> None:
     """``compute(start, stop)`` on runs of rows, one for each of PyTorch's threads if there is enough for them."""
     num_threads = min(torch.get_num_threads(), num_rows, 1 + num_rows * row_length // _MIN_ELEMENTS_PER_THREAD)
     if num_threads <= 1:
@@ -113,11 +144,201 @@ def over_rows(compute: Callable[[int, int], None], num_rows: int, row_length: in
         list(pool.map(compute, bounds[:-1], bounds[1:]))
 
 
-def tell_autograd(written: Tensor) -> None:
-    """PyTorch did not see the writing; autograd must not take what is there now for what it saved."""
-    torch.autograd.graph.increment_version(written)
+def _run(name: str, matrices: Sequence[Tensor], *numbers: float) -> None:
+    """A function of as many rows of each matrix, their number, and some numbers."""
+    kernel = _kernel(name)
+
+    def compute(start: int, stop: int) -> None:
+        kernel(*(_address(matrix, start) for matrix in matrices), stop - start, *numbers)
+
+    _over_rows(compute, *matrices[0].shape)
 
 
-def _compiler() -> str | None:
-    candidates = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return next((path for name in candidates if name and (path := shutil.which(name))), None)
+def swiglu(inner: Tensor) -> Tensor:
+    """``elementwise.swiglu`` of a contiguous tensor."""
+    width = inner.size(-1) // 2
+    output = inner.new_empty(*inner.shape[:-1], width)
+    _run("swiglu", (_rows_of(inner), _rows_of(output)), width)
+    return output
+
+
+def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
+    """The gradient of ``swiglu``'s input."""
+    grad_inner = torch.empty_like(inner)
+    matrices = (_rows_of(inner), _rows_of(grad_output.contiguous()), _rows_of(grad_inner))
+    _run("swiglu_gradient", matrices, inner.size(-1) // 2)
+    return grad_inner
+
+
+def rotate_halves(
+    input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool = False, at_any_size: bool = False
+) -> Tensor | None:
+    """Turn the pairs ``(i, i + d/2)`` of every head by its position's angles.
+
+    Args:
+        input_: ``[s, b, heads, d]``.
+        cos: ``[s, 1, 1, d/2]``.
+        sin: like ``cos``.
+        backwards: by the negative angles.
+        at_any_size: of small tensors too, and of any strides: let neither size nor strides choose.
+
+    Returns:
+        A new tensor like ``input_``; None where compiled code is not for it.
+    """
+    if at_any_size:
+        input_ = input_.contiguous()
+    rows, batch, heads, width = input_.shape
+    # The stride of a dimension of one element says nothing.
+    column_stride = input_.stride(2) if heads > 1 else input_.stride(1)
+
+    def fits() -> bool:
+        return (
+            cos.shape == sin.shape == (rows, 1, 1, width // 2)
+            and width % 2 == 0
+            and input_.stride(3) == 1
+            and (batch == 1 or heads == 1 or input_.stride(1) == heads * column_stride)
+        )
+
+    size = dispatch.ELEMENTWISE.min_size if at_any_size else input_.numel()
+    if not dispatch.ELEMENTWISE.runs(input_, cos, sin, size=size, fits=fits):
+        return None
+    output = torch.empty(input_.shape, dtype=input_.dtype)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    kernel, strides, sign = _kernel("rotate"), (input_.stride(0), column_stride), -1.0 if backwards else 1.0
+
+    def compute(start: int, stop: int) -> None:
+        to = _address(output, start), stop - start, batch * heads, width // 2
+        kernel(_address(input_, start), *strides, *to, _address(cos, start), _address(sin, start), sign)
+
+    _over_rows(compute, rows, batch * heads * width)
+    return output
+
+
+def rms_norm(input_: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``norms.rms_norm`` of contiguous tensors.
+
+    Returns:
+        The output, and ``rsqrt(mean(x^2) + eps)`` of each row, ``[..., 1]``.
+    """
+    output, scale = torch.empty_like(input_), input_.new_empty(*input_.shape[:-1], 1)
+    rows = _rows_of(input_)
+    _run("rms_norm", (rows, weight.expand(rows.shape), _rows_of(output), _rows_of(scale)), weight.numel(), eps)
+    return output, scale
+
+
+def rms_norm_gradient(
+    input_: Tensor,
+    grad_output: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    needs_input: bool,
+    needs_weight: bool,
+    num_parts: int | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of input and weight, where needed, from the arguments and results of ``rms_norm``.
+
+    With ``num_parts`` that of the weight is ``[num_parts, n]``, of equal runs of rows, each summed by itself.
+    """
+    grad_input = torch.empty_like(input_) if needs_input else None
+    rows, grad_rows, scales = _rows_of(input_), _rows_of(grad_output.contiguous()), _rows_of(scale)
+    to_rows = None if grad_input is None else _rows_of(grad_input)
+    kernel, sums = _kernel("rms_norm_gradient"), dict[int, Tensor]()
+    num_rows, width = rows.shape
+
+    def compute(start: int, stop: int) -> None:
+        if needs_weight:
+            # Each thread has sums of its own.
+            sums[start] = torch.zeros(weight.shape, dtype=torch.float64)
+        to_input = None if to_rows is None else _address(to_rows, start)
+        to_weight = sums[start].data_ptr() if needs_weight else None
+        of_rows = _address(rows, start), _address(grad_rows, start), weight.data_ptr(), _address(scales, start)
+        kernel(*of_rows, to_input, to_weight, stop - start, width)
+
+    if num_parts is None:
+        _over_rows(compute, num_rows, width)
+    else:
+        each = num_rows // num_parts
+
+        def compute_parts(start: int, stop: int) -> None:
+            for part in range(start, stop):
+                compute(part * each, (part + 1) * each)
+
+        _over_rows(compute_parts, num_parts, each * width)
+    if not needs_weight:
+        return grad_input, None
+    # In the order of the rows, whichever thread was done first.
+    in_order = torch.stack([sums[start] for start in sorted(sums)])
+    return grad_input, (in_order.sum(0) if num_parts is None else in_order).to(weight.dtype)
+
+
+def sums_of_squares(flat: Tensor, length: int) -> Tensor | None:
+    """The sums of squares, in fp64, of each run of ``length`` elements of ``[n]``, each added up in one order.
+
+    Returns:
+        None where compiled code is not for it.
+    """
+    if not dispatch.ELEMENTWISE.runs(flat, size=dispatch.ELEMENTWISE.min_size, fits=flat.is_contiguous):
+        return None
+    num_rows = -(-flat.numel() // length)
+    kernel, sums = _kernel("sums_of_squares"), torch.empty(num_rows, dtype=torch.float64)
+
+    def compute(start: int, stop: int) -> None:
+        first, last = start * length, min(stop * length, flat.numel())
+        kernel(_address(flat, first), _address(sums, start), last - first, length)
+
+    _over_rows(compute, num_rows, length)
+    return sums
+
+
+def row_statistics(
+    logits: Tensor,
+    target_local: Tensor,
+    *,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    want_sum: bool = False,
+    exponentiate_: bool = False,
+) -> Tensor:
+    """``loss_reference.row_statistics`` without a softcap; columns lie side by side."""
+    assert softcap is None
+    kernel = _kernel("row_statistics", logits.dtype)
+    target_local = target_local.contiguous()
+    statistics = torch.empty(logits.size(0), 4 if want_sum else 3)
+
+    def compute(start: int, stop: int) -> None:
+        matrix = _address(logits, start), logits.stride(0), stop - start, logits.size(1)
+        options = 1.0 / temperature, want_sum, exponentiate_
+        kernel(*matrix, _address(target_local, start), *options, _address(statistics, start))
+
+    _over_rows(compute, *logits.shape)
+    if exponentiate_:
+        torch.autograd.graph.increment_version(logits)
+    return statistics
+
+
+def gradient_(
+    out: Tensor,
+    logits: Tensor,
+    target_local: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    at_target: Tensor,
+    rest: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> None:
+    """``loss_reference.gradient_`` without a softcap; columns lie side by side."""
+    assert softcap is None
+    kernel = _kernel("gradient", logits.dtype)
+    numbers = [x if x is None else x.contiguous() for x in (target_local, shift, scale, at_target, rest)]
+
+    def compute(start: int, stop: int) -> None:
+        matrices = _address(logits, start), logits.stride(0), _address(out, start), out.stride(0)
+        of_rows = (None if x is None else _address(x, start) for x in numbers)
+        kernel(*matrices, stop - start, logits.size(1), *of_rows, 1.0 / temperature)
+
+    _over_rows(compute, *logits.shape)
+    # PyTorch did not see the writing; autograd must not take what is there now for what it saved.
+    torch.autograd.graph.increment_version(out)

@@ -24,7 +24,7 @@ def attend_to_cache(
     """``softmax(query keys^T) values`` over the positions up to the query's own; no gradient.
 
     The definition reads all of the cache, in fp32 (fp64 for fp64). The kernel reads what is filled, and each key once
-    for all queries of its group (``dispatch.decode_kernels``).
+    for all queries of its group (``dispatch.DECODE_TRITON``).
 
     Args:
         query: ``[b, groups * n, 1, d]``, ``n`` queries of each group side by side.
@@ -41,8 +41,11 @@ def attend_to_cache(
 
     Source: the kernel is that of Dao et al. 2023, "Flash-Decoding for long-context inference".
     """
-    kernels = dispatch.decode_kernels(query, keys, values)
-    if kernels is not None:
+
+    def fits() -> bool:
+        return keys.stride(3) == values.stride(3) == 1 and keys.size(3) <= dispatch.WIDEST_HEAD
+
+    if (kernels := dispatch.DECODE_TRITON.kernels(query, keys, values, fits=fits)) is not None:
         attended: Tensor = kernels.attend_to_cache(query, keys, values, position, scale, before, softcap, slopes)
         return attended
     b, groups, capacity, d = keys.shape

@@ -1,11 +1,15 @@
 """Which implementation of a kernel runs: every fast path is chosen here, from plain values, and reported from here.
 
-A ``FastPath`` says what a kernel takes and what the machine must have for it. The kernel itself lies in another file
-beside its definition in PyTorch, which runs where no path does: for small tensors, other dtypes, devices and layouts,
-tensor subclasses, and all that ``torch.compile`` traces, for which the compiler makes its own kernels.
+A ``FastPath`` says which calls a kernel takes and what the machine must have for it. The kernel itself lies in another
+file next to its definition in PyTorch, which runs where no path does: for small tensors, other dtypes, devices and
+layouts, tensor subclasses, and under ``torch.compile``, which makes its own kernels.
+
+The ranks of a group choose alike (``agree_on_kernels``), since kernels round differently: a rank on a machine without a
+compiler, or with a GPU on which a kernel fails, would compute norms, say, with other bits than the rest.
 """
 
 import importlib
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,27 +17,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.core import processes
+from shardwise.core.communication import accounting
+from shardwise.core.communication.agreement import gather_objects
+from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
 
 # Of flash attention, and of ours to a cache.
 WIDEST_HEAD = 256
-# Of a row in the type in which it is computed: with more, a program's registers do not hold it.
-_MAX_NORM_BYTES = 1 << 15
 
 
 class Call(NamedTuple):
-    """What a choice depends on.
+    """The values that a choice depends on.
 
     Attributes:
         device_type: such as ``"cuda"``.
-        dtype: of what the kernel reads; None for any that a path is for.
-        size: how much work there is, in the path's unit; None if it is enough.
-        device_index: of several devices of a type.
-        is_autocast: whether autocast is on for the type of device.
+        dtype: dtype that the kernel reads; None for any of the path's.
+        size: amount of work, in the path's unit; None if it is enough.
+        device_index: number of the device among those of its type.
+        is_autocast: autocast is on for the type of device.
     """
 
     device_type: str
@@ -47,7 +54,7 @@ class Choice(NamedTuple):
     """A line of a report.
 
     Attributes:
-        name: what makes training faster where it can be had.
+        name: name of the fast path.
         on: whether it is used.
         why: where or how if on; why not if off.
     """
@@ -62,19 +69,20 @@ class FastPath:
     """An optional implementation of something that single operations of PyTorch compute too.
 
     Attributes:
-        name: what it is.
-        where: what it is used for.
-        device_type: of the devices that it is for.
-        dtypes: those that it is for; all if empty.
+        name: name, for reports.
+        where: cases that it is used for, for reports.
+        device_type: type of device that it is for.
+        dtypes: dtypes that it is for; all if empty.
         min_size: less work than this is not worth it. The choice depends on nothing but the call, so that a run that is
             resumed computes the same bits.
-        unit: of sizes.
-        in_autocast: whether it is used under autocast.
-        missing: why this machine cannot do it, None if it can. Asked last, since the answer may take a compilation.
-        trial: what of ``missing`` is found out at little cost, for ranks that agree on a path before they need it.
-        refusal: why another rank cannot do it, which this one then does not do either; None if all can, or none was
-            asked (``kernels.agreed``).
-        is_agreed: the ranks of a group all said that they can.
+        unit: unit of sizes.
+        in_autocast: it is used under autocast.
+        missing: why this machine cannot run it, None if it can. Asked last, since the answer may take a compilation.
+        trial: the part of ``missing`` that costs little, for ranks that agree on a path before they need it.
+        refusal: why another rank cannot run it, so that this one does not either (``agree_on_kernels``); else None.
+        is_agreed: the ranks of a group have all said that they can run it.
+        rounds: results have other bits than PyTorch's.
+        module: name of the module with the kernels; "" if ``runs`` alone is asked.
     """
 
     name: str
@@ -88,6 +96,8 @@ class FastPath:
     trial: Callable[[Call], str | None] | None = None
     refusal: str | None = None
     is_agreed: bool = False
+    rounds: bool = True
+    module: str = ""
 
     def why_not(self, call: Call) -> str | None:
         """Why this path does not run for ``call``; None if it does."""
@@ -98,7 +108,7 @@ class FastPath:
         return self._refusal(call) or self.refusal or (self.trial or self.missing)(call)
 
     def report(self, call: Call) -> Choice:
-        """What becomes of ``call``, for people."""
+        """The choice for ``call``, for people."""
         why_not = self.why_not(call)
         return Choice(f"{self.name} on {call.device_type}", why_not is None, why_not or self.where)
 
@@ -106,10 +116,10 @@ class FastPath:
         """Whether this path computes with ``tensors``.
 
         Args:
-            tensors: the path takes them only if they are of one dtype, and none is of a subclass (fake, functional,
-                distributed), which has no memory of its own. The first tells the device.
-            size: how much work there is; the first tensor's number of elements if None.
-            fits: whether the tensors' layout and the options are such as the kernel takes.
+            tensors: on the first one's device. The path takes them only if they have one dtype, and none is of a
+                subclass (fake, functional, distributed), which has no memory of its own.
+            size: amount of work; the first tensor's number of elements if None.
+            fits: whether the kernel takes the tensors' layout and the options.
         """
         first = tensors[0]
         size = first.numel() if size is None else size
@@ -122,6 +132,10 @@ class FastPath:
         is_autocast = torch.is_autocast_enabled(self.device_type)
         call = Call(self.device_type, first.dtype, size, first.device.index or 0, is_autocast)
         return self._refusal(call) is None and fits() and self._why_missing(call) is None
+
+    def kernels(self, *tensors: Tensor, size: int | None = None, fits: Callable[[], bool] = lambda: True) -> Any:
+        """The path's module if it computes with ``tensors``, as for ``runs``; else None."""
+        return _module(self.module) if self.runs(*tensors, size=size, fits=fits) else None
 
     def _why_missing(self, call: Call) -> str | None:
         if self.refusal is not None:
@@ -147,17 +161,19 @@ class FastPath:
 
 
 def _module(name: str) -> Any:
-    """A kernel's own module, imported when it is first asked for: most of them import this one."""
+    """A kernel's module, imported when it is first asked for: most of them import this one."""
     return importlib.import_module(f"shardwise.kernels.{name}")
 
 
 @cache
 def _no_kernel(name: str, dtype: torch.dtype | None, device_index: int) -> str | None:
     """Why a kernel of Triton's does not run on a CUDA device; None if it does. It is tried on few numbers."""
-    why_not = _no_triton(device_index)
-    if why_not is None:
-        why_not = _module("triton_trial").why_not_kernel(name, dtype or torch.float32, device_index)
-    return why_not
+    why_not: str | None = _no_triton(device_index)
+    return why_not or _module("triton_trial").why_not_kernel(name, dtype or torch.float32, device_index)
+
+
+def _triton(name: str) -> Callable[[Call], str | None]:
+    return lambda call: _no_kernel(name, call.dtype, call.device_index)
 
 
 @cache
@@ -188,8 +204,9 @@ LOSS_CPU = FastPath(
     1 << 18,
     "logits",
     in_autocast=True,
-    missing=lambda call: _module("loss_cpu").why_not_compiled(call.dtype or torch.float32),
+    missing=lambda call: _module("compiled").why_not("loss_cpu.c", call.dtype or torch.float32),
     trial=lambda call: _module("compiled").why_no_compiler(),
+    module="compiled",
 )
 LOSS_TRITON = FastPath(
     "Triton loss",
@@ -198,7 +215,8 @@ LOSS_TRITON = FastPath(
     _TRITON_DTYPES,
     unit="logits",
     in_autocast=True,
-    missing=lambda call: _no_kernel("loss", call.dtype, call.device_index),
+    missing=_triton("loss"),
+    module="loss_triton",
 )
 ELEMENTWISE = FastPath(
     "compiled SwiGLU, rotary and RMSNorm",
@@ -206,8 +224,9 @@ ELEMENTWISE = FastPath(
     "cpu",
     (torch.float32,),
     1 << 16,
-    missing=lambda call: _module("elementwise_cpu").why_not_compiled(),
+    missing=lambda call: _module("compiled").why_not("elementwise_cpu.c"),
     trial=lambda call: _module("compiled").why_no_compiler(),
+    module="compiled",
 )
 ELEMENTWISE_TRITON = FastPath(
     "Triton SwiGLU and rotary embedding",
@@ -215,21 +234,24 @@ ELEMENTWISE_TRITON = FastPath(
     "cuda",
     _TRITON_DTYPES,
     in_autocast=True,
-    missing=lambda call: _no_kernel("elementwise", call.dtype, call.device_index),
+    missing=_triton("elementwise"),
+    module="elementwise_triton",
 )
 ADD_NORM_TRITON = FastPath(
     "Triton residual addition with RMSNorm",
     "where a layer adds and then norms",
     "cuda",
     _TRITON_DTYPES,
-    missing=lambda call: _no_kernel("add_rms_norm", call.dtype, call.device_index),
+    missing=_triton("add_rms_norm"),
+    module="norms_triton",
 )
 DECODE_TRITON = FastPath(
     "Triton attention of a token to a cache",
     "in generation, with even groups of queries",
     "cuda",
     (torch.bfloat16, torch.float16, torch.float32),
-    missing=lambda call: _no_kernel("decode_attention", call.dtype, call.device_index),
+    missing=_triton("decode_attention"),
+    module="decode_attention_triton",
 )
 CUDA_GRAPHS = FastPath(
     "CUDA graph of a token's pass",
@@ -262,10 +284,13 @@ HUGE_PAGES = FastPath(
     "bytes",
     in_autocast=True,
     missing=lambda call: _module("host_memory").why_not_huge_pages(),
+    rounds=False,
 )
 # The C library maps anything larger anew and gives it back when it is freed, page faults and all (mallopt(3),
 # M_MMAP_THRESHOLD).
-PLACED_OUTPUTS = FastPath("outputs in huge pages", "for those of 32 MiB or more", "cpu", (), 32 << 20, "bytes")
+PLACED_OUTPUTS = FastPath(
+    "outputs in huge pages", "for those of 32 MiB or more", "cpu", (), 32 << 20, "bytes", rounds=False
+)
 
 # Between ranks, and so not one of the paths that a device has by itself.
 REDUCE_NORM = FastPath(
@@ -273,7 +298,8 @@ REDUCE_NORM = FastPath(
     "in fused mode with sequence parallelism, where the ranks reach each other's memory",
     "cuda",
     _TRITON_DTYPES,
-    missing=lambda call: _no_kernel("reduce_norm", call.dtype, call.device_index),
+    missing=_triton("reduce_norm"),
+    module="norms_triton",
 )
 
 
@@ -299,13 +325,13 @@ def report(
     sizes: Mapping[FastPath, int] | None = None,
     device_index: int = 0,
 ) -> list[Choice]:
-    """What is chosen on a device.
+    """The choices for a device.
 
     Args:
         device_type: such as ``"cuda"``.
-        dtype: of the work; any if None.
-        sizes: how much work there is for each path that matters; all paths, and enough for each, if None.
-        device_index: of several devices of a type.
+        dtype: dtype of the work; any if None.
+        sizes: amount of work for each path that matters; all paths, and enough for each, if None.
+        device_index: number of the device among those of its type.
     """
     return [
         path.report(Call(device_type, dtype, None if sizes is None else sizes[path], device_index))
@@ -314,68 +340,71 @@ def report(
     ]
 
 
+def agree_on_kernels(like: Tensor, *, group: ProcessGroup) -> list[str]:
+    """Turn off on every rank, for the rest of the process, the fast paths that some rank of ``group`` cannot run.
+
+    The first call for a group, a device and a dtype is collective: one gather of Python objects. Later ones, and calls
+    in traced code, do nothing.
+
+    Args:
+        like: of the device and the dtype of the work; an ordinary tensor, or nothing happens.
+        group: the ranks that must compute alike.
+
+    Returns:
+        A line for each path that is turned off by this call on ranks that could run it; the same on every rank.
+
+    Raises:
+        DesyncError: a rank is gone, or does not come within the group's time limit.
+    """
+    # What compilers trace, and what has no memory of its own, takes no fast path.
+    if group.size() == 1 or torch.compiler.is_compiling() or type(like) not in (Tensor, Parameter):
+        return []
+    agreed, device = context_of(group).agreed_kernels, like.device
+    if (device, like.dtype) in agreed:
+        return []
+    call = Call(device.type, like.dtype, device_index=device.index or 0)
+    paths = [path for path in (*PATHS, REDUCE_NORM) if path.device_type == device.type and path.rounds]
+    # The caller's modes are for the model's operations, and not for trials.
+    with _disable_current_modes(), accounting.uncounted():
+        own = platform.node(), [path.try_out(call) for path in paths]
+        every = gather_objects(own, "which kernels each can run", group=group)
+    agreed.add((device, like.dtype))
+    lines = [_settle(path, [(host, whys[place]) for host, whys in every]) for place, path in enumerate(paths)]
+    return [line for line in lines if line is not None]
+
+
+def _settle(path: FastPath, answers: list[tuple[str, str | None]]) -> str | None:
+    """Choose a path for all ranks from the host of each and why it cannot run there; a line if some could."""
+    refusing = [(rank, host, why) for rank, (host, why) in enumerate(answers) if why is not None]
+    path.is_agreed |= not refusing
+    if not refusing or len(refusing) == len(answers):
+        return None
+    rank, host, why = refusing[0]
+    path.refusal = f"rank {rank} of {len(answers)}, on {host}, cannot run it: {why}"
+    return f"{path.name}: off on all ranks of the group, since {path.refusal}"
+
+
 def loss_kernels(
     logits: Tensor, out: Tensor | None = None, *, softcap: float | None = None, size: int | None = None
 ) -> Any:
-    """Which of ``loss_reference`` and its kin does the loss' work on this rank's logits.
+    """The module that does the loss' work on this rank's logits: ``loss_reference``, or one with the same functions.
 
     Args:
         logits: ``[n, v]``.
-        out: where a gradient is written; the logits' own memory if None.
+        out: memory that a gradient is written to; the logits' own if None.
         softcap: option of the loss.
-        size: by which it is chosen on a CPU, where these are a part of more logits; their number if None.
+        size: number of logits to choose by on a CPU, where these are a part of more; their number if None.
     """
     matrices = (logits,) if out is None else (logits, out)
 
     def lie_by_rows() -> bool:
         return all(matrix.stride(1) == 1 for matrix in matrices)
 
-    if LOSS_CPU.runs(*matrices, size=size, fits=lambda: softcap is None and lie_by_rows()):
-        return _module("loss_cpu")
-    if LOSS_TRITON.runs(*matrices, fits=lambda: logits.size(1) == 1 or lie_by_rows()):
-        return _module("loss_triton")
-    return loss_reference
-
-
-def swiglu_kernels(inner: Tensor, *, at_any_size: bool = False) -> Any:
-    """What computes ``swiglu.swiglu`` in one pass over ``inner``, ``[..., 2f]``; None for single operations."""
-    is_even = inner.size(-1) % 2 == 0
-    size = ELEMENTWISE.min_size if at_any_size else inner.numel()
-    if ELEMENTWISE.runs(inner, size=size, fits=lambda: inner.is_contiguous() and is_even):
-        return _module("elementwise_cpu")
-    return _module("elementwise_triton") if ELEMENTWISE_TRITON.runs(inner, fits=lambda: is_even) else None
-
-
-def rotary_kernels(input_: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """What rotates heads ``[s, b, ...]`` by angles ``[s, 1 or b, 1, r/2]``; None for single operations."""
-
-    def fits() -> bool:
-        s, b = input_.shape[:2]
-        return cos.shape == sin.shape and cos.dim() == 4 and cos.shape[:3] in ((s, 1, 1), (s, b, 1))
-
-    return _module("elementwise_triton") if ELEMENTWISE_TRITON.runs(input_, cos, sin, fits=fits) else None
-
-
-def add_norm_kernels(residual: Tensor, added: Tensor, weight: Tensor) -> Any:
-    """What computes ``norms.add_rms_norm`` in one pass; None for two operations."""
-
-    def fits() -> bool:
-        return (
-            residual.shape == added.shape
-            and weight.shape == residual.shape[-1:]
-            and weight.numel() * max(4, weight.element_size()) <= _MAX_NORM_BYTES
-        )
-
-    return _module("norms_triton") if ADD_NORM_TRITON.runs(residual, added, weight, fits=fits) else None
-
-
-def decode_kernels(query: Tensor, keys: Tensor, values: Tensor) -> Any:
-    """What computes ``decode_attention.attend_to_cache`` from what is filled alone; None for single operations."""
-
-    def fits() -> bool:
-        return keys.stride(3) == values.stride(3) == 1 and keys.size(3) <= WIDEST_HEAD
-
-    return _module("decode_attention_triton") if DECODE_TRITON.runs(query, keys, values, fits=fits) else None
+    return (
+        LOSS_CPU.kernels(*matrices, size=size, fits=lambda: softcap is None and lie_by_rows())
+        or LOSS_TRITON.kernels(*matrices, fits=lambda: logits.size(1) == 1 or lie_by_rows())
+        or loss_reference
+    )
 
 
 def why_not_fused_optimizer(device_type: str, *, has_copies: bool) -> str | None:

@@ -3,8 +3,14 @@
 Rotated are the pairs ``(i, i + r/2)`` of the first ``r`` elements of a head, or with ``interleaved`` the pairs
 ``(2i, 2i + 1)``; the other elements do not change. The gradient is rotated back. Queries and keys can be rotated in a
 query-key-value projection as they leave it.
+
+``in_blocks`` computes elementwise functions whose bits do not depend on where a tensor begins or ends, nor on the
+number of threads. PyTorch computes most elements of a tensor on a CPU by vectors, and the last few of each thread's
+share by the C library, which rounds exponentials and error functions otherwise. In blocks that are small enough for one
+thread, and whole vectors long, all elements are computed alike.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +19,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardwise.kernels import dispatch, elementwise_cpu
-from shardwise.kernels.blocks import in_blocks
+from shardwise.kernels import compiled, dispatch
+
+# PyTorch gives a thread 2^15 elements at least, and its widest loop takes 64 at once.
+_BLOCK = 1 << 14
+_VECTORS = 64
 
 
 def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, at_any_size: bool = False) -> Tensor:
@@ -53,7 +62,7 @@ def split_and_rotate(
     Returns:
         ``[s, b, groups * n, d]`` and twice ``[s, b, groups, d]``.
     """
-    if (kernels := dispatch.rotary_kernels(mixed, cos, sin)) is not None:
+    if (kernels := _rotary_kernels(mixed, cos, sin)) is not None:
         made: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(
             mixed, cos, sin, queries_per_group, head_dim, interleaved, kernels
         )
@@ -111,10 +120,10 @@ def _rotate(
     input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, at_any_size: bool, *, backwards: bool
 ) -> Tensor:
     if not interleaved:
-        turned_halves = elementwise_cpu.rotate_halves(input_, cos, sin, backwards=backwards, at_any_size=at_any_size)
+        turned_halves = compiled.rotate_halves(input_, cos, sin, backwards=backwards, at_any_size=at_any_size)
         if turned_halves is not None:
             return turned_halves
-    if (kernels := dispatch.rotary_kernels(input_, cos, sin)) is not None:
+    if (kernels := _rotary_kernels(input_, cos, sin)) is not None:
         turned_heads: Tensor = kernels.rotate(input_, cos, sin, interleaved, backwards=backwards)
         return turned_heads
     if backwards:
@@ -135,6 +144,16 @@ def _rotate(
     return output
 
 
+def _rotary_kernels(input_: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """What rotates heads ``[s, b, ...]`` by angles ``[s, 1 or b, 1, r/2]``; None for single operations."""
+
+    def fits() -> bool:
+        s, b = input_.shape[:2]
+        return cos.shape == sin.shape and cos.dim() == 4 and cos.shape[:3] in ((s, 1, 1), (s, b, 1))
+
+    return dispatch.ELEMENTWISE_TRITON.kernels(input_, cos, sin, fits=fits)
+
+
 def _pairs(tensor: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Views of the first and of the second element of each pair."""
     if interleaved:
@@ -145,8 +164,8 @@ def _pairs(tensor: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Ten
 def swiglu(inner: Tensor, *, at_any_size: bool = False) -> Tensor:
     """``silu(gate) * up`` (Shazeer 2020, arXiv:2002.05202).
 
-    The definition is what runs where ``dispatch.swiglu_kernels`` finds nothing faster: as single operations it keeps
-    gate, up and the activated gate for the backward, and rounds the activated gate to the tensors' dtype.
+    The definition is what runs where ``dispatch`` chooses nothing faster: as single operations it keeps gate, up and
+    the activated gate for the backward, and rounds the activated gate to the tensors' dtype.
 
     Args:
         inner: ``[..., 2f]``, the gates first.
@@ -155,7 +174,11 @@ def swiglu(inner: Tensor, *, at_any_size: bool = False) -> Tensor:
     Returns:
         ``[..., f]``.
     """
-    kernels = dispatch.swiglu_kernels(inner, at_any_size=at_any_size)
+    is_even, cpu = inner.size(-1) % 2 == 0, dispatch.ELEMENTWISE
+    size = cpu.min_size if at_any_size else None
+    kernels = cpu.kernels(
+        inner, size=size, fits=lambda: inner.is_contiguous() and is_even
+    ) or dispatch.ELEMENTWISE_TRITON.kernels(inner, fits=lambda: is_even)
     if kernels is None:
         gate, up = inner.chunk(2, dim=-1)
         return (in_blocks(F.silu, gate) if at_any_size else F.silu(gate)) * up
@@ -176,3 +199,46 @@ class _SwiGLU(Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         (inner,) = ctx.saved_tensors
         return ctx.kernels.swiglu_gradient(inner, grad_output), None
+
+
+def in_blocks(function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
+    """``function(input_)``, block by block on a CPU.
+
+    Args:
+        function: elementwise, with a gradient.
+        input_: any shape.
+
+    Returns:
+        A new tensor of the same shape.
+    """
+    if not input_.is_cpu:
+        return function(input_)
+    output: Tensor = _InBlocks.apply(input_, function)
+    return output
+
+
+class _InBlocks(Function):
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(input_)
+        ctx.function = function
+        return torch.cat([function(block) for block in _blocks(input_)])[: input_.numel()].view(input_.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        (input_,) = ctx.saved_tensors
+        gradients: list[Tensor] = []
+        for block, grad in zip(_blocks(input_), _blocks(grad_output), strict=True):
+            with torch.enable_grad():
+                leaf = block.detach().requires_grad_()
+                output = ctx.function(leaf)
+            gradients += torch.autograd.grad(output, leaf, grad)
+        return torch.cat(gradients)[: input_.numel()].view(input_.shape), None
+
+
+def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """All elements in order, in blocks of whole vectors; the last is filled up with zeros."""
+    flat = tensor.detach().reshape(-1)
+    blocks: tuple[Tensor, ...] = F.pad(flat, (0, -flat.numel() % _VECTORS)).split(_BLOCK)
+    return blocks

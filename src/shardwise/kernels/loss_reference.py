@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardwise.kernels.blocks import sum_at_any_threads
+from shardwise.core.communication.trees import sum_at_any_threads
 
 # Elements of one block on a CPU: 1 MiB of fp32, about a core's second-level cache.
 BLOCK_ELEMENTS = 1 << 18

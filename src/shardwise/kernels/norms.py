@@ -22,7 +22,6 @@ nothing is read after it was written.
 barriers: all products are in the buffers before it, and all norms after it.
 """
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardwise.kernels import dispatch, elementwise_cpu
+from shardwise.kernels import compiled, dispatch
+
+# Of a row in the type in which it is computed: with more, a program's registers do not hold it.
+_MAX_ROW_BYTES = 1 << 15
+# A program of the exchange holds a row.
+MAX_WIDTH = 1 << 14
 
 
 def rms_norm(input_: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
@@ -58,8 +62,8 @@ def rms_norm(input_: Tensor, weight: Tensor, eps: float | None = None) -> Tensor
 def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
     """``residual + added``, and ``rms_norm`` of that.
 
-    The definition is what runs where ``dispatch.add_norm_kernels`` finds nothing faster. On CUDA a kernel does both;
-    two operations read the sum once more, in the backward too.
+    The definition is what runs where ``dispatch.ADD_NORM_TRITON`` does not. On CUDA a kernel does both; two operations
+    read the sum once more, in the backward too.
 
     Args:
         residual: ``[..., n]``.
@@ -70,7 +74,12 @@ def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float | N
     Returns:
         Two tensors ``[..., n]``.
     """
-    kernels = dispatch.add_norm_kernels(residual, added, weight)
+
+    def fits() -> bool:
+        row_bytes = weight.numel() * max(4, weight.element_size())
+        return residual.shape == added.shape and weight.shape == residual.shape[-1:] and row_bytes <= _MAX_ROW_BYTES
+
+    kernels = dispatch.ADD_NORM_TRITON.kernels(residual, added, weight, fits=fits)
     if kernels is None:
         total = residual + added
         return total, rms_norm(total, weight, eps)
@@ -111,7 +120,7 @@ class _RMSNorm(Function):
             fits=lambda: input_.size(-1) % 2 == 0 and input_.is_contiguous() and weight.is_contiguous(),
         )
         if ctx.compiled:
-            output, scale = elementwise_cpu.rms_norm(input_, weight, eps)
+            output, scale = compiled.rms_norm(input_, weight, eps)
             ctx.save_for_backward(input_, weight, scale)
             return output
         squares = torch.linalg.vector_norm(input_, dim=-1, keepdim=True).square_()
@@ -126,7 +135,7 @@ class _RMSNorm(Function):
         input_, weight, scale = ctx.saved_tensors
         needs_input, needs_weight, _ = ctx.needs_input_grad
         if ctx.compiled:
-            gradients = elementwise_cpu.rms_norm_gradient(
+            gradients = compiled.rms_norm_gradient(
                 input_, grad_output, weight, scale, needs_input=needs_input, needs_weight=needs_weight
             )
             return *gradients, None
@@ -141,10 +150,6 @@ class _RMSNorm(Function):
             factors = sums.mul_(scale**3).mul_(-1.0 / width)
             grad_input = torch.mul(grad_output, weight, out=products).mul_(scale).addcmul_(input_, factors)
         return grad_input, grad_weight, None
-
-
-# A program holds a row.
-MAX_WIDTH = 1 << 14
 
 
 def reduce_norm_(
@@ -189,7 +194,7 @@ def reduce_norm_(
 
 
 def runs_fused(buffer: Tensor) -> bool:
-    """Whether ``fused_reduce_norm_`` takes a buffer ``[..., h]`` in symmetric memory; the same on every rank."""
+    """True if ``fused_reduce_norm_`` takes a buffer ``[..., h]`` in symmetric memory; the same on every rank."""
     return dispatch.REDUCE_NORM.runs(buffer, fits=lambda: 0 < buffer.size(-1) <= MAX_WIDTH)
 
 
@@ -210,8 +215,9 @@ def fused_reduce_norm_(
         addresses: int64 ``[t]``, where each rank's buffer lies in this rank's address space.
         start, residual, bias, weight, norm_bias, eps: as there.
     """
-    kernels = importlib.import_module("shardwise.kernels.norms_triton")
+    from shardwise.kernels import norms_triton
+
     handle.barrier(channel=0)
-    new: Tensor = kernels.reduce_norm_(addresses, start, residual.contiguous(), bias, weight, norm_bias, eps)
+    new: Tensor = norms_triton.reduce_norm_(addresses, start, residual.contiguous(), bias, weight, norm_bias, eps)
     handle.barrier(channel=0)
     return new

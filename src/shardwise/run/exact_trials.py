@@ -25,9 +25,8 @@ from torch.nn import Parameter
 from shardwise.core.errors import REPORT, ConfigError
 from shardwise.core.random import streams
 from shardwise.core.sharding import balanced_sizes, intervals_of_sizes
-from shardwise.kernels.blocks import in_blocks
 from shardwise.kernels.dispatch import loss_kernels, why_not_fused_optimizer
-from shardwise.kernels.elementwise import swiglu
+from shardwise.kernels.elementwise import in_blocks, swiglu
 from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel

@@ -13,7 +13,7 @@ from shardwise.core.communication.transports import transport_name
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, SampleLoader
 from shardwise.data.sample_rows import SampleDataset
-from shardwise.kernels.agreed import agree_on_kernels
+from shardwise.kernels.dispatch import agree_on_kernels
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.transformer_model import TransformerModel

@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal, assert_close_to
 
-from shardwise.kernels import dispatch, loss_cpu, loss_reference
+from shardwise.kernels import compiled as loss_cpu, dispatch, loss_reference
 from shardwise.kernels.compiled import compile_c
 from shardwise.kernels.dispatch import loss_kernels
 
@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture
 def compiled(monkeypatch):
     """Compiled code at any size."""
-    if (reason := loss_cpu.why_not_compiled()) is not None:
+    if (reason := loss_cpu.why_not("loss_cpu.c")) is not None:
         pytest.skip(reason)
     monkeypatch.setattr(dispatch.LOSS_CPU, "min_size", 1)
 
@@ -179,6 +179,6 @@ def test_without_a_compiler_the_reference_computes_and_the_reason_is_told(monkey
     try:
         logits, _ = rows_of(4, 100, torch.float32)
         assert loss_kernels(logits) is loss_reference
-        assert loss_cpu.why_not_compiled().startswith(expected)
+        assert loss_cpu.why_not("loss_cpu.c").startswith(expected)
     finally:
         compile_c.cache_clear()

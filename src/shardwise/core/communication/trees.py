@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -29,6 +30,8 @@ from shardwise.core.sharding import balanced_sizes
 
 # Fewer elements are gathered whole by every rank: one collective in place of two.
 _FEW_ELEMENTS = 1 << 12
+# Elements of a run that one thread sums.
+_RUN = 1 << 12
 
 
 def is_power_of_two(number: int) -> bool:
@@ -89,6 +92,17 @@ def tree_sum_stacked_(terms: Tensor) -> Tensor:
     while terms.size(0) > 2:
         terms = terms[0::2].add_(terms[1::2])
     return terms[0] if terms.size(0) == 1 else terms[0] + terms[1]
+
+
+def sum_at_any_threads(input_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of all elements. Where all are one sum, PyTorch's threads share it, in an order that depends on how many.
+
+    Args:
+        input_: any shape.
+        dtype: to sum in; the input's if None.
+    """
+    flat = input_.reshape(-1)
+    return F.pad(flat, (0, -flat.numel() % _RUN)).view(-1, _RUN).sum(dim=1, dtype=dtype).sum()
 
 
 class TreeCounter:

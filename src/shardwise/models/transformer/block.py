@@ -13,7 +13,7 @@ from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamShard, ShardedOffset
-from shardwise.kernels.agreed import agree_on_kernels
+from shardwise.kernels.dispatch import agree_on_kernels
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
 from shardwise.nn import GroupModule, arithmetic_of, parameter_device

@@ -21,9 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_reduce, reduce_scatter
-from shardwise.core.communication.trees import TreeCounter, exact_total
+from shardwise.core.communication.trees import TreeCounter, exact_total, sum_at_any_threads
 from shardwise.core.errors import ConfigError
-from shardwise.kernels.blocks import sum_at_any_threads
 from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, Bucket, make_buckets, trained_by_dtype
 from shardwise.training.gradients.gradients import Gradients, Total
 

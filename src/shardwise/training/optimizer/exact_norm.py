@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.trees import exact_parts, exact_total
 from shardwise.core.sharding import Interval, ParamLayout, local_parts
-from shardwise.kernels import elementwise_cpu
+from shardwise.kernels import compiled
 from shardwise.training.gradients import Division
 
 # A row of so many elements is summed by one thread.
@@ -124,7 +124,7 @@ def _rows_of_a_share(part: Tensor, dim: int, held: Sequence[Interval], rank: int
 def sums_of_squares(part: Tensor) -> list[float]:
     """The sum of squares of each row of a part, in fp64; the last row may be shorter."""
     flat = part.contiguous().view(-1)
-    sums = elementwise_cpu.sums_of_squares(flat, _ROW)
+    sums = compiled.sums_of_squares(flat, _ROW)
     if sums is None:
         # By halves, since in which order a sum over a dimension is taken depends on the number of rows on a GPU.
         rows = F.pad(flat.double(), (0, -flat.numel() % _ROW)).view(-1, _ROW).square_()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
-from shardwise.kernels.blocks import sum_at_any_threads
+from shardwise.core.communication.trees import sum_at_any_threads
 from shardwise.kernels.loss_reference import row_statistics
 
 
