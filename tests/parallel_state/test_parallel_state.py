@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise import parallel_state as ps
 from shardwise.core.communication import collectives
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.context import GlobalMemoryBuffer
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.core.communication.transports.shared_memory import why_not_here
 from shardwise.core.errors import ConfigError, TopologyError

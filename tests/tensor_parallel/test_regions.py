@@ -11,7 +11,7 @@ from harness.layouts import GRADIENTS, VALUES, Held, assert_moves, drawn_by_all,
 from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.context import GlobalMemoryBuffer
 from shardwise.core.errors import ShardingError
 from shardwise.megatron.errors import NotInitializedError
 from shardwise.tensor_parallel import regions

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import gather_objects
-from shardwise.core.communication.buffers import Left, MemoryBlock
 from shardwise.core.communication.collectives import all_gather, all_reduce
 from shardwise.core.communication.context import context_of
-from shardwise.core.communication.symmetric_memory import symmetric_buffer_of
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, Left, symmetric_buffer_of
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, balanced_range, balanced_sizes
@@ -384,7 +383,7 @@ class InferenceRowLinear(RowLinear):
         out.copy_(self.next_norm(whole))
         return whole[start:stop] if self._scatters else whole
 
-    def _all_run_fused(self, memory: MemoryBlock, out: Tensor) -> bool:
+    def _all_run_fused(self, memory: GlobalSymmetricMemoryBuffer, out: Tensor) -> bool:
         """Whether the kernel runs on every rank, of which one may lack what it needs; found out once, together."""
         if not memory.is_symmetric or out.numel() == 0 or torch.is_autocast_enabled(out.device.type):
             return False

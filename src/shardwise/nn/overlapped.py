@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import overlap
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.context import GlobalMemoryBuffer
 from shardwise.core.communication.overlap import Pass, choose_way
 from shardwise.core.communication.symmetric_memory import first_tried
 from shardwise.core.communication.transports.transport import Pending

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
 from shardwise.core.communication.collectives import (
     all_gather,
     all_gather_async,
@@ -24,6 +23,7 @@ from shardwise.core.communication.collectives import (
     reduce_scatter_async,
     split_for_rank,
 )
+from shardwise.core.communication.context import GlobalMemoryBuffer
 from shardwise.core.communication.transports import torch_distributed
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import balanced_sizes

@@ -10,7 +10,7 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from shardwise.core.communication import context, transports
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.collectives import all_reduce, all_to_all
-from shardwise.core.communication.transports.shared_memory.channel import SLOT_BYTES
+from shardwise.core.communication.transports.channel import SLOT_BYTES
 from shardwise.core.errors import DesyncError, ShardingError, VocabularyError
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.tensor_parallel import VocabParallelEmbedding, mappings, vocab_parallel_cross_entropy

@@ -11,9 +11,8 @@ from torch.distributed import _symmetric_memory
 
 from shardwise.core.communication import overlap, symmetric_memory
 from shardwise.core.communication.accounting import CollectiveCounter
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
 from shardwise.core.communication.collectives import all_gather, reduce_scatter
-from shardwise.core.communication.context import context_of, validated_calls
+from shardwise.core.communication.context import GlobalMemoryBuffer, context_of, validated_calls
 from shardwise.core.communication.overlap import PASSES, Way, choose_way, ways_of_layers
 from shardwise.core.errors import DesyncError, ShardingError
 from shardwise.core.sharding import balanced_sizes

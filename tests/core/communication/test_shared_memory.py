@@ -19,7 +19,6 @@ from harness.program import Program
 from harness.time_limit import set_time_limit
 
 from shardwise.core.communication import context, transports
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
 from shardwise.core.communication.collectives import (
     all_gather,
     all_gather_async,
@@ -28,14 +27,14 @@ from shardwise.core.communication.collectives import (
     reduce_scatter,
     reduce_scatter_async,
 )
+from shardwise.core.communication.context import GlobalMemoryBuffer
+from shardwise.core.communication.transports.channel import NUM_SLOTS, SLOT_BYTES
 from shardwise.core.communication.transports.shared_memory import (
     SWITCH,
     channel_of,
     close_channel,
-    opening,
     why_not_here,
 )
-from shardwise.core.communication.transports.shared_memory.channel import NUM_SLOTS, SLOT_BYTES
 from shardwise.core.errors import DesyncError
 from shardwise.core.sharding import balanced_sizes
 
@@ -322,7 +321,7 @@ def switched_off():
 def test_one_rank_that_cannot_leaves_all_to_gloo(group, monkeypatch, rank, name, value):
     own = dist.new_group([0, 1, 2])
     if group.rank() == rank:
-        monkeypatch.setattr(f"{opening.__name__}.{name}", value)
+        monkeypatch.setattr(f"{transports.shared_memory.__name__}.{name}", value)
     assert channel_of(own) is None
     assert all_reduce(torch.ones(3), group=own).tolist() == [3, 3, 3]
     assert not [left for left in os.listdir("/dev/shm") if left.startswith("shardwise-")]

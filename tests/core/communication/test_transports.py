@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import context_of
-from shardwise.core.communication.transports import choose_transport, torch_distributed, traced, transport_name
+from shardwise.core.communication.transports import choose_transport, torch_distributed, transport_name
 from shardwise.core.communication.transports.shared_memory import channel_of, close_channel
 from shardwise.nn import ColumnLinear
 
@@ -33,7 +33,7 @@ def test_a_transport_is_chosen_by_tensor_group_and_operation(group, monkeypatch)
     assert choose_transport("all_reduce", numbers, group, dist.ReduceOp.MAX) is shared
     assert choose_transport("all_reduce", numbers, group, dist.ReduceOp.PRODUCT) is torch_distributed
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert choose_transport("all_reduce", numbers, group) is traced
+    assert choose_transport("all_reduce", numbers, group) is torch_distributed.Traced
 
 
 @pytest.mark.ranks(2)

@@ -11,7 +11,7 @@ from shardwise.core.communication import moves
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Topology
-from shardwise.kernels import dispatch
+from shardwise.kernels import compiled as loss_cpu, dispatch
 from shardwise.nn.loss import vocab_parallel_cross_entropy
 
 VOCAB, PADDED = 13, 18
@@ -94,8 +94,8 @@ def test_gradcheck_with_all_options(group):
 def test_errors_are_within_what_is_stated(group, dtype, compiled, monkeypatch):
     """The module's bounds, element by element; logits are taken as they are given, bf16 ones too."""
     if compiled:
-        if compiled.why_not("loss_cpu.c", dtype) is not None:
-            pytest.skip(compiled.why_not("loss_cpu.c", dtype))
+        if loss_cpu.why_not("loss_cpu.c", dtype) is not None:
+            pytest.skip(loss_cpu.why_not("loss_cpu.c", dtype))
         monkeypatch.setattr(dispatch.LOSS_CPU, "min_size", 1)
     u, k = 2.0**-24, 700
     target = torch.randint(k, (16,))

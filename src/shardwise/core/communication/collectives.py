@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import trees
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
-from shardwise.core.communication.context import context_of, sends_by_tag
+from shardwise.core.communication.context import GlobalMemoryBuffer, context_of, sends_by_tag
 from shardwise.core.communication.transports import choose_transport, torch_distributed
 from shardwise.core.communication.transports.torch_distributed import Work
 from shardwise.core.communication.transports.transport import Pending

@@ -1,60 +1,103 @@
-"""What a process group has for as long as it lives, in one place.
+"""State of a process group for as long as it lives, its buffers among it, and the backends that carry its tensors.
 
-What carries a group's tensors, device by device: the one place that knows PyTorch's backends by their names.
-
-A group may have a backend for each type of device (``"cpu:gloo,cuda:nccl"``), or the one that PyTorch chose by itself.
-``torch.distributed.get_backend`` has one name for all of a group and says neither. ``host_numbers`` puts
-numbers that the host knows on a device without a wait for it.
+This is the one file that knows PyTorch's backends by name. A group may have a backend for each type of device
+(``"cpu:gloo,cuda:nccl"``), or the one that PyTorch chose; ``torch.distributed.get_backend`` has one name for all of a
+group and says neither. ``host_numbers`` puts numbers that the host knows on a device without waiting for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.buffers import GlobalMemoryBuffer, MemoryBlock
 
-if TYPE_CHECKING:
-    from shardwise.core.communication.transports.shared_memory import SharedMemory
+class GlobalMemoryBuffer:
+    """Named scratch memory that grows to the largest request and is handed out again and again.
+
+    The next request of the same name and dtype overwrites what ``get_tensor`` returned.
+    """
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """A tensor with arbitrary values.
+
+        Args:
+            tensor_shape: its shape.
+            dtype: its dtype.
+            name: requests of one name, dtype and device share memory.
+            mem_alloc_context: called for a context in which new memory is allocated, such as a CUDA memory pool's.
+            device: PyTorch's default device if None.
+        """
+        numel = math.prod(tensor_shape)
+        where = torch.empty(0, device=device).device
+        key = (name, dtype, where)
+        held = self.buffer.get(key)
+        if held is None or held.numel() < numel:
+            # Made in inference mode it could not be written to outside of it.
+            with torch.inference_mode(False), (mem_alloc_context or contextlib.nullcontext)():
+                held = self.buffer[key] = torch.empty(numel, dtype=dtype, device=where, requires_grad=False)
+        return held[:numel].view(tuple(tensor_shape))
+
+
+def gather_buffer(
+    buffer: GlobalMemoryBuffer | Tensor | None, tensor: Tensor, dim: int, sizes: Sequence[int]
+) -> Tensor | None:
+    """Memory for what ranks gather along ``dim``, until the next gather into ``buffer``; None without a buffer."""
+    if buffer is None or isinstance(buffer, Tensor):
+        return buffer
+    shape = (*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
+    return buffer.get_tensor(shape, tensor.dtype, "all_gather", device=tensor.device)
 
 
 @dataclass(eq=False)
 class GroupContext:
-    """What belongs to one group.
+    """State of one group.
 
     Attributes:
-        buffers: memory that is used again and again for what the group gathers.
+        buffers: memory that is used again and again for gathered tensors.
         validates: every call is compared between the ranks before it is made.
-        channel: the memory that the ranks share; None if they share none, or have not tried.
-        has_tried_to_share: the ranks have found out whether they share memory.
-        time_limits: by type of device, how long a rank waits for another; None where waiting is the stream's affair.
-        symmetric_buffers: by device, memory that the ranks reach in each other, where they can.
-        symmetric_refusals: by device, why they cannot; None where they can.
-        agreed_kernels: for which devices and dtypes the ranks have agreed on their kernels (``kernels.agreed``).
-        tried_operators: which fused operators have run on all ranks in such memory, and of which dtype.
-        num_messages: how many messages between two ranks this rank has sent and received.
-        exact_parts: over how many parts sums go, by a tree that is the same at every number of ranks (``trees``); None
-            where a sum is the transport's.
-        arithmetic: how layers on this group compute (``nn.arithmetic``); the plain way if None.
+        channel: the ``SharedMemory`` of the ranks; None if they share none, or have not tried.
+        has_tried_to_share: the ranks have tried to share memory.
+        time_limits: by type of device, how long a rank waits for another; None where the stream waits.
+        symmetric_buffers: by device, the ``GlobalSymmetricMemoryBuffer``.
+        symmetric_refusals: by device, why the ranks do not reach each other's memory; None where they do.
+        agreed_kernels: devices and dtypes whose kernels the ranks have agreed on (``kernels.dispatch``).
+        tried_operators: fused operators that have run on all ranks in symmetric memory, and their dtypes.
+        num_messages: number of messages between two ranks that this rank has sent and received.
+        exact_parts: number of parts that sums go over, by a tree that is the same at every number of ranks (``trees``);
+            None where the transport sums.
+        arithmetic: the ``nn.arithmetic`` of layers on this group; the plain one if None.
     """
 
     buffers: GlobalMemoryBuffer = field(default_factory=GlobalMemoryBuffer)
     validates: bool = False
-    channel: SharedMemory | None = None
+    channel: Any = None
     has_tried_to_share: bool = False
     time_limits: dict[str, datetime.timedelta | None] = field(default_factory=dict)
-    symmetric_buffers: dict[torch.device, MemoryBlock] = field(default_factory=dict)
+    symmetric_buffers: dict[torch.device, Any] = field(default_factory=dict)
     symmetric_refusals: dict[torch.device, str | None] = field(default_factory=dict)
     agreed_kernels: set[tuple[torch.device, torch.dtype]] = field(default_factory=set)
     tried_operators: set[tuple[str, torch.dtype]] = field(default_factory=set)

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import accounting
-from shardwise.core.communication.buffers import GlobalMemoryBuffer, gather_buffer
 from shardwise.core.communication.collectives import checked_shards
-from shardwise.core.communication.context import context_of
+from shardwise.core.communication.context import GlobalMemoryBuffer, context_of, gather_buffer
 from shardwise.core.communication.symmetric_memory import why_not_symmetric
 from shardwise.core.communication.transports import choose_transport
 from shardwise.core.communication.transports.transport import Pending

@@ -1,7 +1,10 @@
 """Memory of a group that its ranks reach in each other, where the devices can; ordinary memory everywhere else."""
 
+import functools
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import gather_objects
-from shardwise.core.communication.buffers import MemoryBlock, OrdinaryMemory
 from shardwise.core.communication.context import context_of, device_of
 from shardwise.core.processes import machine
 
@@ -21,32 +23,98 @@ _MEBIBYTES = 256
 _TRIED_BYTES = 4096
 
 
-class GlobalSymmetricMemoryBuffer(MemoryBlock):
-    """A block of memory that the ranks of a group reach in each other. Making one is collective over the group.
+@dataclass(frozen=True)
+class OrdinaryMemory:
+    """The handle of a block of ordinary memory, instead of PyTorch's symmetric-memory handle.
+
+    Attributes:
+        rank, world_size: of the group.
+        why: why the ranks do not reach each other's memory.
+        group: the ranks, which exchange by collectives.
+    """
+
+    rank: int
+    world_size: int
+    why: str
+    group: ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """The output that a row-parallel layer in fused mode leaves for the column-parallel layer after it.
+
+    Attributes:
+        normed: ``[s, b, h]``, the whole normed input, in the buffer; None where the buffer is too small for it.
+        weight: of the norm.
+    """
+
+    normed: Tensor | None
+    weight: Tensor
+
+
+class GlobalSymmetricMemoryBuffer:
+    """A block of memory that is handed out again and again, and that the ranks of a group reach in each other.
 
     On CUDA devices of one host that reach each other's memory it is PyTorch's symmetric memory; elsewhere, CPUs
-    included, it is this rank's own, and the ranks exchange by collectives what would lie in it.
+    included, it is this rank's own, and the ranks exchange by collectives instead. Making one is collective.
 
     Args:
         size_in_mb: size of the block in MiB.
         process_group: the ranks that share it.
-        device: where it lies; where the group's tensors lie if None.
+        device: the block's device; that of the group's tensors if None.
+
+    Attributes:
+        buffer: the block, one dimension of bytes.
+        handle: PyTorch's symmetric-memory handle of the block, or ``OrdinaryMemory``.
+        fused: by dtype and width of what lies in the block, True if all ranks have agreed to exchange by one kernel.
     """
 
     def __init__(self, size_in_mb: int, process_group: ProcessGroup, device: torch.device | None = None) -> None:
         device = device_of(process_group) if device is None else device
         size = size_in_mb * 2**20
-        made = _symmetric(size, process_group, device)
+        made: str | tuple[Tensor, Any] = _symmetric(size, process_group, device)
         if isinstance(made, str):
             # Untouched memory takes none. Made in inference mode it could not be written to outside of it.
             with torch.inference_mode(False):
                 block = torch.empty(size, dtype=torch.uint8, device=device)
-            super().__init__(block, OrdinaryMemory(process_group.rank(), process_group.size(), made, process_group))
-        else:
-            super().__init__(*made)
+            made = block, OrdinaryMemory(process_group.rank(), process_group.size(), made, process_group)
+        self.buffer = made[0]
+        self.handle: Any = made[1]
+        self.fused: dict[tuple[torch.dtype, int], bool] = {}
+        self._left: Left | None = None
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the ranks reach each other's block."""
+        return not isinstance(self.handle, OrdinaryMemory)
+
+    @functools.cached_property
+    def addresses(self) -> Tensor:
+        """Where each rank's block lies in this process: int64 ``[t]``, on the block's device; in symmetric memory."""
+        return torch.tensor(list(self.handle.buffer_ptrs), dtype=torch.int64, device=self.buffer.device)
+
+    def maybe_get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+        """The start of the block as a tensor of that shape and dtype.
+
+        Returns:
+            ``{"tensor": ..., "handle": ...}``; both are None if the tensor is larger than the block.
+        """
+        num_bytes = math.prod(tensor_shape) * dtype.itemsize
+        if num_bytes > self.buffer.numel():
+            return {"tensor": None, "handle": None}
+        return {"tensor": self.buffer[:num_bytes].view(dtype).view(tuple(tensor_shape)), "handle": self.handle}
+
+    def leave(self, left: Left | None) -> None:
+        """Remember what lies in the block for the next layer; None while it is being overwritten."""
+        self._left = left
+
+    def take(self) -> Left | None:
+        """What was left since the last call; None if nothing."""
+        left, self._left = self._left, None
+        return left
 
 
-def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None) -> MemoryBlock:
+def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None) -> GlobalSymmetricMemoryBuffer:
     """The group's buffer of 256 MiB on a device; the first call makes it, which is collective.
 
     Args:
@@ -55,9 +123,9 @@ def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None)
     """
     buffers = context_of(group).symmetric_buffers
     device = device_of(group) if device is None else device
-    buffer = buffers.get(device)
-    if buffer is None:
-        buffer = buffers[device] = GlobalSymmetricMemoryBuffer(_MEBIBYTES, group, device)
+    if device not in buffers:
+        buffers[device] = GlobalSymmetricMemoryBuffer(_MEBIBYTES, group, device)
+    buffer: GlobalSymmetricMemoryBuffer = buffers[device]
     return buffer
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.communication.buffers import OrdinaryMemory
 from shardwise.core.communication.collectives import all_gather, reduce_scatter
+from shardwise.core.communication.symmetric_memory import OrdinaryMemory
 from shardwise.kernels.norms import reduce_norm_
 from shardwise.megatron.errors import AssertedShardingError
 

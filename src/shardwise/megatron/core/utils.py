@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
-from shardwise.core.communication.context import default_device
+from shardwise.core.communication.context import GlobalMemoryBuffer, default_device
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.core.errors import ContradictionError, ShardingError
 from shardwise.core.initialization import init_method_normal, scaled_init_method_normal

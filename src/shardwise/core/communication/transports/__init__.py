@@ -1,6 +1,6 @@
-"""How tensors travel between ranks: what a transport is, those that there are, and the one place that chooses.
+"""How tensors travel between ranks: the interface of a transport, the transports, and their choice.
 
-- ``traced``, while ``torch.compile`` traces;
+- ``torch_distributed.Traced``, under ``torch.compile``;
 - ``shared_memory``, between CPU ranks of one machine;
 - ``torch_distributed``, PyTorch's own collectives, everywhere else.
 """
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.context import backend_of, context_of
-from shardwise.core.communication.transports import torch_distributed, traced
+from shardwise.core.communication.transports import torch_distributed
 from shardwise.core.communication.transports.shared_memory import CARRIED, REDUCTIONS, channel_of
 from shardwise.core.communication.transports.transport import Transport
 
@@ -25,16 +25,16 @@ def choose_transport(operation: str, tensor: Tensor, group: ProcessGroup, op: An
 
     Args:
         operation: a method of ``Transport``.
-        tensor: what this rank contributes.
+        tensor: this rank's contribution.
         group: the ranks that take part; more than one.
         op: the ``ReduceOp`` of an all-reduce.
     """
     if torch.compiler.is_compiling():
-        return traced
+        return torch_distributed.Traced
     # A subclass (fake, functional, distributed) has no memory of its own to copy.
     if tensor.is_cpu and type(tensor) in (Tensor, Parameter) and tensor.dtype in CARRIED[operation]:
         context = context_of(group)
-        channel = context.channel if context.has_tried_to_share else channel_of(group)
+        channel: Transport | None = context.channel if context.has_tried_to_share else channel_of(group)
         if channel is not None and (op is None or op in REDUCTIONS):
             return channel
     return torch_distributed

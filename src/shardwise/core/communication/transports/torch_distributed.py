@@ -1,8 +1,10 @@
-"""Collectives of PyTorch's backends, started at once: gloo, NCCL and whatever else a group was made with.
+"""Collectives of PyTorch's backends: gloo, NCCL and any other that a group was made with.
 
-``collectives`` has checked dimensions and sizes before. What differs between PyTorch's releases and between backends is
+``collectives`` has checked dimensions and sizes before. Differences between PyTorch's releases and between backends are
 settled here. Shards of different sizes are gathered padded to the largest one, since gloo refuses an all-gather of
 uneven sizes; by the balanced rule that is at most one row per rank.
+
+The module is one transport; ``Traced`` is the other, which ``torch.compile`` can trace.
 """
 
 import datetime
@@ -18,8 +20,13 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import accounting
 from shardwise.core.communication.agreement import Wait, check_same, gather_objects
-from shardwise.core.communication.buffers import GlobalMemoryBuffer, gather_buffer
-from shardwise.core.communication.context import context_of, is_gloo, time_limit
+from shardwise.core.communication.context import (
+    GlobalMemoryBuffer,
+    context_of,
+    gather_buffer,
+    is_gloo,
+    time_limit,
+)
 from shardwise.core.communication.transports.transport import Pending, check_exchange
 from shardwise.core.errors import DesyncError
 
@@ -32,10 +39,7 @@ _BYTES_TO_SEND_DIRECTLY = 1 << 20
 
 
 class Work:
-    """A backend's work whose failure names the call.
-
-    ``peer`` is the one rank that a message waits for, counted within the group.
-    """
+    """A backend's work whose failure names the call; ``peer`` is the rank in the group that a message waits for."""
 
     __slots__ = ("_device", "_dtype", "_group", "_name", "_peer", "_shape", "_work")
 
@@ -69,15 +73,14 @@ class Work:
 
 
 def _limit_of_waiting(group: ProcessGroup, device: torch.device) -> datetime.timedelta | None:
-    """The time limit of gloo's work; None where waiting is the stream's affair and not the host's."""
+    """The time limit of gloo's work; None where the stream waits and not the host."""
     limits = context_of(group).time_limits
     if device.type not in limits:
         limits[device.type] = time_limit(group, device) if is_gloo(group, device) else None
     return limits[device.type]
 
 
-def is_even(sizes: Sequence[int]) -> bool:
-    """Whether all ranks hold the same."""
+def _is_even(sizes: Sequence[int]) -> bool:
     return min(sizes) == max(sizes)
 
 
@@ -92,7 +95,7 @@ def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object,
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
-    """Start an all-reduce."""
+    """As in ``Transport``."""
     _validate("all_reduce", tensor, group, op)
     if may_overwrite and tensor.is_contiguous():
         result = tensor
@@ -103,28 +106,24 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool
 
 
 def all_gather(
-    tensor: Tensor,
-    group: ProcessGroup,
-    dim: int,
-    sizes: Sequence[int],
-    buffer: GlobalMemoryBuffer | Tensor | None = None,
+    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | Tensor | None
 ) -> Pending:
-    """Start an all-gather of shards with ``sizes`` along ``dim``, into ``buffer`` if there is one."""
+    """As in ``Transport``."""
     _validate("all_gather", tensor, group, dim, list(sizes), but_dim=dim)
     out = gather_buffer(buffer, tensor, dim, sizes)
     if dim == 0 and tensor.is_cpu and is_gloo(group, tensor.device):
         total = sum(sizes) * math.prod(tensor.shape[1:]) * tensor.element_size()
         if total >= _BYTES_TO_SEND_DIRECTLY:
             return _send_to_all(tensor, group, sizes, out)
-    t, even = len(sizes), is_even(sizes)
-    shard = tensor.contiguous() if even else _padded(tensor, dim, max(sizes))
+    t, even = len(sizes), _is_even(sizes)
+    shard = _padded(tensor.contiguous(), dim, sizes)
     is_result = dim == 0 and even
     gathered = out if is_result and out is not None else shard.new_empty((t * shard.size(0), *shard.shape[1:]))
     # Counted without the padding.
     with accounting.as_one("all_gather", tensor):
         work = _all_gather_into(gathered, shard, group=group, async_op=True)
     return Pending(
-        Work(work, "all_gather", tensor, group), lambda: join_gathered(gathered, shard.shape, dim, sizes, out), shard
+        Work(work, "all_gather", tensor, group), lambda: _join_gathered(gathered, shard.shape, dim, sizes, out), shard
     )
 
 
@@ -152,45 +151,40 @@ def _send_to_all(tensor: Tensor, group: ProcessGroup, sizes: Sequence[int], out:
     return Pending(None, finish, shard)
 
 
-def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
+def _padded(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The tensor with the largest of ``sizes`` along ``dim``; itself if all are equal."""
+    if _is_even(sizes):
+        return tensor
     shape = list(tensor.shape)
-    shape[dim] = size
-    padded = tensor.new_zeros(shape)
-    padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
-    return padded
+    shape[dim] = max(sizes) - tensor.size(dim)
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
-def join_gathered(
+def _join_gathered(
     gathered: Tensor, shard_shape: Sequence[int], dim: int, sizes: Sequence[int], out: Tensor | None = None
 ) -> Tensor:
-    """What the backend stacked along the first dimension, as one tensor along ``dim``, without the padding."""
-    if dim == 0 and is_even(sizes):
+    """Shards that the backend stacked along the first dimension, as one tensor along ``dim``, without the padding."""
+    if dim == 0 and _is_even(sizes):
         return gathered
     stacked = gathered.view(len(sizes), *shard_shape).unbind(0)
     parts = [part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)]
     return torch.cat(parts, dim) if out is None else torch.cat(parts, dim, out=out)
 
 
-def reduce_scatter(
-    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool = False
-) -> Pending:
-    """Start a reduce-scatter into shards with ``sizes`` along ``dim``, into this rank's part if that may be."""
+def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool) -> Pending:
+    """As in ``Transport``."""
     _validate("reduce_scatter", tensor, group, dim, list(sizes))
-    t, own = len(sizes), sizes[group.rank()]
+    own = sizes[group.rank()]
     part = tensor.narrow(0, sum(sizes[: group.rank()]), own) if may_overwrite else None
     if is_gloo(group, tensor.device):
         return _exchange_and_sum(tensor, group, dim, sizes, part)
-    if dim == 0 and is_even(sizes):
+    if dim == 0 and _is_even(sizes):
         packed = tensor.contiguous()
         result = packed.new_empty((own, *packed.shape[1:])) if part is None else part
         work = _reduce_scatter_into(result, packed, group=group, async_op=True)
         return Pending(Work(work, "reduce_scatter", tensor, group), lambda: result, packed)
-    shape = list(tensor.shape)
-    shape[dim] = max(sizes)
-    packed = tensor.new_zeros((t, *shape))
-    for slot, part in zip(packed.unbind(0), tensor.split(list(sizes), dim), strict=True):
-        slot.narrow(dim, 0, part.size(dim)).copy_(part)
-    result = packed.new_empty(shape)
+    packed = torch.stack([_padded(part, dim, sizes) for part in tensor.split(list(sizes), dim)])
+    result = packed.new_empty(packed.shape[1:])
     with accounting.as_one("reduce_scatter", tensor):
         work = _reduce_scatter_into(result, packed.flatten(0, 1), group=group, async_op=True)
 
@@ -209,7 +203,7 @@ def _exchange_and_sum(
     gloo's own reduce-scatter costs as much as its all-reduce; this sends each element once, to the rank that wants it,
     takes half the time, and needs no padding.
     """
-    packed, received_sizes, sent_sizes = packed_by_rank(tensor, group.rank(), dim, sizes)
+    packed, received_sizes, sent_sizes = _packed_by_rank(tensor, group.rank(), dim, sizes)
     received = packed.new_empty(sum(received_sizes))
     with accounting.as_one("reduce_scatter", tensor):
         work = dist.all_to_all_single(received, packed, received_sizes, sent_sizes, group=group, async_op=True)
@@ -222,7 +216,7 @@ def _exchange_and_sum(
     return Pending(Work(work, "reduce_scatter", tensor, group), finish, packed)
 
 
-def packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int], list[int]]:
+def _packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int], list[int]]:
     """The parts for each rank in one row, and how many elements ``rank`` receives from and sends to each."""
     if dim == 0:
         packed = tensor.contiguous().view(-1)
@@ -233,7 +227,7 @@ def packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) ->
 
 
 def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Pending:
-    """Start an exchange of rows with every rank."""
+    """As in ``Transport``."""
     # The number of rows is compared by itself, since ranks may exchange different ones.
     _validate("all_to_all", tensor, group, but_dim=0)
     if context_of(group).validates:
@@ -247,16 +241,16 @@ def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int],
 
 
 def shift(tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None) -> Pending:
-    """Start sending rows ``step`` places on in the ring, and receiving from as far back."""
+    """As in ``Transport``."""
     _validate("shift", tensor, group, step, list(counts), but_dim=0)
-    sent, received = shifted_sizes(group, step, counts)
+    sent, received = _shifted_sizes(group, step, counts)
     result = tensor.new_empty((sum(received), *tensor.shape[1:])) if out is None else out
     work = dist.all_to_all_single(result, tensor, received, sent, group=group, async_op=True)
     return Pending(Work(work, "shift", tensor, group), lambda: result, tensor)
 
 
-def shifted_sizes(group: ProcessGroup, step: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """How many rows this rank sends to and receives from each, where every rank sends its ``counts`` on by ``step``."""
+def _shifted_sizes(group: ProcessGroup, step: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Rows that this rank sends to and receives from each, where every rank sends its ``counts`` on by ``step``."""
     t, rank = group.size(), group.rank()
     sent, received = [0] * t, [0] * t
     sent[(rank + step) % t] = counts[rank]
@@ -267,10 +261,66 @@ def shifted_sizes(group: ProcessGroup, step: int, counts: Sequence[int]) -> tupl
 def broadcast_(tensor: Tensor, group: ProcessGroup, group_src: int) -> Tensor:
     """Overwrite ``tensor`` with the source's. No other transport broadcasts: it happens at set-up."""
     _validate("broadcast", tensor, group, group_src)
-    # What travels is memory, in whatever order each rank's strides put it.
+    # Memory travels, in the order of each rank's strides.
     packed = tensor.contiguous()
     work = dist.broadcast(packed, group=group, group_src=group_src, async_op=True)
     Work(work, "broadcast", tensor, group).wait()
     if packed is not tensor:
         tensor.copy_(packed)
     return tensor
+
+
+_operators = torch.ops._c10d_functional
+
+
+class Traced:
+    """Collectives that a compiler can trace: functional ones, waited for where their result is first wanted.
+
+    ``torch.compile`` refuses ``async_op=True``. These are launched by one operator and waited for by another, so that
+    compiled code overlaps as eager code does. The compiler plans memory.
+    """
+
+    @staticmethod
+    def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
+        """As in ``Transport``."""
+        name = "max" if op == dist.ReduceOp.MAX else "min" if op == dist.ReduceOp.MIN else "sum"
+        return _traced(_operators.all_reduce(tensor.contiguous(), name, group.group_name))
+
+    @staticmethod
+    def all_gather(
+        tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | Tensor | None
+    ) -> Pending:
+        """As in ``Transport``."""
+        shard = _padded(tensor.contiguous(), dim, sizes)
+        launched = _operators.all_gather_into_tensor(shard, len(sizes), group.group_name)
+        return _traced(launched, lambda gathered: _join_gathered(gathered, shard.shape, dim, sizes))
+
+    @staticmethod
+    def reduce_scatter(
+        tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool
+    ) -> Pending:
+        """As in ``Transport``."""
+        if dim == 0 and _is_even(sizes) and tensor.device.type != "cpu":
+            return _traced(_operators.reduce_scatter_tensor(tensor.contiguous(), "sum", len(sizes), group.group_name))
+        packed, received_sizes, sent_sizes = _packed_by_rank(tensor, group.rank(), dim, sizes)
+        launched = _operators.all_to_all_single(packed, received_sizes, sent_sizes, group.group_name)
+        shape = (len(sizes), *tensor.shape[:dim], sizes[group.rank()], *tensor.shape[dim + 1 :])
+        return _traced(launched, lambda received: received.view(shape).sum(0, dtype=tensor.dtype))
+
+    @staticmethod
+    def all_to_all(
+        tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]
+    ) -> Pending:
+        """As in ``Transport``."""
+        sizes = list(output_sizes), list(input_sizes)
+        return _traced(_operators.all_to_all_single(tensor.contiguous(), *sizes, group.group_name))
+
+    @staticmethod
+    def shift(tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None) -> Pending:
+        """As in ``Transport``."""
+        sent, received = _shifted_sizes(group, step, counts)
+        return _traced(_operators.all_to_all_single(tensor.contiguous(), received, sent, group.group_name))
+
+
+def _traced(launched: Tensor, finish: Callable[[Tensor], Tensor] = lambda result: result) -> Pending:
+    return Pending(None, lambda: finish(_operators.wait_tensor(launched)))

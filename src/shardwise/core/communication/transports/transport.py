@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
+from shardwise.core.communication.context import GlobalMemoryBuffer
 from shardwise.core.errors import DesyncError
 
 

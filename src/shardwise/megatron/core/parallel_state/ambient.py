@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.buffers import GlobalMemoryBuffer, MemoryBlock
-from shardwise.core.communication.context import backends_of
+from shardwise.core.communication.context import GlobalMemoryBuffer, backends_of
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
 from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.topology import Topology
 from shardwise.megatron.errors import AssertedTopologyError, NotInitializedError, asserting
@@ -31,7 +31,7 @@ class Ambient:
     virtual_size: int | None = None
     virtual_rank: int | None = None
     memory_buffer: GlobalMemoryBuffer | None = None
-    symmetric_memory_buffer: MemoryBlock | None = None
+    symmetric_memory_buffer: GlobalSymmetricMemoryBuffer | None = None
 
     def forget(self) -> Topology | None:
         """Go back to the state before any call; what was the topology is the caller's to destroy."""

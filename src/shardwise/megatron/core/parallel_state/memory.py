@@ -1,8 +1,7 @@
 """The buffers of the ambient topology."""
 
-from shardwise.core.communication.buffers import GlobalMemoryBuffer, MemoryBlock
-from shardwise.core.communication.context import context_of
-from shardwise.core.communication.symmetric_memory import symmetric_buffer_of
+from shardwise.core.communication.context import GlobalMemoryBuffer, context_of
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, symmetric_buffer_of
 from shardwise.megatron.core.parallel_state.ambient import AMBIENT, group_of
 
 
@@ -25,7 +24,7 @@ def destroy_global_memory_buffer() -> None:
     AMBIENT.memory_buffer = None
 
 
-def get_global_symmetric_memory_buffer() -> MemoryBlock:
+def get_global_symmetric_memory_buffer() -> GlobalSymmetricMemoryBuffer:
     """Symmetric memory of the tensor-parallel group, 256 MiB, which its inference layers use too.
 
     The first call makes it, which is collective. Where the ranks do not reach each other's memory, as on a CPU, it is

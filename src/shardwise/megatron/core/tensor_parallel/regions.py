@@ -18,8 +18,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.buffers import GlobalMemoryBuffer
 from shardwise.core.communication.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, split_for_rank
+from shardwise.core.communication.context import GlobalMemoryBuffer
 from shardwise.core.communication.moves import _Copy, _Reduce, split_sizes
 from shardwise.megatron.core.parallel_state import get_global_memory_buffer
 from shardwise.megatron.errors import AssertedTopologyError

@@ -241,16 +241,17 @@ def _of_layer() -> str:
 
 
 class Message(Pending, ABC):
-    """One collective in flight. A subclass says what goes into a slot, and what is made of everybody's.
+    """One collective in flight, cut into chunks; a subclass makes its result of all ranks' rows of each slot.
 
     Args:
         channel: the group's shared memory.
         description: operation, shape and dtype, for errors.
         call: a number that is the same on all ranks that make the same call.
-        num_chunks: how many chunks the message is cut into; the same on every rank.
+        sent: this rank's tensor; or a list of flat tensors, one for each rank, which share a row as its lanes.
+        count: elements of the longest tensor sent by any rank; the same on every rank.
     """
 
-    __slots__ = ("_channel", "_num_chunks", "_posted", "_taken", "call", "description", "result")
+    __slots__ = ("_channel", "_num_chunks", "_per_chunk", "_posted", "_sent", "_taken", "call", "description", "result")
 
     result: Tensor
 
@@ -259,12 +260,15 @@ class Message(Pending, ABC):
         channel: Channel,
         description: tuple[str, torch.Size, torch.dtype, *tuple[str, ...]],
         call: int,
-        num_chunks: int,
+        sent: Tensor | list[Tensor],
+        count: int,
     ) -> None:
         self._channel = channel
         self.description = description
         self.call = call
-        self._num_chunks = num_chunks
+        self._per_chunk = SLOT_BYTES // description[2].itemsize // (channel.t if isinstance(sent, list) else 1)
+        self._num_chunks = -(-count // self._per_chunk)
+        self._sent = sent if self._num_chunks <= 1 or isinstance(sent, list) else sent.reshape(-1)
         self._posted: list[tuple[int, int]] = []
         self._taken = 0
 
@@ -296,13 +300,24 @@ class Message(Pending, ABC):
         self._channel.post(slot, number, self.call)
         self._posted.append((slot, number))
 
-    @abstractmethod
+    def _piece(self, flat: Tensor, chunk: int) -> Tensor:
+        """A chunk's part of a row of elements, or of any tensor that is one chunk."""
+        return flat if self._num_chunks == 1 else flat[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
+
     def _write(self, chunk: int, slot: int) -> None:
-        """Put this rank's part of a chunk into its row of the slot."""
+        channel, sent = self._channel, self._sent
+        if not isinstance(sent, list):
+            piece = self._piece(sent, chunk)
+            channel.rows(slot, piece.dtype, piece.shape)[channel.rank].copy_(piece)
+            return
+        lanes = channel.rows(slot, sent[0].dtype, (channel.t, self._per_chunk))[channel.rank]
+        for lane, part in zip(lanes.unbind(0), sent, strict=True):
+            piece = self._piece(part, chunk)
+            lane[: piece.numel()].copy_(piece)
 
     @abstractmethod
     def _read(self, chunk: int, slot: int) -> None:
-        """Make this rank's result of everybody's rows of the slot."""
+        """Make this rank's result of all ranks' rows of the slot."""
 
     def __str__(self) -> str:
         name, shape, dtype, *rest = self.description
