@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from shardwise import parallel_state
 from shardwise.core.errors import ConfigError
-from shardwise.core.topology import ParallelSizes, Topology
+from shardwise.core.rank_grid import ParallelSizes
+from shardwise.core.topology import Topology
 from shardwise.megatron.errors import NotInitializedError
 from shardwise.megatron.process_groups_config import _GETTERS, ProcessGroupCollection
 

@@ -11,7 +11,7 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from shardwise import parallel_state as ps, tensor_parallel
 from shardwise.core import errors
 from shardwise.core.errors import ConfigError, ShardingError, TopologyError
-from shardwise.core.topology import ParallelSizes, RankGenerator
+from shardwise.core.rank_grid import ParallelSizes, RankGenerator
 from shardwise.megatron import errors as asserted_errors, utils
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.errors import AssertedTopologyError

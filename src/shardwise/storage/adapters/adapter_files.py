@@ -24,7 +24,7 @@ from shardwise.core.files import write_atomically
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.tensor_files import StoredTensor, read_box, read_header
-from shardwise.core.topology.groups import gather_from_stages, model_groups
+from shardwise.core.topology import gather_from_stages, model_groups
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLayer
 from shardwise.models.gpt import GPT

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import draw_seed, part_seeded
-from shardwise.core.topology.groups import gather_from_stages, model_groups
+from shardwise.core.topology import gather_from_stages, model_groups
 from shardwise.models.adapters.adapter import Adapter
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_embedding import LoraEmbedding

@@ -22,8 +22,7 @@ from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamShard
 from shardwise.core.sharding.balanced import is_sharded
 from shardwise.core.tensor_files import TensorFile, write_errors
-from shardwise.core.topology import Groups
-from shardwise.core.topology.groups import gather_from_stages, model_groups
+from shardwise.core.topology import Groups, gather_from_stages, model_groups
 from shardwise.models.description import Model, ModelChunks, describe_model
 from shardwise.nn.quantization import QuantizedTensor
 from shardwise.storage.checkpoint.folder import fsync

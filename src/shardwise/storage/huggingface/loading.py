@@ -11,8 +11,7 @@ from shardwise.core.communication.context import default_device
 from shardwise.core.errors import CheckpointError
 from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sharding import ParamShard
-from shardwise.core.topology import Groups
-from shardwise.core.topology.groups import gather_from_stages, model_groups
+from shardwise.core.topology import Groups, gather_from_stages, model_groups
 from shardwise.models.classification import Classification
 from shardwise.models.description import Model, ModelChunks, build_model, chunks_of, model_config
 from shardwise.nn import ReplicatedLinear

@@ -11,7 +11,7 @@ too, and ``destroy_model_parallel`` forgets them.
 
 from torch.distributed import new_group as create_group
 
-from shardwise.core.topology import (
+from shardwise.core.rank_grid import (
     RankGenerator,
     default_embedding_ranks,
     default_position_embedding_ranks,

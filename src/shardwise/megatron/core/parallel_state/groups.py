@@ -2,7 +2,7 @@
 
 from torch.distributed import ProcessGroup
 
-from shardwise.core.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
+from shardwise.core.rank_grid import HYBRID, SEPARATE_ALL_GATHER
 from shardwise.megatron.core.parallel_state import ambient
 from shardwise.megatron.errors import AssertedConfigError
 

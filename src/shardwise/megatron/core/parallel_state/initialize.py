@@ -8,14 +8,14 @@ import torch.distributed as dist
 
 from shardwise.core.communication.context import backend_of, context_of, device_of
 from shardwise.core.errors import ConfigError, TopologyError
-from shardwise.core.topology import (
+from shardwise.core.rank_grid import (
     DEFAULT_ORDER,
     EmbeddingRanks,
     ParallelSizes,
-    Topology,
     default_embedding_ranks,
     default_position_embedding_ranks,
 )
+from shardwise.core.topology import Topology
 from shardwise.megatron.core.parallel_state.ambient import AMBIENT
 from shardwise.megatron.errors import AssertedConfigError, AssertedTopologyError, NotInitializedError, asserting
 

@@ -4,7 +4,7 @@ Reading only: a program that assigns to one of these names hides what is told he
 """
 
 from shardwise.core.communication.context import backends_of
-from shardwise.core.topology.sizes import HYBRID, SEPARATE_ALL_GATHER
+from shardwise.core.rank_grid import HYBRID, SEPARATE_ALL_GATHER
 from shardwise.megatron.core.parallel_state.ambient import AMBIENT, group_or_none
 from shardwise.megatron.core.parallel_state.groups import get_hierarchical_context_parallel_groups
 

@@ -1,6 +1,7 @@
-"""From the ranks of every group to process groups and a DeviceMesh.
+"""Process groups: those of all axes of a rank grid (``Topology``), and those that a model takes (``Groups``).
 
-The groups that a model takes: a frozen view of a topology, a mesh, or groups made elsewhere; exchanges over them.
+A ``Topology`` is frozen once built. Several may live in one process; the door's ``parallel_state`` holds the ambient
+one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardwise.core.communication.agreement import check_same, gather_objects
 from shardwise.core.communication.context import device_of
 from shardwise.core.communication.transports.shared_memory import close_channel
 from shardwise.core.errors import ConfigError, TopologyError
-from shardwise.core.topology.sizes import (
+from shardwise.core.rank_grid import (
     SEPARATE_ALL_GATHER,
     EmbeddingRanks,
     ParallelSizes,

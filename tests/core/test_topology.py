@@ -12,7 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise import parallel_state
 from shardwise.core.communication import context
 from shardwise.core.errors import ConfigError, DesyncError, TopologyError
-from shardwise.core.topology import ParallelSizes, Topology
+from shardwise.core.rank_grid import ParallelSizes
+from shardwise.core.topology import Topology
 
 
 def num_groups():

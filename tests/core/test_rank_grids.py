@@ -8,7 +8,7 @@ from harness.program import run
 from hypothesis import given, settings, strategies as st
 
 from shardwise.core.errors import ConfigError, TopologyError
-from shardwise.core.topology import (
+from shardwise.core.rank_grid import (
     ParallelSizes,
     RankGenerator,
     default_embedding_ranks,
@@ -174,7 +174,8 @@ def test_every_group_of_a_thousand_ranks(sizes):
 ONE_OF_A_THOUSAND = """
 import sys, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from shardwise.core.topology import ParallelSizes, Topology
+from shardwise.core.rank_grid import ParallelSizes
+from shardwise.core.topology import Topology
 
 dist.init_process_group("fake", store=FakeStore(), rank=777, world_size=1024)
 sizes = ParallelSizes(tp=8, pp=4, cp=4, ep=8, etp=2, hcp=(2, 2), num_distributed_optimizer_instances=2)
