@@ -16,12 +16,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:
+    from shardwise.core.communication.transports import SharedMemory
 
 
 class GlobalMemoryBuffer:
@@ -79,7 +82,7 @@ class GroupContext:
     Attributes:
         buffers: memory that is used again and again for gathered tensors.
         validates: every call is compared between the ranks before it is made.
-        channel: the ``SharedMemory`` of the ranks; None if they share none, or have not tried.
+        channel: memory that the ranks share; None if they share none, or have not tried.
         has_tried_to_share: the ranks have tried to share memory.
         time_limits: by type of device, how long a rank waits for another; None where the stream waits.
         symmetric_buffers: by device, the ``GlobalSymmetricMemoryBuffer``.
@@ -94,7 +97,7 @@ class GroupContext:
 
     buffers: GlobalMemoryBuffer = field(default_factory=GlobalMemoryBuffer)
     validates: bool = False
-    channel: Any = None
+    channel: SharedMemory | None = None
     has_tried_to_share: bool = False
     time_limits: dict[str, datetime.timedelta | None] = field(default_factory=dict)
     symmetric_buffers: dict[torch.device, Any] = field(default_factory=dict)

@@ -14,10 +14,10 @@ from torch.nn import Parameter
 
 from shardwise.core.communication.context import backend_of, context_of
 from shardwise.core.communication.transports import torch_distributed
-from shardwise.core.communication.transports.shared_memory import CARRIED, REDUCTIONS, channel_of
+from shardwise.core.communication.transports.shared_memory import CARRIED, REDUCTIONS, SharedMemory, channel_of
 from shardwise.core.communication.transports.transport import Transport
 
-__all__ = ["Transport", "choose_transport", "transport_name"]
+__all__ = ["SharedMemory", "Transport", "choose_transport", "transport_name"]
 
 
 def choose_transport(operation: str, tensor: Tensor, group: ProcessGroup, op: Any = None) -> Transport:

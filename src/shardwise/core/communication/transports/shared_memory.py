@@ -303,8 +303,7 @@ def channel_of(group: ProcessGroup) -> SharedMemory | None:
         with _disable_current_modes(), accounting.uncounted(), torch.inference_mode(False):
             context.channel = _open(group)
         context.has_tried_to_share = True
-    channel: SharedMemory | None = context.channel
-    return channel
+    return context.channel
 
 
 def close_channel(group: ProcessGroup) -> None:

@@ -20,13 +20,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import accounting
 from shardwise.core.communication.agreement import Wait, check_same, gather_objects
-from shardwise.core.communication.context import (
-    GlobalMemoryBuffer,
-    context_of,
-    gather_buffer,
-    is_gloo,
-    time_limit,
-)
+from shardwise.core.communication.context import GlobalMemoryBuffer, context_of, gather_buffer, is_gloo, time_limit
 from shardwise.core.communication.transports.transport import Pending, check_exchange
 from shardwise.core.errors import DesyncError
 
@@ -106,7 +100,11 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool
 
 
 def all_gather(
-    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | Tensor | None
+    tensor: Tensor,
+    group: ProcessGroup,
+    dim: int,
+    sizes: Sequence[int],
+    buffer: GlobalMemoryBuffer | Tensor | None = None,
 ) -> Pending:
     """As in ``Transport``."""
     _validate("all_gather", tensor, group, dim, list(sizes), but_dim=dim)
@@ -171,7 +169,9 @@ def _join_gathered(
     return torch.cat(parts, dim) if out is None else torch.cat(parts, dim, out=out)
 
 
-def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool) -> Pending:
+def reduce_scatter(
+    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool = False
+) -> Pending:
     """As in ``Transport``."""
     _validate("reduce_scatter", tensor, group, dim, list(sizes))
     own = sizes[group.rank()]
