@@ -13,7 +13,7 @@ from run.test_state_within_a_limit import within
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.run.plan.report import is_out_of_memory
+from shardwise.run.plan.fit import is_out_of_memory
 from shardwise.run.settings import FinetuneSettings, LoraSettings, TrainingSettings
 from shardwise.storage.adapters import add_lora_, save_adapter
 from shardwise.storage.huggingface import load_pretrained, save_pretrained

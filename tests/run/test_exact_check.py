@@ -22,7 +22,7 @@ from shardwise.run import exact_layer_trials, exact_trials, session
 from shardwise.run.build import build_model, config_fields, describe
 from shardwise.run.exact_surroundings import deterministic_algorithms
 from shardwise.run.exact_trials import check_device
-from shardwise.run.plan.report import Shortage
+from shardwise.run.plan.fit import Shortage
 from shardwise.storage.huggingface import build_model as build_described, model_config
 
 SIZES = {"micro_batch_size": 1, "sequence_length": LENGTH}

@@ -14,7 +14,7 @@ from run.tiny import tiny_settings
 from shardwise.cli.reporting import describe
 from shardwise.core.errors import ConfigError, OutOfMemoryError
 from shardwise.run.build import describe as model_of
-from shardwise.run.plan.report import Shortage, changes, is_out_of_memory
+from shardwise.run.plan.fit import Shortage, changes, is_out_of_memory
 from shardwise.run.plan.workload import Mesh, Recomputation
 from shardwise.run.processes.ranks import Ranks
 

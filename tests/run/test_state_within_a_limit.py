@@ -15,9 +15,9 @@ import torch
 
 from shardwise.core.topology import Groups, Topology
 from shardwise.run.build import config_fields, describe
-from shardwise.run.plan.fit import mesh_of, workload_of
-from shardwise.run.plan.memory_plan import make_plan
-from shardwise.run.plan.report import is_out_of_memory
+from shardwise.run.plan.fit import is_out_of_memory
+from shardwise.run.plan.plan import make_plan
+from shardwise.run.plan.workload import mesh_of, workload_of
 from shardwise.run.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.storage.huggingface import build_model, model_config
 from shardwise.training.trainer import Trainer

@@ -78,7 +78,7 @@ class PlanArguments(SettingsArguments):
 
 
 def _print_plan(settings: PlanSettings, folder: str | None, world_size: int, *, as_json: bool) -> None:
-    from shardwise.run.commands.plan import plan_of
+    from shardwise.run.plan.plan import plan_of
     from shardwise.run.plan.report import plan_as_json, plan_as_table
 
     plan = plan_of(settings, folder, world_size)
@@ -94,8 +94,8 @@ def _print_fitting(
     ranks_per_host: int,
     as_json: bool,
 ) -> None:
-    from shardwise.run.commands.plan import choices_of
-    from shardwise.run.plan.report import fitting_as_table, plan_as_json
+    from shardwise.run.plan.fit import choices_of, fitting_as_table
+    from shardwise.run.plan.report import plan_as_json
 
     choices = choices_of(settings, folder, limit, world_sizes, ranks_per_host=ranks_per_host)
     if as_json:

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from shardwise.run.commands.evaluate import evaluate as evaluate
     from shardwise.run.commands.harness_tasks import evaluate_tasks as evaluate_tasks
     from shardwise.run.commands.label_texts import classify as classify
-    from shardwise.run.commands.plan import fit_run as fit_run, plan_run as plan_run
     from shardwise.run.commands.text_generation import generate as generate
     from shardwise.run.commands.train import distill as distill, dpo as dpo, finetune as finetune, train as train
     from shardwise.run.comparison import compare as compare
+    from shardwise.run.plan.fit import fit_run as fit_run
+    from shardwise.run.plan.plan import plan_run as plan_run
 
 _MODULES = {
     "chat": "commands.conversation",
@@ -33,10 +34,10 @@ _MODULES = {
     "evaluate_tasks": "commands.harness_tasks",
     "export_hf": "commands.conversion",
     "finetune": "commands.train",
-    "fit_run": "commands.plan",
+    "fit_run": "plan.fit",
     "generate": "commands.text_generation",
     "import_hf": "commands.conversion",
-    "plan_run": "commands.plan",
+    "plan_run": "plan.plan",
     "train": "commands.train",
 }
 

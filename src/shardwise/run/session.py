@@ -20,7 +20,7 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.module import named_param_layouts, replicas_of
 from shardwise.run.exact_surroundings import check_arithmetic, use_deterministic_algorithms
 from shardwise.run.exact_trials import check_device, check_updates
-from shardwise.run.plan.report import Shortage
+from shardwise.run.plan.fit import Shortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.recipe import Recipe, Session

@@ -15,8 +15,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.models.adapters import LoraConfig
 from shardwise.nn.quantization import QuantizedTensor
-from shardwise.run.plan.memory_plan import make_plan, plan_rank
 from shardwise.run.plan.parameters import parts_of
+from shardwise.run.plan.plan import make_plan, plan_rank
 from shardwise.run.plan.workload import Adaptation, Mesh
 from shardwise.storage.adapters import add_lora_
 from shardwise.storage.adapters.trained import trained_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from run.plan.planned_models import described, workload_of
 
-from shardwise.run.plan.memory_plan import make_plan
+from shardwise.run.plan.plan import make_plan
 from shardwise.run.plan.workload import Mesh
 from shardwise.training.pipeline.schedules import make_schedule
 

@@ -13,9 +13,9 @@ from run.plan.planned_models import KINDS, RECOMPUTATIONS, UNEVEN, B, S, config_
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
 from shardwise.models.config import RECOMPUTE_MODULES
-from shardwise.run.plan import kept
-from shardwise.run.plan.kept import Share
+from shardwise.run.plan import step as kept
 from shardwise.run.plan.parameters import parts_of
+from shardwise.run.plan.step import Share
 from shardwise.run.plan.workload import Recomputation
 from shardwise.storage.huggingface import build_model, model_config
 

@@ -19,9 +19,9 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.models.description import chunks_of
 from shardwise.nn import named_param_layouts
 from shardwise.run.build import build_model as build_new_model, describe
-from shardwise.run.plan.fit import mesh_of, workload_of
-from shardwise.run.plan.memory_plan import make_plan, plan_rank
 from shardwise.run.plan.parameters import parameters_of, parts_of
+from shardwise.run.plan.plan import make_plan, plan_rank
+from shardwise.run.plan.workload import mesh_of, workload_of
 from shardwise.run.settings import (
     ModelSettings,
     OptimizerSettings,

@@ -11,11 +11,14 @@ from shardwise.models.adapters.adapter import section_layout
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.description import ModelDescription
 from shardwise.nn.quantization import QUANTIZATIONS, Quantization
-from shardwise.run.plan.parameters import Parameter, Part, parameters_of, parts_of
-from shardwise.run.plan.state import (
+from shardwise.run.plan.parameters import (
+    Parameter,
+    Part,
     StateBytes,
-    buffer_elements as buffered,
+    buffer_elements,
     has_buffers,
+    parameters_of,
+    parts_of,
     rows_of_first_rank,
     state_bytes,
 )
@@ -183,7 +186,7 @@ def adapted_state(workload: Workload, mesh: Mesh, parts: Sequence[Adapted], rank
     of_adapters, of_base = state_bytes(wide, mesh, adapters), state_bytes(workload, mesh, trained)
     gradients = of_adapters.gradients + of_base.gradients
     if has_buffers(workload, mesh) and not mesh.splits_state:
-        gradients = wide.element_bytes * buffered([*trained, *adapters], mesh.dp)
+        gradients = wide.element_bytes * buffer_elements([*trained, *adapters], mesh.dp)
     held = 0
     for part in parts:
         codes = {param.name for param in part.quantized}

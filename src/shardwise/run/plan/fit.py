@@ -1,23 +1,37 @@
-"""Which layouts fit into the memory of a rank, best first.
+"""The layouts that fit into the memory of a rank, best first; and the advice for a run that is out of memory."""
 
-The way from a run's settings to the workload, the mesh and the model of its plan.
-"""
+from __future__ import annotations
 
-import dataclasses
+import contextlib
+import errno
+import os
+import re
+import resource
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
+from typing import Annotated, Any
 
-from shardwise.core.errors import ConfigError
-from shardwise.kernels.dispatch import ELEMENTWISE
+import torch
+
+from shardwise.core.errors import ConfigError, OutOfMemoryError, ShardwiseError
 from shardwise.models.description import ModelDescription
-from shardwise.run.build import describe
-from shardwise.run.plan.memory_plan import Plan, make_plan
-from shardwise.run.plan.workload import Adaptation, Mesh, Recomputation, Workload
-from shardwise.run.settings import LoraSettings, PlanSettings, RunSettings
-from shardwise.storage.adapters.config_file import read_adapter_config
-from shardwise.storage.huggingface.pretrained import config_to_json, read_config
-from shardwise.training.optimizer.mixed_precision import PRECISIONS
+from shardwise.run.plan.plan import Plan, make_plan, planned_workload
+from shardwise.run.plan.report import aligned, plan_as_table, read_bytes, shown_bytes
+from shardwise.run.plan.workload import Mesh, Recomputation, Workload, mesh_of, recomputation_of, workload_of
+from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import PlanSettings, RunSettings
+from shardwise.training.bounds import (
+    DEFAULT_RANKS_PER_HOST,
+    LOCAL_RANKS,
+    RANKS,
+    check_value,
+    checks_arguments,
+    from_keywords,
+    launcher_number,
+)
 
 # From what costs nothing to what costs a forward.
 _RECOMPUTATIONS = (
@@ -25,6 +39,74 @@ _RECOMPUTATIONS = (
     Recomputation("selective", modules=("layernorm", "mlp_act")),
     Recomputation("full"),
 )
+_SIGNS = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "ALLOC_FAILED")
+# What a plan leaves out, and memory in pieces.
+_USABLE = 0.9
+
+
+@checks_arguments
+def fit_run(
+    memory: str,
+    model_dir: str | PathLike[str] | None = None,
+    *,
+    ranks: int | Sequence[int],
+    ranks_per_host: Annotated[int, LOCAL_RANKS] = DEFAULT_RANKS_PER_HOST,
+    **settings: Any,
+) -> list[Choice]:
+    """The layouts of a run that fit, best first.
+
+    Args:
+        memory: of a rank, such as "80GiB" or "16GB".
+        model_dir: see ``plan_run``.
+        ranks: how many, or several numbers to choose from.
+        ranks_per_host: the largest tp, since ranks that split layers exchange the most.
+        settings: see ``plan_run``.
+
+    Returns:
+        Layouts, each with its plan.
+
+    Raises:
+        ConfigError: there is none, and as ``plan_run`` does.
+        CheckpointError: see ``plan_run``.
+    """
+    world_sizes = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    for number in world_sizes:
+        check_value("ranks", number, int, RANKS)
+    made = from_keywords(PlanSettings, settings)
+    return choices_of(made, model_dir, memory, world_sizes, ranks_per_host=ranks_per_host)
+
+
+def choices_of(
+    settings: PlanSettings,
+    folder: str | PathLike[str] | None,
+    limit: str,
+    world_sizes: Sequence[int],
+    *,
+    ranks_per_host: int,
+) -> list[Choice]:
+    """The layouts of ``world_sizes`` ranks that need at most ``limit`` of each, best first. Raises as ``fit_run``."""
+    memory = read_bytes(limit)
+    settings, workload = planned_workload(settings, folder)
+    parallel = settings.parallel
+    choices = fitting(
+        workload,
+        memory,
+        world_sizes=world_sizes,
+        micro_batch_size=settings.training.micro_batch_size,
+        ranks_per_host=ranks_per_host,
+        like=Mesh(
+            schedule=parallel.pipeline_schedule,
+            virtual_stages=parallel.virtual_stages,
+            recomputation=recomputation_of(settings),
+        ),
+    )
+    if not choices:
+        ranks = ", ".join(map(str, world_sizes))
+        raise ConfigError(
+            f"no layout of {ranks} ranks needs at most {shown_bytes(memory)} of each; use more ranks, a smaller batch "
+            f"(training.global-batch-size is {workload.global_batch_size}) or shorter samples"
+        )
+    return choices
 
 
 @dataclass(frozen=True)
@@ -135,105 +217,171 @@ def _micro_batch_sizes(workload: Workload, mesh: Mesh, given: int | None) -> Ite
         samples = samples // 2 if samples % 2 == 0 else int(samples > 1)
 
 
-def workload_of(settings: RunSettings, model: ModelDescription, adaptation: Adaptation | None = None) -> Workload:
-    """What a run of ``settings`` trains.
+def fitting_as_table(choices: Sequence[Choice]) -> str:
+    """A line for each layout that fits."""
+    header = ["ranks", "tp", "pp", "dp", "sp", "sharded", "recompute", "micro-batch", "a rank", "extra work", "sent"]
+    rows = [header]
+    for choice in choices:
+        plan, mesh = choice.plan, choice.plan.mesh
+        numbers = (mesh.world_size, mesh.tp, mesh.pp, mesh.dp)
+        sharded = "zero 1" if mesh.zero else "fsdp" if mesh.fsdp else "-"
+        recompute = mesh.recomputation
+        again = str(recompute) if recompute.granularity == "selective" else recompute.granularity or "-"
+        rows.append(
+            [
+                *map(str, numbers),
+                "yes" if mesh.splits_sequence else "-",
+                sharded,
+                again,
+                str(mesh.micro_batch_size),
+                shown_bytes(plan.worst.total),
+                f"{100 * choice.extra_work:.1f} %",
+                shown_bytes(plan.sent),
+            ]
+        )
+    return aligned(rows)
 
-    Args:
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of PyTorch, Python or the system says that there is no more memory."""
+    if isinstance(error, ShardwiseError):
+        return False
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What is said when a rank runs out of memory.
+
+    Attributes:
         settings: of the run.
         model: that it trains.
-        adaptation: the adapters beside it; all of its weights are trained if None.
+        is_planned: whether there is a plan of such a run; of adapters, say, there is none.
+        ranks: who this process is.
+        available: bytes that the run may take on this rank, from before the model was made; 0 if nobody knows.
     """
-    precision = PRECISIONS[settings.training.dtype]
-    on_cpu = settings.device != "cuda" and precision.params_dtype in ELEMENTWISE.dtypes
-    return Workload(
-        model,
-        sequence_length=settings.sequence_length,
-        global_batch_size=settings.training.global_batch_size,
-        element_bytes=precision.params_dtype.itemsize,
-        has_masters=precision.has_masters,
-        optimizer=settings.optimizer.name,
-        fuses_loss=settings.training.loss == "linear_fused",
-        dropout_is_global=settings.training.rng == "global",
-        fuses_swiglu_from=ELEMENTWISE.min_size if on_cpu else None,
-        adaptation=adaptation,
-    )
+
+    settings: RunSettings
+    model: ModelDescription
+    is_planned: bool
+    ranks: Ranks
+    available: int
+
+    @classmethod
+    def of(cls, settings: RunSettings, model: ModelDescription, ranks: Ranks, *, is_planned: bool) -> Shortage:
+        """Of this rank, before its model is made."""
+        return cls(settings, model, is_planned, ranks, available_memory(ranks.device))
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Within, what runs out of memory is an OutOfMemoryError that says what the run needs."""
+        try:
+            yield
+        except (MemoryError, RuntimeError, OSError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # The frames that failed still hold tensors, and there is work to do.
+            traceback.clear_frames(error.__traceback__)
+            raise OutOfMemoryError(self._message(error), self._details()) from error
+
+    def _message(self, error: BaseException) -> str:
+        asked = re.search(r"tried to allocate ([\d.]+ ?\w+)", str(error), re.IGNORECASE)
+        more = f", which asked for {_readable(asked[1])} more" if asked else ""
+        there = f"; the run has about {shown_bytes(self.available)} here" if self.available else ""
+        return f"out of memory on a rank{more}{there}"
+
+    def _details(self) -> str:
+        """The plan, and what to change; nothing where the run cannot be planned."""
+        if not self.is_planned:
+            return "Use a smaller --training.micro-batch-size, shorter samples, or --recompute.granularity full."
+        try:
+            workload = workload_of(self.settings, self.model)
+            plan = make_plan(workload, mesh_of(self.settings, self.ranks.world_size))
+            return f"{plan_as_table(plan)}\n{self._advice(plan)}"
+        except ShardwiseError as error:
+            return f"There is no plan of it: {error}"
+
+    def _advice(self, plan: Plan) -> str:
+        usable = int(_USABLE * self.available)
+        if not usable:
+            return "shardwise plan ... --fit MEMORY lists the layouts that fit (docs/memory.md)."
+        if plan.worst.total <= usable:
+            return (
+                f"By the plan {shown_bytes(usable)} are enough: look for what else takes memory on this machine, or "
+                "use a smaller --training.micro-batch-size."
+            )
+        choices = self._fitting(plan, usable)
+        if not choices:
+            return (
+                f"No layout of {plan.mesh.world_size} ranks needs as little as {shown_bytes(usable)} of each; use "
+                "more ranks, shorter samples or a smaller model."
+            )
+        nearest = min(choices, key=lambda choice: (len(changes(plan.mesh, choice.plan.mesh)), choice.order))
+        flags = " ".join(changes(plan.mesh, nearest.plan.mesh))
+        return f"The smallest change that fits, with {shown_bytes(nearest.plan.worst.total)}: {flags}"
+
+    def _fitting(self, plan: Plan, limit: int) -> list[Choice]:
+        mesh = plan.mesh
+        likes = [mesh, replace(mesh, recomputation=type(mesh.recomputation)())]
+        return [
+            choice
+            for like in likes
+            for micro in (mesh.micro_batch_size, None)
+            for choice in fitting(
+                plan.workload, limit, world_sizes=[mesh.world_size], micro_batch_size=micro, like=like
+            )
+        ]
 
 
-def adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | None = None) -> Adaptation | None:
-    """The adapters of a run, and what they stand beside; None where it has none.
+def changes(before: Mesh, after: Mesh) -> list[str]:
+    """The flags that make the one of the other."""
+    flags = [
+        f"--{name} {getattr(after, name)}"
+        for name in ("tp", "pp", "zero")
+        if getattr(before, name) != getattr(after, name)
+    ]
+    if before.splits_sequence != after.splits_sequence:
+        flags.append("--sequence-parallel" if after.splits_sequence else "--parallel.no-sequence-parallel")
+    if before.shards_fully != after.shards_fully:
+        flags.append("--fsdp" if after.shards_fully else "--parallel.no-fsdp")
+    recomputation = after.recomputation
+    if before.recomputation != recomputation:
+        modules = f" --recompute.modules {' '.join(recomputation.modules)}" if recomputation.modules else ""
+        flags.append(f"--recompute.granularity {recomputation.granularity or 'none'}{modules}")
+    if before.micro_batch_size != after.micro_batch_size:
+        flags.append(f"--training.micro-batch-size {after.micro_batch_size}")
+    return flags
 
-    Args:
-        lora: settings of the run.
-        model: that it starts from.
-        folder: of the model; if None the names are those of the architecture that a new model is exported as.
 
-    Raises:
-        ConfigError: a target that names nothing, or adapters of a kind that is not offered.
-        CheckpointError: a folder that cannot be read.
+def available_memory(device: torch.device) -> int:
+    """Bytes that this rank may take from now on.
+
+    All of the GPU's; on a CPU what the process's limit (``ulimit -v``) leaves, or its share of the machine's memory.
     """
-    if not lora.is_on:
-        return None
-    config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
-    name = config_to_json(model)["model_type"] if folder is None else read_config(Path(folder)).architecture.model_type
-    kind = lora.base_quantization
-    return Adaptation(config, name, None if kind == "none" else kind)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        return max(0, limit - _mapped())
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return 0
+    ranks = launcher_number("LOCAL_WORLD_SIZE") or launcher_number("WORLD_SIZE") or 1
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
-def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
-    """How ``world_size`` ranks share a run of ``settings``.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    settings.check_world(world_size)
-    parallel = settings.parallel
-    dp = world_size // (parallel.tp * parallel.pp)
-    return Mesh(
-        tp=parallel.tp,
-        pp=parallel.pp,
-        dp=dp,
-        sequence_parallel=parallel.sequence_parallel,
-        schedule=parallel.pipeline_schedule,
-        virtual_stages=parallel.virtual_stages,
-        micro_batch_size=settings.micro_batch_size(dp),
-        zero=parallel.zero if dp > 1 else 0,
-        fsdp=parallel.shards_fully(dp),
-        recomputation=recomputation_of(settings),
-    )
+def _mapped() -> int:
+    """Bytes of this process's address space."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
 
 
-def recomputation_of(settings: RunSettings) -> Recomputation:
-    """What a run of ``settings`` recomputes."""
-    recompute = settings.recompute
-    if recompute.granularity == "none":
-        return Recomputation()
-    modules = recompute.modules if recompute.granularity == "selective" else ()
-    return Recomputation(recompute.granularity, recompute.method, recompute.num_layers, modules)
-
-
-def planned_model(settings: PlanSettings, folder: str | None) -> tuple[PlanSettings, ModelDescription]:
-    """The settings with the numbers that are not given, and the model: theirs or that of a Hugging Face folder.
-
-    Of the folder ``config.json`` alone is read.
-
-    Raises:
-        ConfigError: settings that contradict the folder; a model or a sequence that is not to be had.
-        CheckpointError: there is no ``config.json``, or it cannot be read.
-    """
-    if folder is None:
-        settings = settings.resolved(None)
-        return settings, describe(settings.model, settings.model.vocab_size)
-    for name, value in settings.model.changed():
-        if name not in ("model.sequence-length", "model.dropout"):
-            raise ConfigError(f"{name} {value} is given, and the model of {folder}; leave one out")
-    description = read_config(Path(folder)).description
-    settings = settings.resolved(description.max_sequence_length)
-    if settings.sequence_length > description.max_sequence_length:
-        raise ConfigError(
-            f"model.sequence-length {settings.sequence_length} is more than {description.max_sequence_length}, the "
-            f"longest sequence of {folder}"
-        )
-    dropout = settings.model.dropout
-    if dropout:
-        description = dataclasses.replace(description, hidden_dropout=dropout, attention_dropout=dropout)
-    return settings, description
+def _readable(size: str) -> str:
+    """Bytes, as the CPU's allocator counts them, in their unit."""
+    number, _, unit = size.partition(" ")
+    return shown_bytes(int(number)) if unit == "bytes" and number.isdecimal() else size

@@ -1,18 +1,21 @@
-"""What is planned: a model and how it is trained, and how it is split.
+"""What is planned: a model and how it is trained, and how ranks share the work; and both of the settings of a run."""
 
-What data-parallel ranks share out with ``zero``: how large the buffers are, and what each rank owns.
-"""
-
-from collections.abc import Sequence
+import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 from shardwise.core.errors import ConfigError
+from shardwise.kernels.dispatch import ELEMENTWISE
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.description import ModelDescription
 from shardwise.nn.quantization import Quantization
-from shardwise.run.plan.parameters import Parameter
-from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, place
+from shardwise.run.build import describe
+from shardwise.run.settings import LoraSettings, PlanSettings, RunSettings
+from shardwise.storage.adapters.config_file import read_adapter_config
+from shardwise.storage.huggingface.pretrained import config_to_json, read_config
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Workload:
         if self.model.kind != "gpt":
             raise ConfigError(f"a {self.model.kind} model is not trained here; only causal models are planned")
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Of an element of a gradient, once it is summed over micro-batches."""
         return 4 if self.has_masters else self.element_bytes
@@ -133,22 +136,22 @@ class Mesh:
         if self.zero and self.fsdp:
             raise ConfigError("zero 1 splits optimizer state, which fsdp does too; choose one")
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """All ranks."""
         return self.tp * self.pp * self.dp
 
-    @property
+    @cached_property
     def splits_sequence(self) -> bool:
         """On one rank there is nothing to split."""
         return self.sequence_parallel and self.tp > 1
 
-    @property
+    @cached_property
     def splits_state(self) -> bool:
         """With one data-parallel rank ``zero`` does nothing."""
         return self.zero > 0 and self.dp > 1
 
-    @property
+    @cached_property
     def shards_fully(self) -> bool:
         """With one data-parallel rank ``fsdp`` does nothing."""
         return self.fsdp and self.dp > 1
@@ -191,62 +194,105 @@ class Mesh:
         return ", ".join(parts) + f", recompute {self.recomputation}" * recomputed
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Buffers of gradients, after which parameters lie too.
+def workload_of(settings: RunSettings, model: ModelDescription, adaptation: Adaptation | None = None) -> Workload:
+    """What a run of ``settings`` trains.
 
-    Attributes:
-        scattered: elements, padding included, whose sums go to their owners.
-        whole: elements, padding included, whose sums go to every rank, as they are summed over other ranks too.
-        owned: by data-parallel rank, elements without padding.
-        matrices: by data-parallel rank, those of matrices.
+    Args:
+        settings: of the run.
+        model: that it trains.
+        adaptation: the adapters beside it; all of its weights are trained if None.
     """
+    precision = PRECISIONS[settings.training.dtype]
+    on_cpu = settings.device != "cuda" and precision.params_dtype in ELEMENTWISE.dtypes
+    return Workload(
+        model,
+        sequence_length=settings.sequence_length,
+        global_batch_size=settings.training.global_batch_size,
+        element_bytes=precision.params_dtype.itemsize,
+        has_masters=precision.has_masters,
+        optimizer=settings.optimizer.name,
+        fuses_loss=settings.training.loss == "linear_fused",
+        dropout_is_global=settings.training.rng == "global",
+        fuses_swiglu_from=ELEMENTWISE.min_size if on_cpu else None,
+        adaptation=adaptation,
+    )
 
-    scattered: int
-    whole: int
-    owned: tuple[int, ...]
-    matrices: tuple[int, ...]
+
+def adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | None = None) -> Adaptation | None:
+    """The adapters of a run, and what they stand beside; None where it has none.
+
+    Args:
+        lora: settings of the run.
+        model: that it starts from.
+        folder: of the model; if None the names are those of the architecture that a new model is exported as.
+
+    Raises:
+        ConfigError: a target that names nothing, or adapters of a kind that is not offered.
+        CheckpointError: a folder that cannot be read.
+    """
+    if not lora.is_on:
+        return None
+    config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
+    name = config_to_json(model)["model_type"] if folder is None else read_config(Path(folder)).architecture.model_type
+    kind = lora.base_quantization
+    return Adaptation(config, name, None if kind == "none" else kind)
 
 
-def shares_of(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> Shares:
-    """Of a rank with the parameters ``params``."""
-    owned, matrices = [0] * mesh.dp, [0] * mesh.dp
-    ends = []
-    for is_whole in (False, True):
-        # As the buffers have them: the last first.
-        indices = [
-            index
-            for index in reversed(range(len(params)))
-            if is_summed_elsewhere(workload, mesh, params[index]) is is_whole
-        ]
-        if not indices:
-            ends.append(0)
-            continue
-        placement = place(
-            [params[index].numel for index in indices], bucket_size=DEFAULT_BUCKET_SIZE, world_size=mesh.dp
+def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
+    """How ``world_size`` ranks share a run of ``settings``.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    settings.check_world(world_size)
+    parallel = settings.parallel
+    dp = world_size // (parallel.tp * parallel.pp)
+    return Mesh(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        dp=dp,
+        sequence_parallel=parallel.sequence_parallel,
+        schedule=parallel.pipeline_schedule,
+        virtual_stages=parallel.virtual_stages,
+        micro_batch_size=settings.micro_batch_size(dp),
+        zero=parallel.zero if dp > 1 else 0,
+        fsdp=parallel.shards_fully(dp),
+        recomputation=recomputation_of(settings),
+    )
+
+
+def recomputation_of(settings: RunSettings) -> Recomputation:
+    """What a run of ``settings`` recomputes."""
+    recompute = settings.recompute
+    if recompute.granularity == "none":
+        return Recomputation()
+    modules = recompute.modules if recompute.granularity == "selective" else ()
+    return Recomputation(recompute.granularity, recompute.method, recompute.num_layers, modules)
+
+
+def planned_model(settings: PlanSettings, folder: str | None) -> tuple[PlanSettings, ModelDescription]:
+    """The settings with the numbers that are not given, and the model: theirs or that of a Hugging Face folder.
+
+    Of the folder ``config.json`` alone is read.
+
+    Raises:
+        ConfigError: settings that contradict the folder; a model or a sequence that is not to be had.
+        CheckpointError: there is no ``config.json``, or it cannot be read.
+    """
+    if folder is None:
+        settings = settings.resolved(None)
+        return settings, describe(settings.model, settings.model.vocab_size)
+    for name, value in settings.model.changed():
+        if name not in ("model.sequence-length", "model.dropout"):
+            raise ConfigError(f"{name} {value} is given, and the model of {folder}; leave one out")
+    description = read_config(Path(folder)).description
+    settings = settings.resolved(description.max_sequence_length)
+    if settings.sequence_length > description.max_sequence_length:
+        raise ConfigError(
+            f"model.sequence-length {settings.sequence_length} is more than {description.max_sequence_length}, the "
+            f"longest sequence of {folder}"
         )
-        ends.append(placement.bounds[-1])
-        for number, places in enumerate(placement.buckets):
-            first = placement.bounds[number]
-            size = (placement.bounds[number + 1] - first) // mesh.dp
-            for each in places:
-                param, start = params[indices[each]], placement.starts[each] - first
-                stop = start + param.numel
-                for rank in range(start // size, -(-stop // size)) if size else ():
-                    count = min(stop, (rank + 1) * size) - max(start, rank * size)
-                    owned[rank] += count
-                    matrices[rank] += count if param.is_matrix else 0
-    return Shares(ends[0], ends[1], tuple(owned), tuple(matrices))
-
-
-def is_summed_elsewhere(workload: Workload, mesh: Mesh, param: Parameter) -> bool:
-    """Whether a gradient is summed over tensor-parallel ranks or stages, beside the data-parallel ranks."""
-    if mesh.tp > 1 and (param.is_of_heads or param.num_shared or (param.is_partial and mesh.splits_sequence)):
-        return True
-    return mesh.pp > 1 and is_tied(workload, param)
-
-
-def is_tied(workload: Workload, param: Parameter) -> bool:
-    """Whether it is a weight that embedding and output layer have in common."""
-    is_embedding = param.name == "embedding.word_embeddings.weight"
-    return param.is_copy or (workload.model.share_embeddings_and_output_weights and is_embedding)
+    dropout = settings.model.dropout
+    if dropout:
+        description = dataclasses.replace(description, hidden_dropout=dropout, attention_dropout=dropout)
+    return settings, description

@@ -14,7 +14,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, SampleLoader, Windows
 from shardwise.models.description import ModelDescription
 from shardwise.run.build import build_model, describe
-from shardwise.run.plan.report import Shortage
+from shardwise.run.plan.fit import Shortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings, Settings
 from shardwise.run.tasks.texts import TrainingData, prepare_texts, share_texts
