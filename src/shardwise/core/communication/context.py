@@ -112,6 +112,8 @@ class GroupContext:
 _contexts: weakref.WeakKeyDictionary[ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()
 
 
+# The compiler calls it while it traces: it cannot trace how a context is made.
+@torch.compiler.assume_constant_result
 def context_of(group: ProcessGroup) -> GroupContext:
     """The group's context; the first call makes it."""
     context = _contexts.get(group)
