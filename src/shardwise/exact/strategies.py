@@ -1,6 +1,6 @@
 """The strategies of exact mode, by which layers compute whose group sums over parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import trees
 from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError
-from shardwise.core.sharding import ParamLayout, local_parts
+from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, intervals_of_sizes, local_parts
 from shardwise.exact.by_parts import add_bias, apply_norm, norm_heads
 from shardwise.exact.products import ExactProducts
 from shardwise.kernels.elementwise import in_blocks
@@ -77,6 +77,22 @@ class ExactArithmetic(Arithmetic):
         assert layout.dim is not None
         parts = local_parts(layout, group.rank(), number, what=f"the {split} of a linear layer")
         return ExactProducts(parts, split, layout.global_shape[layout.dim], number)
+
+    def parts_of_vocabulary(
+        self, ranges: Sequence[Interval], *, group: ProcessGroup
+    ) -> tuple[list[Interval], Sequence[Interval], int]:
+        """See ``Arithmetic``: as many parts as the group sums over. All go one way, however many are here."""
+        number = trees.exact_parts(group)
+        assert number is not None
+        first, vocab_size, per_rank = ranges[group.rank()][0], ranges[-1][1], number // group.size()
+        parts = intervals_of_sizes(balanced_sizes(vocab_size, number))
+        if any(run != (parts[i * per_rank][0], parts[(i + 1) * per_rank - 1][1]) for i, run in enumerate(ranges)):
+            raise ConfigError(
+                f"exact: the loss over {vocab_size} ids is cut into {number} parts, and the bounds of the ranks' ids "
+                f"({list(ranges)}) are not among the cuts; use a vocabulary that {number} divides, without padding"
+            )
+        own = parts[group.rank() * per_rank : (group.rank() + 1) * per_rank]
+        return [(start - first, stop - first) for start, stop in own], parts, vocab_size
 
     def sums_in_order(self, ids: Tensor) -> bool:
         """On CUDA the zeros that stand for other ranks' ids would shift the runs that are added."""

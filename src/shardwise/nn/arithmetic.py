@@ -4,7 +4,7 @@ Layers ask ``arithmetic_of(group)`` for their products, norms and activations, a
 has the plain arithmetic, unless ``shardwise.exact`` gave it the other one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
 from shardwise.core.communication.context import context_of
-from shardwise.core.sharding import ParamLayout
+from shardwise.core.sharding import Interval, ParamLayout
 from shardwise.kernels.products import Products
 from shardwise.nn.norm import HeadsRMSNorm, add_and_norm
 
@@ -108,6 +108,25 @@ class Arithmetic:
             ConfigError: this arithmetic has no products for such a layout.
         """
         return Products()
+
+    def parts_of_vocabulary(
+        self, ranges: Sequence[Interval], *, group: ProcessGroup
+    ) -> tuple[list[Interval], Sequence[Interval], int]:
+        """The parts of a vocabulary whose statistics the loss sums.
+
+        Args:
+            ranges: every rank's ids.
+            group: the ranks that split the vocabulary.
+
+        Returns:
+            This rank's parts, as columns of its logits; the ids of every part of all ranks; and the number of columns
+            by which kernels are chosen.
+
+        Raises:
+            ConfigError: the bounds of the ranks' ids are not among the cuts into parts.
+        """
+        first, last = ranges[group.rank()]
+        return [(0, last - first)], ranges, last - first
 
     def sums_in_order(self, ids: Tensor) -> bool:
         """True if the gradient of an embedding of these ids must be summed in a fixed order."""

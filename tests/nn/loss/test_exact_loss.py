@@ -4,8 +4,8 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
-from shardwise.core.communication.trees import sum_in_parts
 from shardwise.core.topology import Topology
+from shardwise.exact import sum_in_parts
 from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
 
 PARTS = 4

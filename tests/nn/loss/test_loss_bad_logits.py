@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import tensor_parallel
 from shardwise.core.communication.accounting import CollectiveCounter
-from shardwise.core.communication.trees import sum_in_parts
 from shardwise.core.errors import DesyncError, DivergenceError
 from shardwise.core.topology import Topology
+from shardwise.exact import sum_in_parts
 from shardwise.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
 

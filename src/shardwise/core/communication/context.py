@@ -112,14 +112,16 @@ class GroupContext:
 _contexts: weakref.WeakKeyDictionary[ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()
 
 
-# The compiler calls it while it traces: it cannot trace how a context is made.
-@torch.compiler.assume_constant_result
 def context_of(group: ProcessGroup) -> GroupContext:
     """The group's context; the first call makes it."""
     context = _contexts.get(group)
     if context is None:
         context = _contexts[group] = GroupContext()
     return context
+
+
+# The compiler calls it while it traces: it cannot trace how a context is made.
+torch.compiler.assume_constant_result(context_of)
 
 
 def validate_calls(group: ProcessGroup) -> None:

@@ -44,15 +44,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval
 from shardwise.kernels.dispatch import loss_kernels
+from shardwise.nn.arithmetic import arithmetic_of
 from shardwise.nn.loss.options import LossChecks, LossOptions, Reduction
 from shardwise.nn.loss.vocabulary import (
     IGNORE_INDEX,
     check_target_shape,
-    column_parts,
     columns_between,
     columns_of,
     combine,
@@ -85,9 +84,8 @@ class SplitCrossEntropy(Function):
         # What is left are padded columns, which take no probability.
         flat = flat_rows(logits)[:, : own_ids[1] - own_ids[0]]
         target_local, ignored = columns_of(target, own_ids, ignore_index)
-        columns, ranges = column_parts(ranges, group)
-        # All parts go one way, which does not depend on how many are here.
-        size = None if exact_parts(group) is None else flat.size(0) * ranges[-1][1]
+        columns, parts, width = arithmetic_of(group).parts_of_vocabulary(ranges, group=group)
+        size = flat.size(0) * width
 
         def statistics(start: int, stop: int) -> Tensor:
             part, local = (
@@ -104,7 +102,7 @@ class SplitCrossEntropy(Function):
         if not sizes_are_known:
             every = without_sizes(every, logits.size(-1))
         checks.run(every, flat.__getitem__, target, ignored, own_ids, group)
-        combined = combine(every, ranges, ignored, options)
+        combined = combine(every, parts, ignored, options)
 
         numbers = [combined.maximum, combined.weight, combined.at_target]
         rest = [] if combined.rest is None else [combined.rest]

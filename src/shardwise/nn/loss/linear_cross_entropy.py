@@ -41,7 +41,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes, uneven_sizes
 from shardwise.kernels import products
@@ -49,6 +48,7 @@ from shardwise.kernels.dispatch import loss_kernels
 from shardwise.kernels.host_memory import empty_in_huge_pages
 from shardwise.kernels.loss_reference import compute_dtype, finite
 from shardwise.kernels.products import add_product_, main_grad_of, placeholder
+from shardwise.nn.arithmetic import arithmetic_of
 from shardwise.nn.loss.linear_head import Head, LocalLogitsLoss, finished_hidden_gradient, times_rows
 from shardwise.nn.loss.options import LossChecks, LossOptions, Reduction
 from shardwise.nn.loss.vocabulary import IGNORE_INDEX, columns_between, columns_of, vocab_ranges
@@ -284,11 +284,10 @@ def vocab_parallel_linear_cross_entropy(
         DesyncError: the ranks have different targets; on every rank.
         DivergenceError: logits that are NaN, with ``check_finite``.
     """
-    if exact_parts(group) is not None:
-        raise ConfigError(
-            "exact: output layer and loss in one have no sum over parts; call the output layer and "
-            "vocab_parallel_cross_entropy one after the other"
-        )
+    arithmetic_of(group).refuse(
+        "exact: output layer and loss in one have no sum over parts; call the output layer and "
+        "vocab_parallel_cross_entropy one after the other"
+    )
     options = LossOptions(label_smoothing, z_loss, softcap, temperature)
     reduces = Reduction(reduction, ignore_index, data_parallel_group, validate)
     if plan not in _PLANS:

@@ -1,6 +1,4 @@
-"""The split of the vocabulary: the ids of each rank and of each part of it, and this rank's logits as rows.
-
-There is one part for each rank, or several in a group that sums over parts.
+"""The split of the vocabulary: the ids of each rank, and this rank's logits as rows.
 
 A caller may give no size of the vocabulary. Then each rank takes every other's shard to be as large as its own, which
 is wrong where the vocabulary does not divide by the ranks, or is split in another way. So each rank's size travels with
@@ -27,7 +25,6 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_gather
 from shardwise.core.communication.context import host_numbers
-from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes
 from shardwise.kernels.loss_reference import compute_dtype
@@ -101,30 +98,6 @@ def columns_of(target: Tensor, interval: Interval, ignore_index: int) -> tuple[T
     ignored = flat == ignore_index
     start, stop = interval
     return (flat - start).masked_fill((flat < start) | (flat >= stop) | ignored, -1), ignored
-
-
-def column_parts(ranges: Sequence[Interval], group: ProcessGroup) -> tuple[list[Interval], list[Interval]]:
-    """The parts of this rank's columns, and the ids of every part of all ranks.
-
-    Args:
-        ranges: every rank's ids.
-        group: the ranks that split the vocabulary.
-
-    Raises:
-        ConfigError: the bounds of the ranks' ids are not among the cuts into parts.
-    """
-    (first, last), number = ranges[group.rank()], exact_parts(group)
-    if number is None:
-        return [(0, last - first)], list(ranges)
-    vocab_size, per_rank = ranges[-1][1], number // group.size()
-    parts = intervals_of_sizes(balanced_sizes(vocab_size, number))
-    if any(run != (parts[i * per_rank][0], parts[(i + 1) * per_rank - 1][1]) for i, run in enumerate(ranges)):
-        raise ConfigError(
-            f"exact: the loss over {vocab_size} ids is cut into {number} parts, and the bounds of the ranks' ids "
-            f"({list(ranges)}) are not among the cuts; use a vocabulary that {number} divides, without padding"
-        )
-    own = parts[group.rank() * per_rank : (group.rank() + 1) * per_rank]
-    return [(start - first, stop - first) for start, stop in own], list(parts)
 
 
 def columns_between(target_local: Tensor, start: int, stop: int) -> Tensor:
