@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from test_gpu_attention_and_graphs import S, V, llama
 
-from shardwise.nn.module import named_param_layouts, replicas_of
+from shardwise.nn.replicated import named_param_layouts, replicas_of
 
 
 @pytest.mark.ranks(2)

@@ -17,6 +17,7 @@ from shardwise.kernels import dispatch, norms_triton
 from shardwise.kernels.elementwise import rotate, split_and_rotate, swiglu
 from shardwise.kernels.norms import add_rms_norm
 from shardwise.models.config import ModelConfig
+from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
 from shardwise.models.transformer.rotary import RotaryEmbedding
 
@@ -214,8 +215,8 @@ def check_a_layer():
         {"num_query_groups": 2},
         {"norm_position": "post", "rotary_interleaved": True},
         {"qk_layernorm": True, "apply_residual_connection_post_layernorm": True},
-        {"layernorm_zero_centered_gamma": True, "recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        {"layernorm_zero_centered_gamma": True, "recompute": Recomputation("selective", modules=("mlp_act",))},
+        {"recompute": Recomputation("selective", modules=("layernorm",))},
     ):
         config = ModelConfig(
             num_layers=1,

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.kernels import compiled, dispatch
-from shardwise.kernels.elementwise import swiglu
+from shardwise.kernels.elementwise import rotate, swiglu
 from shardwise.kernels.norms import rms_norm
-from shardwise.models.transformer.rotary import RotaryEmbedding, apply_rotary
+from shardwise.models.transformer.rotary import RotaryEmbedding
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +90,9 @@ def test_rotary(batch: int, heads: int, width: int, layout: str) -> None:
     exact_rotary = embedding(torch.arange(sequence), torch.float64)
     direct = compiled.rotate_halves(input_.detach(), *rotary)
     assert (direct is None) == (layout == "expanded" and batch > 1)
-    output = apply_rotary(input_, rotary)
+    output = rotate(input_, *rotary)
     wide = _wide(input_)
-    exact = apply_rotary(wide, exact_rotary)
+    exact = rotate(wide, *exact_rotary)
     _assert_close(output, exact)
     grad = _randn(*output.shape).detach()
     (actual,) = torch.autograd.grad(output, input_, grad)
@@ -137,7 +137,7 @@ def test_threads_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         outputs = [
             swiglu(inner),
             rms_norm(inner, weight, 1e-5),
-            apply_rotary(inner.unsqueeze(2), rotary),
+            rotate(inner.unsqueeze(2), *rotary),
         ]
         return [*outputs, *(torch.autograd.grad(sum(x.square().sum() for x in outputs), (inner, weight)))]
 

@@ -17,7 +17,7 @@ from shardwise.megatron.distributed import (
 from shardwise.megatron.layer_parts import MLP, SelfAttention
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
-from shardwise.nn.module import replicas_of
+from shardwise.nn.replicated import replicas_of
 from shardwise.tensor_parallel import RowParallelLinear
 from shardwise.training.optimizer.gradients import global_grad_norm
 

@@ -14,9 +14,11 @@ from torch.distributed import ProcessGroup
 from shardwise.core.errors import ConfigError
 from shardwise.core.random import seed_streams, streams
 from shardwise.core.topology import Groups
+from shardwise.megatron.config import TransformerConfig
 from shardwise.models.bert import Bert
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
+from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.block import TransformerBlock
 
@@ -24,6 +26,10 @@ VOCAB, LENGTH, LAYERS = 31, 6, 3
 LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "num_query_groups": 2}
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute": Recomputation("selective", modules=modules)}
 
 
 class Step:
@@ -86,21 +92,21 @@ def parts(name: str, layers: range = range(LAYERS)) -> set[str]:
 
 # What is set, and which parts are called a second time (a layer is known by its first norm).
 CASES = {
-    "full, one by one": (FULL | {"recompute_method": "uniform", "recompute_num_layers": 1}, parts("input_layernorm")),
-    "full, in pairs": (FULL | {"recompute_method": "uniform", "recompute_num_layers": 2}, parts("input_layernorm")),
+    "full, one by one": ({"recompute": Recomputation("full", "uniform", 1)}, parts("input_layernorm")),
+    "full, in pairs": ({"recompute": Recomputation("full", "uniform", 2)}, parts("input_layernorm")),
     "full, the first two": (
-        FULL | {"recompute_method": "block", "recompute_num_layers": 2},
+        {"recompute": Recomputation("full", "block", 2)},
         parts("input_layernorm", range(2)),
     ),
-    "attention core": (SELECTIVE, parts("self_attention.core")),
-    "norms": (SELECTIVE | {"recompute_modules": ["layernorm"]}, parts("input_layernorm") | parts("pre_mlp_layernorm")),
+    "attention core": ({"recompute": Recomputation("selective")}, parts("self_attention.core")),
+    "norms": (selective("layernorm"), parts("input_layernorm") | parts("pre_mlp_layernorm")),
     "MLP": (
-        SELECTIVE | {"recompute_modules": ["mlp"]},
+        selective("mlp"),
         parts("mlp") | parts("mlp.linear_fc1") | parts("mlp.linear_fc2"),
     ),
-    "MLP activation": (SELECTIVE | {"recompute_modules": ["mlp_act"]}, set()),
+    "MLP activation": (selective("mlp_act"), set()),
     "three parts": (
-        SELECTIVE | {"recompute_modules": ["core_attn", "layernorm", "mlp_act"]},
+        selective("core_attn", "layernorm", "mlp_act"),
         parts("self_attention.core") | parts("input_layernorm") | parts("pre_mlp_layernorm"),
     ),
 }
@@ -143,4 +149,4 @@ def test_the_same_bits_for_fewer_bytes(group, kind, sequence_parallel):
 )
 def test_settings_that_contradict_each_other(settings, message):
     with pytest.raises(ConfigError, match=message):
-        ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)

@@ -13,9 +13,10 @@ from run.tiny import tiny_settings
 
 from shardwise.cli.reporting import describe
 from shardwise.core.errors import ConfigError, OutOfMemoryError
+from shardwise.models.recomputation import Recomputation
 from shardwise.run.build import describe as model_of
 from shardwise.run.plan.fit import Shortage, changes, is_out_of_memory
-from shardwise.run.plan.workload import Mesh, Recomputation
+from shardwise.run.plan.workload import Mesh
 from shardwise.run.processes.ranks import Ranks
 
 CPU = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried to allocate 4294967296 bytes."

@@ -1,19 +1,213 @@
-"""The strategies of exact mode, by which layers compute whose group sums over parts."""
+"""The arithmetic of exact mode, by which layers compute whose group sums over parts (``core.communication.trees``).
 
+The gradient of a parameter that every rank holds whole is a sum over tokens. The sequence is cut into ``exact_parts``
+parts, and each part's tokens are summed separately. With sequence parallelism a rank has some of the parts, without it
+all of them.
+"""
+
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication import trees
+from shardwise.core.communication import moves, trees
+from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import context_of
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, intervals_of_sizes, local_parts
-from shardwise.exact.by_parts import add_bias, apply_norm, norm_heads
 from shardwise.exact.products import ExactProducts
+from shardwise.kernels import compiled, dispatch
 from shardwise.kernels.elementwise import in_blocks
 from shardwise.nn.arithmetic import Activation, Arithmetic, Norm
+from shardwise.nn.norm import HeadsRMSNorm, NormFunction
+
+# MKL multiplies fewer than 12 rows in other ways at other numbers of threads.
+_FEW = 16
+
+
+def norm_by_parts(norm: nn.Module, input_: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
+    """``norm(input_)``, part by part of the sequence.
+
+    Args:
+        norm: one of ``nn.norm.NORMS``.
+        input_: ``[s, b, h]``, or ``[s/t, b, h]`` with sequence parallelism.
+        number: of this rank's parts.
+        others: the group whose ranks have the other parts; None if this rank has all.
+    """
+    function = NormFunction.of(norm)
+    if _is_compiled(function, input_):
+        # What a row gets does not depend on the others; only the weight's gradient goes by parts.
+        normed: Tensor = _RMSNormByParts.apply(input_, function.whole_weight, function.eps, number, others)
+        return normed
+    weights = moves.copies(function.weight, number, group=others)
+    biases = (None,) * number if function.bias is None else moves.copies(function.bias, number, group=others)
+    functions = (
+        dataclasses.replace(function, weight=weight, bias=bias) for weight, bias in zip(weights, biases, strict=True)
+    )
+    return torch.cat([_norm_by_rows(each, part) for each, part in zip(functions, input_.chunk(number), strict=True)])
+
+
+def add_bias_by_parts(output: Tensor, bias: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
+    """``output + bias``; arguments are as for ``norm_by_parts``."""
+    result: Tensor = _AddBias.apply(output, bias, number, others)
+    return result
+
+
+def linear_by_rows(input_: Tensor, weight: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """``input_ @ weight.T`` by a weight ``[o, i]`` that every rank holds, in the input's dtype.
+
+    The input is ``[s, b, i]``, or with sequence parallelism ``[s/t, b, i]``, whose sequence the group shares.
+
+    Raises:
+        ShardingError: the parts are not of one size.
+    """
+    return linear_by_parts(input_, weight, *_own_parts(input_, group, sequence_parallel))
+
+
+def linear_by_parts(input_: Tensor, weight: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
+    """``linear_by_rows``; arguments are as for ``norm_by_parts``."""
+    weights = moves.copies(weight, number, group=others)
+    return torch.cat(
+        [_linear(part, each.to(part.dtype)) for part, each in zip(input_.chunk(number), weights, strict=True)]
+    )
+
+
+def _linear(input_: Tensor, weight: Tensor) -> Tensor:
+    """The product for any number of rows. Those of few rows have other bits at other numbers of threads."""
+    rows = input_.flatten(0, -2)
+    few = rows.size(0) if rows.size(0) < _FEW else None
+    if few is not None:
+        rows = F.pad(rows, (0, 0, 0, _FEW - few))
+    return F.linear(rows, weight)[:few].view(*input_.shape[:-1], weight.size(0))
+
+
+def _norm_heads(norm: nn.Module, heads: Tensor, group: ProcessGroup) -> Tensor:
+    # What is summed over all ranks' heads is cut into as many parts of whole heads as there can be.
+    parts, local = trees.exact_parts(group), heads.size(2)
+    assert parts is not None
+    number, others = min(parts // group.size(), local & -local), group if group.size() > 1 else None
+    if isinstance(norm, HeadsRMSNorm):
+        return _norm_heads_together(norm, heads, number, others)
+    function = NormFunction.of(norm)
+    weights = moves.copies(function.weight, number, group=others)
+    biases = (None,) * number if function.bias is None else moves.copies(function.bias, number, group=others)
+    normed = [
+        _norm_by_rows(dataclasses.replace(function, weight=weight, bias=bias), part.contiguous())
+        for weight, bias, part in zip(weights, biases, heads.chunk(number, 2), strict=True)
+    ]
+    return torch.cat(normed, 2)
+
+
+def _norm_heads_together(norm: HeadsRMSNorm, heads: Tensor, number: int, others: ProcessGroup | None) -> Tensor:
+    parts = [part.contiguous() for part in heads.chunk(number, 2)]
+    sums = [norm.squares_of(part) for part in parts]
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    squares = moves.copies(sums[0] if others is None else moves.reduce(sums[0], group=others), number, group=others)
+    weights, width, first = moves.copies(norm.weight, number, group=others), heads.size(2) // number, norm.heads[0]
+    normed = [
+        norm.norm_some(part, square, weight, (first + i * width, first + (i + 1) * width))
+        for i, (part, square, weight) in enumerate(zip(parts, squares, weights, strict=True))
+    ]
+    return torch.cat(normed, 2)
+
+
+def _norm_by_rows(norm: NormFunction, input_: Tensor) -> Tensor:
+    if norm.normalization == "RMSNorm":
+        return norm(input_)
+    output: Tensor = _LayerNormByRows.apply(input_, norm.whole_weight, norm.bias, norm.eps)
+    return output
+
+
+def _is_compiled(norm: NormFunction, input_: Tensor) -> bool:
+    """Whether our loops norm the rows, at any number of them."""
+    if norm.normalization != "RMSNorm" or input_.size(-1) % 2:
+        return False
+    return dispatch.ELEMENTWISE.runs(input_, norm.weight, size=dispatch.ELEMENTWISE.min_size)
+
+
+class _RMSNormByParts(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input_: Tensor, weight: Tensor, eps: float, number: int, group: ProcessGroup | None
+    ) -> Tensor:
+        input_ = input_.contiguous()
+        output, scale = compiled.rms_norm(input_, weight, eps)
+        ctx.save_for_backward(input_, weight, scale)
+        ctx.number, ctx.group = number, group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input_, weight, scale = ctx.saved_tensors
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        grad_input, total = compiled.rms_norm_gradient(
+            input_, grad, weight, scale, needs_input=needs_input, needs_weight=needs_weight, num_parts=ctx.number
+        )
+        if total is not None:
+            total = trees.tree_sum_stacked_(total)
+            total = total if ctx.group is None else all_reduce(total, group=ctx.group)
+        return grad_input, total, None, None, None
+
+
+class _LayerNormByRows(Function):
+    """LayerNorm whose gradients of weight and bias are sums over the rows in one order, however many threads add."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        output, mean, scale = torch.native_layer_norm(input_, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(input_, weight, bias, mean, scale)
+        result: Tensor = output
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input_, weight, bias, mean, scale = ctx.saved_tensors
+        grad = grad.contiguous()
+        numbers = (grad, input_, weight.shape, mean, scale, weight, bias)
+        grad_input = torch.ops.aten.native_layer_norm_backward(*numbers, [True, False, False])[0]
+        normed = (input_ - mean) * scale
+        return grad_input, *(x.flatten(0, -2).sum(0).to(weight.dtype) for x in (grad * normed, grad)), None
+
+
+class _AddBias(Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, bias: Tensor, number: int, group: ProcessGroup | None) -> Tensor:
+        ctx.number, ctx.group, ctx.dtype = number, group, bias.dtype
+        return output + bias.to(output.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = None
+        if ctx.needs_input_grad[1]:
+            total = trees.tree_sum([part.flatten(0, -2).sum(0) for part in grad.contiguous().chunk(ctx.number)])
+            total = (total if ctx.group is None else all_reduce(total, group=ctx.group)).to(ctx.dtype)
+        return grad, total, None, None
+
+
+def _own_parts(input_: Tensor, group: ProcessGroup, sequence_parallel: bool) -> tuple[int, ProcessGroup | None]:
+    """The number of parts of the sequence whose tokens this rank has, and the group that has the others."""
+    parts = trees.exact_parts(group)
+    assert parts is not None
+    number, others = (parts // group.size(), group) if sequence_parallel and group.size() > 1 else (parts, None)
+    if input_.size(0) % number == 0:
+        return number, others
+    if torch.is_grad_enabled():
+        raise ShardingError(
+            f"exact: {input_.size(0)} positions of a sequence cannot be cut into {number} equal parts on each of "
+            f"{group.size()} ranks; use a length that is a multiple of {parts}, or fewer exact_parts"
+        )
+    # There is no gradient to sum.
+    return 1, others
 
 
 class ExactNorm(Norm):
@@ -22,25 +216,21 @@ class ExactNorm(Norm):
     partial_gradients = False
 
     def __call__(self, norm: nn.Module, input_: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-        """See ``Norm``; ShardingError if the parts are not of one size."""
-        return apply_norm(norm, input_, group=group, sequence_parallel=sequence_parallel)
+        return norm_by_parts(norm, input_, *_own_parts(input_, group, sequence_parallel))
 
     def add_and_norm(
         self, norm: nn.Module, residual: Tensor, added: Tensor, *, group: ProcessGroup, sequence_parallel: bool
     ) -> tuple[Tensor, Tensor]:
-        """See ``Norm``."""
         total = residual + added
         return total, self(norm, total, group=group, sequence_parallel=sequence_parallel)
 
     def heads(
         self, query_norm: nn.Module, key_norm: nn.Module, query: Tensor, key: Tensor, *, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
-        """See ``Norm``."""
-        return norm_heads(query_norm, query, group=group), norm_heads(key_norm, key, group=group)
+        return _norm_heads(query_norm, query, group), _norm_heads(key_norm, key, group)
 
     def add_bias(self, output: Tensor, bias: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-        """See ``Norm``."""
-        return add_bias(output, bias, group=group, sequence_parallel=sequence_parallel)
+        return add_bias_by_parts(output, bias, *_own_parts(output, group, sequence_parallel))
 
 
 class ExactActivation(Activation):
@@ -51,7 +241,6 @@ class ExactActivation(Activation):
     reads_a_cache = False
 
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
-        """See ``Activation``."""
         return in_blocks(function, input_)
 
     def counted_heads(self, local: int, whole: int) -> int:

@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.models.bert import Bert as Bert
     from shardwise.models.classification import Classification as Classification
-    from shardwise.models.config import (
-        LayerConfig as LayerConfig,
-        ModelConfig as ModelConfig,
-        RecomputeConfig as RecomputeConfig,
-    )
+    from shardwise.models.config import LayerConfig as LayerConfig, ModelConfig as ModelConfig
     from shardwise.models.gpt import GPT as GPT
+    from shardwise.models.recomputation import Recomputation as Recomputation
 
 _MODULES = {
     "Bert": "bert",
@@ -19,7 +16,7 @@ _MODULES = {
     "GPT": "gpt",
     "LayerConfig": "config",
     "ModelConfig": "config",
-    "RecomputeConfig": "config",
+    "Recomputation": "recomputation",
 }
 
 __all__ = sorted(_MODULES)

@@ -1,4 +1,4 @@
-"""A description of a model without its weights, and the functions from it to a model and back.
+"""Descriptions of models without their weights, and the functions from one to a model and back.
 
 ``config.json`` is read into a ``ModelDescription`` and written from one. ``ModelChunks`` are several parts of one model
 on one rank, for interleaved pipeline schedules.
@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -22,16 +22,15 @@ from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.core.topology import Groups
 from shardwise.models.bert import Bert
 from shardwise.models.classification import Classification
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import ModelConfig, TransformerFields
 from shardwise.models.gpt import GPT
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.attention import SelfAttention
-from shardwise.models.transformer.heads import Heads
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.mlp import ACTIVATIONS
 from shardwise.models.transformer.rotary import RotaryScaling
 
-# A larger size is a mistake, and is refused before anyone waits for it or runs out of memory.
+# A larger size is a mistake, refused before it takes time or memory.
 _LARGEST = {
     "num_layers": 1 << 16,
     "num_attention_heads": 1 << 16,
@@ -40,73 +39,48 @@ _LARGEST = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelDescription:
-    """All of a model that decides which function of its weights and inputs it is.
+@dataclass(kw_only=True, unsafe_hash=True)
+class ModelDescription(TransformerFields):
+    """A model without its weights: every field that decides which function of weights and inputs it is.
 
-    Fields have the names and meaning that ``ModelConfig`` and the models give them, and for each there is one
-    value, whatever defaults it was written with. Two descriptions are equal if the models are, outside of training:
-    dropout and initial values are no part of the comparison.
+    Fields are those of ``TransformerFields``, and arguments of the models; for each there is one value, whatever
+    defaults it was written with. Two descriptions are equal if the models are, outside of training: dropout and initial
+    values are not compared. Not modified once made.
 
     Attributes:
         kind: the class: ``"gpt"`` or ``"bert"``.
-        activation: the MLP's activation, a key of ``models.transformer.activations.ACTIVATIONS``.
+        activation: the MLP's activation, a key of ``models.transformer.mlp.ACTIVATIONS``.
         attention_bias: there is a bias on attention's output projection.
         qkv_bias: there are biases on its query, key and value projections.
         mlp_bias: there are biases on both projections of the MLP.
-        classification: a head for labels, in place of all others.
+        classification: a head for labels, instead of all others.
         add_binary_head: BERT's next-sentence head, and the pooler before it.
-        init_method_std: standard deviation of new weights.
     """
 
+    num_query_groups: int = 0
+    kv_channels: int = 0
+    ffn_hidden_size: int = 0
     kind: Literal["gpt", "bert"] = "gpt"
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    ffn_hidden_size: int
     vocab_size: int
     max_sequence_length: int
     activation: str
-    gated_linear_unit: bool = False
-    normalization: str = "LayerNorm"
-    norm_position: str = "pre"
-    layernorm_epsilon: float = 1e-5
-    layernorm_zero_centered_gamma: bool = False
-    embedding_layernorm: bool = False
-    final_layernorm: bool = True
-    qk_layernorm: bool = False
-    apply_residual_connection_post_layernorm: bool = False
     attention_bias: bool = False
     qkv_bias: bool = False
     mlp_bias: bool = False
-    softmax_scale: float | None = None
-    window_size: tuple[int, int] | None = None
-    windowed_layers: tuple[bool, ...] | None = None
-    rotary_layers: tuple[bool, ...] | None = None
-    qk_layernorm_over_heads: bool = False
-    parallel_residual: bool = False
-    residual_multiplier: float = 1.0
-    embedding_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-    final_logit_softcap: float | None = None
-    attention_logit_softcap: float | None = None
     position_offset: int = 0
     positions_skip_padding: bool = False
     share_embeddings_and_output_weights: bool = False
     position_embedding_type: str = "learned_absolute"
     rotary_percent: float = 1.0
     rotary_base: float = 10000.0
-    rotary_interleaved: bool = False
     rope_scaling: RotaryScaling | None = None
     window_rotary_base: float | None = None
     num_tokentypes: int = 0
     classification: Classification | None = None
     add_binary_head: bool = False
-    hidden_dropout: float = dataclasses.field(default=0.0, compare=False)
-    attention_dropout: float = dataclasses.field(default=0.0, compare=False)
-    init_method_std: float = dataclasses.field(default=0.02, compare=False)
+    hidden_dropout: float = field(default=0.0, compare=False)
+    attention_dropout: float = field(default=0.0, compare=False)
+    init_method_std: float = field(default=0.02, compare=False)
 
     def __post_init__(self) -> None:
         for name, largest in _LARGEST.items():
@@ -115,14 +89,7 @@ class ModelDescription:
         for name in ("layernorm_epsilon", "rotary_base"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and under 1")
-
-    @property
-    def heads(self) -> Heads:
-        """Query heads, key-value heads, and the width of a head."""
-        return Heads(self.num_attention_heads, self.num_query_groups, self.kv_channels)
+        self._check_dropout()
 
     def differences(self, other: ModelDescription) -> dict[str, tuple[Any, Any]]:
         """The fields in which the two differ, with this one's value and the other's.
@@ -131,21 +98,20 @@ class ModelDescription:
         """
         bounded = "learned_absolute" in (self.position_embedding_type, other.position_embedding_type)
         return {
-            field.name: (mine, theirs)
-            for field in dataclasses.fields(self)
-            if field.compare
-            and (bounded or field.name != "max_sequence_length")
-            and (mine := getattr(self, field.name)) != (theirs := getattr(other, field.name))
+            spec.name: (mine, theirs)
+            for spec in fields(self)
+            if spec.compare
+            and (bounded or spec.name != "max_sequence_length")
+            and (mine := getattr(self, spec.name)) != (theirs := getattr(other, spec.name))
         }
 
 
 Model = GPT | Bert
 
-_FIELDS = {field.name for field in dataclasses.fields(ModelDescription)}
-# Fields that ModelConfig has under the same name.
-_CONFIG_FIELDS = _FIELDS & {field.name for field in dataclasses.fields(ModelConfig)}
+_CONFIG_FIELDS = {spec.name for spec in fields(TransformerFields)}
 # Fields that are arguments and attributes of the models under the same name.
-_BERT_FIELDS = _FIELDS - _CONFIG_FIELDS - {"kind", "activation", "attention_bias", "qkv_bias", "mlp_bias"}
+_BERT_FIELDS = {spec.name for spec in fields(ModelDescription)} - _CONFIG_FIELDS
+_BERT_FIELDS -= {"kind", "activation", "attention_bias", "qkv_bias", "mlp_bias"}
 _GPT_FIELDS = _BERT_FIELDS - {"num_tokentypes", "add_binary_head"}
 
 
@@ -191,8 +157,8 @@ def build_model(
     Raises:
         ConfigError: heads or layers that cannot be split over the ranks.
     """
-    fields = _BERT_FIELDS if description.kind == "bert" else _GPT_FIELDS
-    arguments = {name: getattr(description, name) for name in fields}
+    names = _BERT_FIELDS if description.kind == "bert" else _GPT_FIELDS
+    arguments = {name: getattr(description, name) for name in names}
     if max_sequence_length is not None:
         learned = description.position_embedding_type == "learned_absolute"
         if learned and max_sequence_length != description.max_sequence_length:
@@ -288,16 +254,7 @@ class ModelChunks(nn.ModuleList):
         sharded_offsets: Sequence[ShardedOffset] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ParamShard]:
-        """This rank's part of every parameter, by its name in the whole model: nothing tells of chunks.
-
-        Args:
-            prefix: put before each name.
-            sharded_offsets: ``(axis, index, count)`` of leading axes that stack this model with others of one name.
-            metadata: handed on to the chunks.
-
-        Raises:
-            ShardingError: ``sharded_offsets`` do not fit together.
-        """
+        """As ``LanguageModel.sharded_state_dict``, of all chunks."""
         entries: dict[str, ParamShard] = {}
         for chunk in self:
             assert isinstance(chunk, LanguageModel)

@@ -145,12 +145,7 @@ class GPT(TransformerModel):
     def _own_lengths(
         self, lengths: Tensor | None, document_ids: Tensor | None, shape: tuple[int, int]
     ) -> Tensor | None:
-        """``[b, 1]`` or ``[b, s]``: of the text of each token; None if no position reads it, or for that of the batch.
-
-        Args:
-            lengths, document_ids: see ``forward``.
-            shape: ``b`` and ``s``.
-        """
+        """Length of each token's text, ``[b, 1]`` or ``[b, s]``; None if it is not read, or if it is the batch's."""
         if lengths is not None and lengths.shape != shape[:1]:
             raise ShardingError(
                 f"lengths have shape {list(lengths.shape)}; they must be [{shape[0]}], one for each row"

@@ -1,4 +1,4 @@
-"""What language models share: their groups, the loss over a split vocabulary, tied weights, and state by name."""
+"""The base of language models: their groups, the loss over a split vocabulary, tied weights, and state by name."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,15 +20,13 @@ from shardwise.models.transformer.attention_backend import check_attention_backe
 from shardwise.nn import GroupModule, arithmetic_of, parameter_device, viewless
 from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
-from shardwise.nn.module import set_replicas_
+from shardwise.nn.replicated import set_replicas_
 
 
 class LanguageModel(GroupModule):
-    """Base of GPT, BERT and their kin.
+    """Base of language models. One with a ``classification`` has a head for labels instead of an output layer.
 
-    A model with a ``classification`` has its head in place of an output layer.
-
-    A model on it sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has
+    A subclass sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has
     ``output_layer``), ``share_embeddings_and_output_weights``, ``vocab_size`` and, with interleaving, ``vp_stage``, and
     calls ``setup_tied_weight`` at the end of its construction. With tied weights the output layer has a weight of its
     own only on a stage without the embedding.
@@ -85,19 +83,11 @@ class LanguageModel(GroupModule):
         return self.groups.embd
 
     def _check_attention_backend(self) -> None:
-        """Refuse a ``config.attention_backend`` that does not work on the device where parameters are made.
-
-        Each attention chooses its kernel by the config itself, so nothing is set for the whole process.
-
-        Raises:
-            ConfigError: with PyTorch's reasons.
-        """
         device = parameter_device(self.tp_group, on_cpu=self.config.use_cpu_initialization)
         check_attention_backend(self.config, device, masked=self._attention_is_masked)
 
     @property
     def _loss_options(self) -> dict[str, Any]:
-        """What the loss does with logits as the output layer gives them."""
         return {"softcap": self.config.final_logit_softcap, "temperature": self.config.logits_scaling}
 
     def loss_of_logits(
@@ -206,7 +196,6 @@ class LanguageModel(GroupModule):
         return self._tied_layer().weight if self.pre_process or self.post_process else None
 
     def _tied_layer(self) -> Any:
-        """The layer of this stage that owns the tied weight."""
         model: Any = self
         return model.embedding.word_embeddings if self.pre_process else model.output_layer
 
@@ -255,7 +244,6 @@ class LanguageModel(GroupModule):
             model.output_layer.weight.requires_grad_(shared.requires_grad)
 
     def _check_embedding_group(self, group: ProcessGroup) -> None:
-        """Raise, on all that hold a tied weight, if a rank that holds none would be waited for."""
         if self.pp_group is None:
             return
         ranks, stages = dist.get_process_group_ranks(group), dist.get_process_group_ranks(self.pp_group)
@@ -266,13 +254,10 @@ class LanguageModel(GroupModule):
             )
 
     def _is_in_embd_group(self) -> bool:
-        """Whether this part of the model is in the embedding group.
-
-        Of the group's first rank it is the chunk in which the model begins, of its last that in which it ends, and of
-        a rank between them (chosen by ``get_embedding_ranks``) every chunk.
-        """
         if self.embd_group is None:
             return False
+        # Of the first rank its first chunk, of the last its last, and of one between them, as programs may choose
+        # (``get_embedding_ranks``), every chunk.
         ranks = dist.get_process_group_ranks(self.embd_group)
         chunk, num_chunks = self.vp_stage or 0, self.config.virtual_pipeline_model_parallel_size or 1
         if dist.get_rank() == ranks[0]:
@@ -304,20 +289,13 @@ class LanguageModel(GroupModule):
         output_weight, output_bias = f"{prefix}output_layer.weight", f"{prefix}output_layer.bias"
         for name in (output_weight, output_bias):
             if name in entries:
-                entries[name] = _of_vocabulary(entries[name], entries[name].key)
+                entries[name] = entries[name].with_key(entries[name].key, allow_shape_mismatch=True)
         if self.ties_weights:
             self._tie_state(entries, output_weight, f"{prefix}embedding.word_embeddings.weight")
         return entries
 
     def _tie_state(self, entries: dict[str, ParamShard], output_key: str, embedding_key: str) -> None:
-        """Let the output layer's tied weight go by the embedding's name, in place.
-
-        The last stage's copy becomes an entry of that name: a replica of the first stage's, written once by whichever
-        of them and read by both. Where embedding and output layer are on one stage, the embedding's entry is both.
-
-        Raises:
-            ShardingError: a stage without output layer has an entry for its weight, or the last stage none.
-        """
+        """Let the output layer's tied weight go by the embedding's name: written once, and read by both stages."""
         if not self.post_process:
             if output_key in entries:
                 raise ShardingError(
@@ -332,9 +310,4 @@ class LanguageModel(GroupModule):
                 f"{output_key!r} is not in the state of the last stage; a tied weight over several stages has a copy "
                 "there"
             )
-        entries[embedding_key] = _of_vocabulary(copy, embedding_key)
-
-
-def _of_vocabulary(shard: ParamShard, key: str) -> ParamShard:
-    """The same part under ``key``, of a vocabulary that may be padded otherwise."""
-    return shard.with_key(key, allow_shape_mismatch=True)
+        entries[embedding_key] = copy.with_key(embedding_key, allow_shape_mismatch=True)

@@ -1,4 +1,4 @@
-"""What GPT and BERT have in common: embedding, transformer block and output layer, or one pipeline stage of them."""
+"""The base of GPT and BERT: embedding, transformer block and output layer, or one pipeline stage of them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +22,8 @@ from shardwise.models.transformer.block import TransformerBlock, layers_of_this_
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.masks import local_alibi_slopes
 from shardwise.models.transformer.mlp import layer_arguments, softcap
-from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling
+from shardwise.models.transformer.rotary import FixedTensors, RotaryEmbedding, RotaryScaling, on_default_device
 from shardwise.nn import ColumnLinear, parameter_device, viewless
-from shardwise.nn.module import FixedTensors, on_default_device
 from shardwise.nn.weight_gradient import WeightGradientQueue
 
 _POSITIONS = ("learned_absolute", "rope", "none", "alibi")
@@ -53,22 +52,10 @@ class TransformerModel(FixedTensors, LanguageModel):
     same state.
 
     Args:
-        config: sizes of the model.
-        layer_spec: what a layer is made of; ``SelfAttention`` and ``MLP`` if None.
-        vocab_size: number of token ids, of any size.
-        max_sequence_length: longest sequence; the size of a learned position embedding.
-        pre_process: the model begins here.
-        post_process: the model ends here.
-        parallel_output: return this rank's part of the logits in place of all.
-        share_embeddings_and_output_weights: the output layer uses the embedding's weight.
-        position_embedding_type: ``"learned_absolute"``, ``"rope"``, ``"alibi"`` or ``"none"``.
+        config, vocab_size, max_sequence_length, groups: see ``GPT``, and so the others.
         rotary_percent, rotary_base, rope_scaling: see ``RotaryEmbedding``.
         window_rotary_base: the base of layers with a window, which are then not scaled (Gemma 3); as the others' if
             None.
-        position_offset: rows of a table of learned positions before that of position 0.
-        positions_skip_padding, classification: see ``GPT``.
-        groups: process groups.
-        vp_stage: which of the stage's chunks this is, with interleaving.
 
     Raises:
         ConfigError: a size or an option out of range.
@@ -182,10 +169,9 @@ class TransformerModel(FixedTensors, LanguageModel):
         self._setup_embeddings()
 
     def _make_heads(self) -> None:
-        """Make what a model has beside the output layer, where it ends."""
+        """For subclasses: make the heads that a model has next to the output layer."""
 
     def _make_classifier(self, spec: Classification) -> None:
-        """Make the head of a model that classifies."""
         with self._seeded("classifier"):
             self.classifier = Classifier(self.config, spec, self.tp_group)
 
@@ -230,18 +216,13 @@ class TransformerModel(FixedTensors, LanguageModel):
         return losses if places is None else losses_at(places, losses, shape)
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        """Logits as the config caps and scales them."""
         cap, scaling = self.config.final_logit_softcap, self.config.logits_scaling
         if cap is not None:
             logits = softcap(logits, cap)
         return logits if scaling == 1.0 else logits / scaling
 
     def _output_weight(self) -> Tensor | None:
-        """The tied weight for the output layer; None where that has one of its own.
-
-        Whoever sums gradients over micro-batches may take the output layer's apart
-        (``training.gradients.GradientTrees``).
-        """
+        """The tied weight for the output layer, whose gradient ``GradientTrees`` may take apart; None if untied."""
         weight: Any = self.shared_embedding_or_output_weight()
         take = getattr(weight, "take_output_gradient", None)
         # A layer that leaves its weight gradient out of the backward gives it by itself.

@@ -11,10 +11,13 @@ from shardwise.nn.linear import LinearParallelism as LinearParallelism, tensor_p
 from shardwise.nn.module import (
     GroupModule as GroupModule,
     ShardedModule as ShardedModule,
-    named_param_layouts as named_param_layouts,
     parameter_device as parameter_device,
     viewless as viewless,
 )
 from shardwise.nn.norm import HeadsRMSNorm as HeadsRMSNorm, add_and_norm as add_and_norm
-from shardwise.nn.replicated import ReplicatedEmbedding as ReplicatedEmbedding, ReplicatedLinear as ReplicatedLinear
+from shardwise.nn.replicated import (
+    ReplicatedEmbedding as ReplicatedEmbedding,
+    ReplicatedLinear as ReplicatedLinear,
+    named_param_layouts as named_param_layouts,
+)
 from shardwise.nn.row import RowLinear as RowLinear

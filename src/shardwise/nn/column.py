@@ -22,28 +22,22 @@ class ColumnLinear(ParallelLinear):
     """Linear layer ``y = x A^T + b`` whose output features are split over the ranks.
 
     Made from one state of the default generator it holds this rank's rows of ``torch.nn.Linear(in_features,
-    out_features, bias)``.
+    out_features, bias)``. With ``sequence_parallel`` each rank is given its shard of the sequence, and gathers it.
 
     Args:
         in_features: width of the input, ``i``.
         out_features: width of the whole output, ``o``.
         bias: whether there is a bias.
         group: the ranks that share the layer.
-        sequence_parallel: each rank is given its shard of the sequence, and gathers it.
-        sizes: output features of each rank, within one section; balanced if None.
-        device: where parameters are made; PyTorch's default if None, or the GPU where the ranks talk by NCCL.
-        dtype: of the parameters; PyTorch's default if None.
         init: fills the whole weight in place, and the bias starts at 0; both as in ``torch.nn.Linear`` if None.
+        sizes: output features of each rank, within one section; balanced if None.
         sections: number of equal parts of the output, each split by itself: 2 for a gate and an up projection.
-        intervals: in place of ``sizes`` and ``sections``: for each rank the intervals of output features that it
+        intervals: instead of ``sizes`` and ``sections``: for each rank the intervals of output features that it
             holds, in the order of its output. Several ranks may hold the same interval, and their weight gradients are
             then partial sums; such an output is not gathered.
         own_weight: make a weight; without, it is passed to ``forward``.
         output_dtype: of the output, whose sums are not rounded to a narrower one; that of the input if None.
-        parallelism: what the layer communicates, where it is not the usual: LOCAL leaves the input's gradient a partial
-            sum.
-        options: ``fuse_weight_gradient``, ``delay_weight_gradient`` and ``weight_gradient_queue`` of
-            ``ParallelLinear``; ``initialize`` and ``init_on_cpu`` of ``ShardedModule``.
+        options: ``sequence_parallel``, ``parallelism``, ``device``, ``dtype`` and others of ``ParallelLinear``.
 
     Attributes:
         weight: ``[o/t, i]``, or None.
@@ -66,54 +60,38 @@ class ColumnLinear(ParallelLinear):
         bias: bool = True,
         *,
         group: ProcessGroup,
-        sequence_parallel: bool = False,
-        sizes: Sequence[int] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         init: InitMethod | None = None,
+        sizes: Sequence[int] | None = None,
         sections: int = 1,
         intervals: Sequence[Sequence[Interval]] | None = None,
         own_weight: bool = True,
         output_dtype: torch.dtype | None = None,
-        parallelism: LinearParallelism | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            sections=sections,
-            parallelism=parallelism,
-            device=device,
-            dtype=dtype,
-            **options,
-        )
+        super().__init__(in_features, out_features, group=group, sections=sections, **options)
         if intervals is not None and (sections != 1 or sizes is not None):
             raise ConfigError("intervals exclude sections and sizes; leave those at their defaults")
         t = group.size()
         self._can_gather = intervals is None
 
-        def layout_of(shape: tuple[int, ...]) -> ParamLayout:
+        def layout_of(*shape: int) -> ParamLayout:
             if intervals is not None:
                 return ParamLayout.of_intervals(shape, 0, intervals)
             return ParamLayout.split(shape, 0, t, stride=sections, sizes=sizes)
 
-        layout = layout_of((out_features, in_features))
+        layout = layout_of(out_features, in_features)
         self.weight_shape = torch.Size(layout.local_shape(group.rank()))
         self.local_features = self.weight_shape[0]
         self._output_sizes = [layout.local_size(rank) for rank in range(t)]
         self._weight_layout, self._init = layout, init
         self._products = self._arithmetic.products(layout, "output", group=group)
         if output_dtype is not None:
-            self._set_output_dtype(output_dtype)
-        self._make_parameters(layout if own_weight else None, layout_of((out_features,)) if bias else None, init)
-
-    def _set_output_dtype(self, dtype: torch.dtype) -> None:
-        if not dtype.is_floating_point:
-            raise ConfigError(f"output_dtype is {dtype}; it must be a floating-point dtype, or None for the input's")
-        self._products = self._products.in_dtype(dtype)
-        self.output_dtype = dtype
+            if not output_dtype.is_floating_point:
+                raise ConfigError(
+                    f"output_dtype is {output_dtype}; it must be a floating-point dtype, or None for the input's"
+                )
+            self._products, self.output_dtype = self._products.in_dtype(output_dtype), output_dtype
+        self._make_parameters(layout if own_weight else None, layout_of(out_features) if bias else None, init)
 
     @property
     def input_layout(self) -> Layout:
@@ -127,10 +105,7 @@ class ColumnLinear(ParallelLinear):
 
     def own_weight_(self, weight: Tensor) -> None:
         """Give a layer that was made without a weight this one, ``[o/t, i]``, in place."""
-        if weight.shape != self.weight_shape:
-            raise WeightError(
-                f"the weight has shape {list(weight.shape)}; rank {self.group.rank()} needs {list(self.weight_shape)}"
-            )
+        self._check_shape(weight)
         self.param_layouts = {"weight": self._weight_layout, **self.param_layouts}
         self.param_replicas = {"weight": Replicas(), **self.param_replicas}
         self._init_methods["weight"] = self._init or as_linear
@@ -143,7 +118,7 @@ class ColumnLinear(ParallelLinear):
         Args:
             input_: ``[s, b, i]``, the same on every rank, or this rank's shard ``[s/t, b, i]`` with sequence
                 parallelism; not modified.
-            weight: ``[o/t, i]``, in place of the layer's own.
+            weight: ``[o/t, i]``, instead of the layer's own.
             sequence: read with sequence parallelism; None if all ranks hold as many positions.
 
         Returns:
@@ -156,18 +131,18 @@ class ColumnLinear(ParallelLinear):
         return self._multiply(input_, self._checked_weight(input_, weight), self.bias, sequence)
 
     def _checked_weight(self, input_: Tensor, weight: Tensor | None) -> Tensor:
-        """The layer's own weight if ``weight`` is None; an error for one of another shape, or an input that is."""
-        if input_.shape[-1:] != (self.in_features,):
-            raise self._wrong_width(input_, self.in_features)
-        if weight is None:
-            weight = self.weight
-            if weight is None:
-                raise WeightError("the layer was made without a weight of its own; pass a weight to forward")
-        elif weight.shape != self.weight_shape:
+        self._check_width(input_, self.in_features)
+        if weight is not None:
+            self._check_shape(weight)
+        elif (weight := self.weight) is None:
+            raise WeightError("the layer was made without a weight of its own; pass a weight to forward")
+        return weight
+
+    def _check_shape(self, weight: Tensor) -> None:
+        if weight.shape != self.weight_shape:
             raise WeightError(
                 f"the weight has shape {list(weight.shape)}; rank {self.group.rank()} needs {list(self.weight_shape)}"
             )
-        return weight
 
     def gather(self, output: Tensor) -> Tensor:
         """The whole output ``[s, b, o]`` of this rank's part ``[s, b, o/t]``, the same on every rank.

@@ -34,8 +34,6 @@ from shardwise.nn.quantization import QuantizedTensor, quantized_linear
 from shardwise.nn.recompute import is_kept_briefly
 from shardwise.nn.weight_gradient import WeightGradient
 
-Sizes = Sequence[int] | None
-
 
 class LinearParallelism(Enum):
     """What a tensor-parallel linear communicates.
@@ -88,54 +86,29 @@ class TensorParallelLinear(Function):
         bias: Tensor | None,
         parallelism: LinearParallelism,
         group: ProcessGroup | None,
-        sizes: Sizes,
+        sizes: Sequence[int] | None,
         weight_gradient: WeightGradient | None,
         products: Products,
         overlaps: bool,
     ) -> Tensor:
-        ctx.products = products
-        ctx.overlaps = overlaps
-        ctx.parallelism = parallelism
-        ctx.group = group
-        ctx.sizes = sizes
-        ctx.weight_gradient = weight_gradient
+        ctx.parallelism, ctx.group, ctx.weight_gradient = parallelism, group, weight_gradient
+        ctx.products, ctx.overlaps = products, overlaps
         kept = input_ if ctx.needs_input_grad[1] else None
-        output: Tensor | None = None
-        keeps_gathered = False
-        if parallelism is LinearParallelism.COLUMN_SEQUENCE:
-            assert group is not None
-            # A deferred gradient gathers by itself, when its time comes.
-            defers = weight_gradient is not None and weight_gradient.may_wait
-            keeps_gathered = kept is not None and is_kept_briefly() and not defers
-            # What is dropped after the product lies in memory that every layer uses in turn.
-            buffer = None if keeps_gathered else context_of(group).buffers
-            if overlaps:
-                output, gathered = multiply_gathered(
-                    "column forward",
-                    input_,
-                    weight,
-                    bias,
-                    group=group,
-                    sizes=sizes,
-                    buffer=buffer,
-                    needs_whole=keeps_gathered,
-                )
-                input_ = input_ if gathered is None else gathered
-            else:
-                input_ = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer).wait()
-            if keeps_gathered:
-                kept = input_
-        elif parallelism is LinearParallelism.ROW_SEQUENCE:
-            assert group is not None
-            ctx.sizes = uneven_sizes(input_.size(0), group.size())
+        gathers = parallelism is LinearParallelism.COLUMN_SEQUENCE
+        # A deferred gradient gathers by itself, when its time comes.
+        defers = weight_gradient is not None and weight_gradient.may_wait
+        keeps_gathered = gathers and kept is not None and is_kept_briefly() and not defers
+        arguments = (parallelism, group, sizes, products, overlaps)
+        output, whole = _multiply(input_, weight, bias, *arguments, keeps_gathered=keeps_gathered)
+        if keeps_gathered:
+            kept = whole
         if kept is not None and weight_gradient is not None:
             weight_gradient.announce(kept)
-        ctx.gathers_again = parallelism is LinearParallelism.COLUMN_SEQUENCE and not keeps_gathered
+        ctx.gathers_again = gathers and not keeps_gathered
+        if group is not None and parallelism is LinearParallelism.ROW_SEQUENCE:
+            sizes = uneven_sizes(input_.size(0), group.size())
+        ctx.sizes = sizes
         ctx.save_for_backward(kept, weight)
-        if output is None and overlaps and parallelism is LinearParallelism.ROW_SEQUENCE:
-            output = multiply_scattered("row forward", input_, weight, group=cast(ProcessGroup, group)).wait()
-        elif output is None:
-            output = _multiply_and_reduce(input_, weight, bias, parallelism, group, products)
         # Not as a view of the product's rows: PyTorch lets nobody write in place to a view that is made in here.
         return output.detach()
 
@@ -144,9 +117,8 @@ class TensorParallelLinear(Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         input_, weight = ctx.saved_tensors
         needs_input_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
-        parallelism, group, sizes = ctx.parallelism, ctx.group, ctx.sizes
+        parallelism, group, sizes, products = ctx.parallelism, ctx.group, ctx.sizes, ctx.products
         weight_gradient: WeightGradient | None = ctx.weight_gradient
-        products: Products = ctx.products
         grad_input = grad_weight = grad_bias = None
         # An output may have a dtype of its own (``ProductsIn``).
         grad_output = grad_output.to(weight.dtype)
@@ -190,8 +162,7 @@ class TensorParallelLinear(Function):
             else:
                 grad_weight = products.weight_gradient(_flat(grad_output), _flat(input_))
         if needs_bias_grad:
-            flat = _flat(grad_output)
-            grad_bias = products.bias_gradient(flat)
+            grad_bias = products.bias_gradient(_flat(grad_output))
         if pending is not None:
             grad_input = pending.wait()
         return grad_input, grad_weight, grad_bias, None, None, None, None, None, None
@@ -238,7 +209,7 @@ def tensor_parallel_linear(
     """
     if group is None or group.size() == 1:
         parallelism = LinearParallelism.LOCAL
-    sizes: Sizes = None
+    sizes: Sequence[int] | None = None
     if sequence is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
         sizes = sequence.sizes_to_gather(input_)
     if isinstance(weight, QuantizedTensor):
@@ -248,12 +219,9 @@ def tensor_parallel_linear(
     local = parallelism is LinearParallelism.LOCAL
     if (local and weight_gradient is None and products.is_usual) or not torch.is_grad_enabled():
         # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
-        if overlaps:
-            return _overlapped(input_, weight, bias, parallelism, cast(ProcessGroup, group), sizes)
-        if parallelism is LinearParallelism.COLUMN_SEQUENCE:
-            assert group is not None
-            input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=context_of(group).buffers)
-        return _multiply_and_reduce(input_, weight, bias, parallelism, group, products)
+        if overlaps and torch.is_autocast_enabled(input_.device.type):
+            input_, weight, bias = autocast(input_, weight, bias)
+        return _multiply(input_, weight, bias, parallelism, group, sizes, products, overlaps)[0]
     if torch.is_autocast_enabled(input_.device.type):
         input_, weight, bias = autocast(input_, weight, bias)
     is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
@@ -273,9 +241,9 @@ def _quantized(
     bias: Tensor | None,
     parallelism: LinearParallelism,
     group: ProcessGroup | None,
-    sizes: Sizes,
+    sizes: Sequence[int] | None,
 ) -> Tensor:
-    """With a frozen weight in 8 or 4 bits: the moves beside a product that keeps neither weight nor input."""
+    """The linear map with a frozen weight in 8 or 4 bits, whose product keeps neither weight nor input."""
     if group is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
         input_ = moves.gather_for_parts(input_, dim=0, group=group, sizes=sizes)
     elif group is not None and parallelism is LinearParallelism.COLUMN:
@@ -284,46 +252,49 @@ def _quantized(
 
 
 def reduce_product(output: Tensor, parallelism: LinearParallelism, group: ProcessGroup | None) -> Tensor:
-    """What ROW and ROW_SEQUENCE do with the ranks' products, as a move of its own; nothing for the others."""
-    if group is None or parallelism not in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE):
-        return output
-    if parallelism is LinearParallelism.ROW:
+    """The sum of the ranks' products for ROW and ROW_SEQUENCE, as a separate move; nothing for the others."""
+    if group is not None and parallelism is LinearParallelism.ROW:
         return moves.reduce(output, group=group)
-    return moves.reduce_scatter(output, dim=0, group=group)
+    if group is not None and parallelism is LinearParallelism.ROW_SEQUENCE:
+        return moves.reduce_scatter(output, dim=0, group=group)
+    return output
 
 
-def _overlapped(
-    input_: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    parallelism: LinearParallelism,
-    group: ProcessGroup,
-    sizes: Sizes,
-) -> Tensor:
-    """The forward of the sequence-parallel forms without a gradient, overlapped."""
-    if torch.is_autocast_enabled(input_.device.type):
-        input_, weight, bias = autocast(input_, weight, bias)
-    if parallelism is LinearParallelism.ROW_SEQUENCE:
-        return multiply_scattered("row forward", input_, weight, group=group).wait()
-    buffer = context_of(group).buffers
-    return multiply_gathered(
-        "column forward", input_, weight, bias, group=group, sizes=sizes, buffer=buffer, needs_whole=False
-    )[0]
-
-
-def _multiply_and_reduce(
+def _multiply(
     input_: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     parallelism: LinearParallelism,
     group: ProcessGroup | None,
+    sizes: Sequence[int] | None,
     products: Products,
-) -> Tensor:
-    """The product of whole rows, and what the row forms do with it."""
+    overlaps: bool,
+    *,
+    keeps_gathered: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The forward, not recorded by autograd, and with ``keeps_gathered`` the rows of all ranks that it multiplied."""
+    if group is None or parallelism is LinearParallelism.LOCAL:
+        return products.linear(input_, weight, bias), input_
+    if parallelism is LinearParallelism.COLUMN_SEQUENCE:
+        # What is dropped after the product lies in memory that every layer uses in turn.
+        buffer = None if keeps_gathered else context_of(group).buffers
+        if overlaps:
+            return multiply_gathered(
+                "column forward",
+                input_,
+                weight,
+                bias,
+                group=group,
+                sizes=sizes,
+                buffer=buffer,
+                needs_whole=keeps_gathered,
+            )
+        input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
+    elif overlaps:
+        return multiply_scattered("row forward", input_, weight, group=group).wait(), input_
     output = products.linear(input_, weight, bias)
-    if group is not None:
-        if parallelism is LinearParallelism.ROW:
-            return all_reduce(output, group=group, may_overwrite=True)
-        if parallelism is LinearParallelism.ROW_SEQUENCE:
-            return reduce_scatter(output, group=group, dim=0)
-    return output
+    if parallelism is LinearParallelism.ROW:
+        output = all_reduce(output, group=group, may_overwrite=True)
+    elif parallelism is LinearParallelism.ROW_SEQUENCE:
+        output = reduce_scatter(output, group=group, dim=0)
+    return output, input_

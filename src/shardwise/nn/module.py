@@ -1,7 +1,7 @@
-"""The base classes of modules: a group, parameters made from layouts, state for checkpoints, and fixed tensors."""
+"""The base classes of modules: a group, parameters made from layouts, and state for checkpoints."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -19,9 +19,9 @@ from shardwise.core.sharding import ParamLayout, ParamShard, Replicas, ShardedOf
 class GroupModule(nn.Module):
     """A module that holds process groups.
 
-    ``copy.deepcopy`` (for moving averages, or a reference model) gives one with parameters and buffers of its own. The
-    groups are the same, since a group cannot be copied; and parameters keep attributes that a program gave them, which
-    PyTorch's copy of a parameter loses. As there, gradients are not copied.
+    ``copy.deepcopy`` (for moving averages, or a reference model) copies parameters and buffers. The groups are the
+    same, since a group cannot be copied; and parameters keep attributes that a program gave them, which PyTorch's copy
+    of a parameter loses. Gradients are not copied.
 
     ``pickle`` and ``torch.save`` of the module itself raise a ShardingError, as a group is of one process: save its
     ``state_dict()``, or a checkpoint.
@@ -52,24 +52,19 @@ class GroupModule(nn.Module):
 
 
 def parameter_device(group: ProcessGroup, *, on_cpu: bool = False) -> torch.device:
-    """Where the parameters of a layer are made: PyTorch's default device, or the GPU of a group that is of GPUs.
+    """Device of the parameters of a layer that ``group`` shares: PyTorch's default device, or the GPU of a GPU group.
 
-    Args:
-        group: the ranks that share the layer.
-        on_cpu: the default device whatever the group is of.
+    With ``on_cpu`` the default device for every group.
     """
     # Such a group may not be able to talk about anything that lies on the CPU.
     return torch.get_default_device() if on_cpu else default_device(group)
 
 
 def viewless(output: Tensor) -> Tensor:
-    """The same elements in the same memory, as no view: what a model returns.
+    """The output of a model, whose memory nobody else reads, in the same memory and not as a view.
 
     PyTorch refuses in-place operations on some views, and under ``fully_shard`` they lose what gathers the parameters
     for the backward; it warns of every view there.
-
-    Args:
-        output: whose memory nobody else reads, neither a backward nor the caller.
     """
     if torch.compiler.is_compiling() or not output._is_view():
         return output
@@ -140,12 +135,6 @@ class ShardedModule(GroupModule):
         param, layout = getattr(self, name), self.param_layouts[name]
         initialize_shard_(param, layout, self.group.rank(), self._init_methods[name], on_cpu=self.init_on_cpu)
 
-    def _wrong_width(self, input_: Tensor, width: int) -> ShardingError:
-        return ShardingError(
-            f"the input has shape {list(input_.shape)}; rank {self.group.rank()} of {self.group.size()} needs "
-            f"{width} features in the last dimension"
-        )
-
     def reset_parameters(self) -> None:
         """Give the parameters their initial values, as when the layer was made.
 
@@ -195,68 +184,3 @@ class ShardedModule(GroupModule):
                 child, f"{prefix}{name}.", sharded_offsets, metadata, group=self.group
             )
         return entries
-
-
-def named_param_layouts(module: nn.Module, world_size: int) -> Iterator[tuple[str, Parameter, ParamLayout]]:
-    """Name, parameter and layout of every parameter of ``module``; a tied parameter comes once, under its first name.
-
-    Args:
-        module: any module; a parameter that no sharded layer owns is one that every rank holds whole.
-        world_size: size of the tensor-parallel group.
-    """
-    seen: set[int] = set()
-    for prefix, owner in module.named_modules():
-        layouts: dict[str, ParamLayout] = getattr(owner, "param_layouts", {})
-        for name, param in owner.named_parameters(recurse=False):
-            if id(param) in seen:
-                continue
-            seen.add(id(param))
-            layout = layouts.get(name) or ParamLayout.replicated(param.shape, world_size)
-            yield f"{prefix}.{name}" if prefix else name, param, layout
-
-
-def replicas_of(module: nn.Module) -> dict[Parameter, Replicas]:
-    """The replicas of every parameter, in the order of ``module.parameters()``; of a tied one by its first name."""
-    found: dict[Parameter, Replicas] = {}
-    for owner in module.modules():
-        stated: dict[str, Replicas] = getattr(owner, "param_replicas", {})
-        for name, param in owner.named_parameters(recurse=False):
-            found.setdefault(param, stated.get(name, Replicas()))
-    return found
-
-
-def set_replicas_(module: nn.Module, replicas: Replicas, *names: str) -> None:
-    """State the replicas of a module's own parameters: of those in ``names``, or of all."""
-    owner: Any = module
-    names = names or tuple(name for name, _ in owner.named_parameters(recurse=False))
-    owner.param_replicas = getattr(owner, "param_replicas", {}) | dict.fromkeys(names, replicas)
-
-
-# MPS has no fp64, and a tensor on the meta device has no values.
-_WITHOUT_FP64 = ("mps", "meta")
-
-
-class FixedTensors(nn.Module):
-    """A module whose tensors of the names in ``_fixed`` move with it from device to device, and change in nothing else.
-
-    As buffers they would be rounded by ``module.bfloat16()``, and ``to_empty`` would lose their values.
-    """
-
-    _fixed: tuple[str, ...] = ()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        for name in self._fixed:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, _on(fn(tensor).device, tensor))
-        return self
-
-
-def on_default_device(tensor: Tensor) -> Tensor:
-    """A tensor in fp64 on PyTorch's default device, or where it is, if that device has no such tensors."""
-    return _on(torch.get_default_device(), tensor)
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor if device.type in _WITHOUT_FP64 else tensor.to(device)

@@ -1,9 +1,7 @@
-"""What the linear layers share: how they communicate, and where their weight gradients go."""
+"""The base of the linear layers: their communication, and where their weight gradients go."""
 
 import functools
 import math
-from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter, init
-from torch.utils.hooks import RemovableHandle
 
+from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import InitMethod
-from shardwise.core.layout import Layout
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout
 from shardwise.kernels.products import Products
@@ -22,17 +19,20 @@ from shardwise.nn.arithmetic import arithmetic_of
 from shardwise.nn.linear import LinearParallelism, tensor_parallel_linear
 from shardwise.nn.module import ShardedModule
 from shardwise.nn.quantization import QuantizedTensor
-from shardwise.nn.weight_gradient import WeightGradient, WeightGradientQueue
+from shardwise.nn.weight_gradient import DelayedGradients, WeightGradient, WeightGradientQueue
 
 # As torch.nn.Linear: uniform within 1 / sqrt(fan in).
 as_linear = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
 
 
-class ParallelLinear(ShardedModule):
+class ParallelLinear(DelayedGradients, ShardedModule):
     """Base of ``ColumnLinear`` and ``RowLinear``, with the options that both have.
 
     Args:
-        in_features, out_features, group, sequence_parallel, sections, parallelism: as the layer's own.
+        in_features, out_features, group, sections: as the layer's own.
+        sequence_parallel: outside the layer each rank holds its shard of the sequence.
+        parallelism: what the layer communicates, where it is not the usual: LOCAL leaves to the caller the sum of a row
+            layer's output, and of the gradient of a column layer's input.
         overlap: with ``sequence_parallel`` multiply the ranks' rows as they come, and sum them as they go
             (``core.communication.overlap``), in place of all at once.
         align_rows: where a gradient is recorded on CUDA, let rows of the output begin at multiples of 16 bytes: for
@@ -63,9 +63,9 @@ class ParallelLinear(ShardedModule):
         out_features: int,
         *,
         group: ProcessGroup,
-        sequence_parallel: bool,
         sections: int,
-        parallelism: LinearParallelism | None,
+        sequence_parallel: bool = False,
+        parallelism: LinearParallelism | None = None,
         overlap: bool = False,
         align_rows: bool = False,
         fuse_weight_gradient: bool = False,
@@ -84,19 +84,9 @@ class ParallelLinear(ShardedModule):
         self.overlap = overlap
         self.align_rows = align_rows
         self.fuse_weight_gradient = fuse_weight_gradient
-        self._delayed = WeightGradientQueue(inputs=[]) if delay_weight_gradient else None
-        self._weight_gradient_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
+        if delay_weight_gradient:
+            self._delayed = WeightGradientQueue(inputs=[])
         self._queues = tuple(queue for queue in (weight_gradient_queue, self._delayed) if queue is not None)
-
-    @property
-    @abstractmethod
-    def input_layout(self) -> Layout:
-        """Layout of the input over the layer's group."""
-
-    @property
-    @abstractmethod
-    def output_layout(self) -> Layout:
-        """Layout of the output over the layer's group."""
 
     def _make_parameters(
         self,
@@ -106,7 +96,6 @@ class ParallelLinear(ShardedModule):
         *,
         partial_bias_gradient: bool = False,
     ) -> None:
-        # As torch.nn.Linear: uniform within 1 / sqrt(fan in), weight and bias.
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         if weight is None:
             self.register_parameter("weight", None)
@@ -122,6 +111,13 @@ class ParallelLinear(ShardedModule):
     def is_one_product(self) -> bool:
         """Whether all that the layer computes is one product with its weight, and its bias."""
         return not isinstance(self.weight, QuantizedTensor)
+
+    def _check_width(self, input_: Tensor, width: int) -> None:
+        if input_.shape[-1:] != (width,):
+            raise ShardingError(
+                f"the input has shape {list(input_.shape)}; rank {self.group.rank()} of {self.group.size()} needs "
+                f"{width} features in the last dimension"
+            )
 
     def _multiply(
         self,
@@ -147,46 +143,10 @@ class ParallelLinear(ShardedModule):
             overlaps=self.overlap,
         )
 
-    @property
-    def delays_weight_gradients(self) -> bool:
-        """Whether weight gradients wait for ``backward_dw``."""
-        return self._delayed is not None
-
-    @property
-    def delayed_weight(self) -> Tensor | None:
-        """The weight whose gradients wait for ``backward_dw``: its own, or what it is called with, once known."""
-        return self.weight if self.weight is not None or self._delayed is None else self._delayed.weight
-
-    def take_weight_gradients(self) -> Callable[[], None]:
-        """A function that computes what waits for ``backward_dw`` at this moment; here it no longer waits."""
-        if self._delayed is None:
-            return lambda: None
-        gathers = self.parallelism is LinearParallelism.COLUMN_SEQUENCE
-        gather_group = self.group if gathers else None
-        compute = self._delayed.take(fuse=self.fuse_weight_gradient, gather_group=gather_group, products=self._products)
-
-        def compute_and_tell() -> None:
-            compute()
-            if self.delayed_weight is not None:
-                for hook in tuple(self._weight_gradient_hooks.values()):
-                    hook(self.delayed_weight)
-
-        return compute_and_tell
-
-    def register_weight_gradient_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """Call ``hook(weight)`` whenever weight gradients that waited for ``backward_dw`` have been computed."""
-        handle = RemovableHandle(self._weight_gradient_hooks)
-        self._weight_gradient_hooks[handle.id] = hook
-        return handle
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients that the backward passes left, with ``delay_weight_gradient``.
-
-        They are added to ``weight.grad``, or to ``weight.main_grad`` with ``fuse_weight_gradient``. Hooks on the weight
-        do not run; those of ``register_weight_gradient_hook`` do. With sequence parallelism a column-parallel layer
-        gathers its inputs: every rank of the group calls.
-        """
-        self.take_weight_gradients()()
+    def _compute_delayed(self) -> Callable[[], None]:
+        gather_group = self.group if self.parallelism is LinearParallelism.COLUMN_SEQUENCE else None
+        assert self._delayed is not None
+        return self._delayed.take(fuse=self.fuse_weight_gradient, gather_group=gather_group, products=self._products)
 
     def extra_repr(self) -> str:
         return (

@@ -1,17 +1,54 @@
-"""Layers that every rank holds whole: small tables and small linear layers."""
+"""Parameters that several ranks hold: which these are in a model, and layers that every rank holds whole."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from shardwise.core.communication.agreement import check_ids_alike
 from shardwise.core.initialization import InitMethod
-from shardwise.core.sharding import ParamLayout
+from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.validation import safe_to_look_up
 from shardwise.nn.module import ShardedModule
+
+
+def named_param_layouts(module: nn.Module, world_size: int) -> Iterator[tuple[str, Parameter, ParamLayout]]:
+    """Name, parameter and layout of every parameter of ``module``; a tied parameter comes once, under its first name.
+
+    Args:
+        module: any module; a parameter that no sharded layer owns is one that every rank holds whole.
+        world_size: size of the tensor-parallel group.
+    """
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        layouts: dict[str, ParamLayout] = getattr(owner, "param_layouts", {})
+        for name, param in owner.named_parameters(recurse=False):
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
+            layout = layouts.get(name) or ParamLayout.replicated(param.shape, world_size)
+            yield f"{prefix}.{name}" if prefix else name, param, layout
+
+
+def replicas_of(module: nn.Module) -> dict[Parameter, Replicas]:
+    """The replicas of every parameter, in the order of ``module.parameters()``; of a tied one by its first name."""
+    found: dict[Parameter, Replicas] = {}
+    for owner in module.modules():
+        stated: dict[str, Replicas] = getattr(owner, "param_replicas", {})
+        for name, param in owner.named_parameters(recurse=False):
+            found.setdefault(param, stated.get(name, Replicas()))
+    return found
+
+
+def set_replicas_(module: nn.Module, replicas: Replicas, *names: str) -> None:
+    """State the replicas of a module's own parameters: of those in ``names``, or of all."""
+    owner: Any = module
+    names = names or tuple(name for name, _ in owner.named_parameters(recurse=False))
+    owner.param_replicas = getattr(owner, "param_replicas", {}) | dict.fromkeys(names, replicas)
 
 
 class ReplicatedEmbedding(ShardedModule):

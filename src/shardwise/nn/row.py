@@ -21,22 +21,20 @@ class RowLinear(ParallelLinear):
     """Linear layer ``y = x A^T + b`` whose input features are split over the ranks.
 
     Made from one state of the default generator it holds this rank's columns of ``torch.nn.Linear(in_features,
-    out_features, bias)``, and its bias whole.
+    out_features, bias)``, and its bias whole. With ``sequence_parallel`` each rank keeps its shard of the output's
+    sequence.
 
     Args:
         in_features: width of the whole input, ``i``.
         out_features: width of the output, ``o``.
         bias: whether there is a bias; every rank holds it whole.
-        group: the ranks that share the layer.
-        sequence_parallel: each rank keeps its shard of the output's sequence.
+        group, init, options: as ``ColumnLinear``.
         sizes: input features of each rank, within one section; balanced if None.
-        device, dtype, init, options: as ``ColumnLinear``.
         sections: number of equal parts of the input, each split by itself.
-        parallelism: what the layer communicates, where it is not the usual: LOCAL leaves the output a partial sum.
 
     Attributes:
         weight: ``[o, i/t]``.
-        bias: ``[o]``, or None. With sequence parallelism its gradient is a partial sum (``bias.sequence_parallel``).
+        bias: ``[o]``, or None. With sequence parallelism its gradient is a partial sum.
 
     Raises:
         ShardingError: ``sizes`` do not sum to a section.
@@ -54,37 +52,20 @@ class RowLinear(ParallelLinear):
         bias: bool = True,
         *,
         group: ProcessGroup,
-        sequence_parallel: bool = False,
-        sizes: Sequence[int] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         init: InitMethod | None = None,
+        sizes: Sequence[int] | None = None,
         sections: int = 1,
-        parallelism: LinearParallelism | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            sections=sections,
-            parallelism=parallelism,
-            device=device,
-            dtype=dtype,
-            **options,
-        )
+        super().__init__(in_features, out_features, group=group, sections=sections, **options)
         t = group.size()
         layout = ParamLayout.split((out_features, in_features), 1, t, stride=sections, sizes=sizes)
         self._input_sizes = [layout.local_size(rank) for rank in range(t)]
         self.local_features = self._input_sizes[group.rank()]
         self._products = self._arithmetic.products(layout, "input", group=group)
-        self._make_parameters(
-            layout,
-            ParamLayout.replicated((out_features,), t) if bias else None,
-            init,
-            partial_bias_gradient=self.sequence_parallel and self._arithmetic.norm.partial_gradients,
-        )
+        is_partial = self.sequence_parallel and self._arithmetic.norm.partial_gradients
+        bias_layout = ParamLayout.replicated((out_features,), t) if bias else None
+        self._make_parameters(layout, bias_layout, init, partial_bias_gradient=is_partial)
 
     @property
     def input_layout(self) -> Layout:
@@ -114,8 +95,7 @@ class RowLinear(ParallelLinear):
         return self._add_bias(output) if adds_later else output
 
     def _apply_linear(self, input_: Tensor, bias: Tensor | None) -> Tensor:
-        if input_.shape[-1:] != (self.local_features,):
-            raise self._wrong_width(input_, self.local_features)
+        self._check_width(input_, self.local_features)
         return self._multiply(input_, self.weight, bias)
 
     def _add_bias(self, output: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
-"""Where a linear layer's weight gradient goes when autograd does not keep it: into ``main_grad``, or into a queue."""
+"""Weight gradients of linear layers that autograd does not keep: added to ``main_grad``, or delayed in a queue."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.communication.collectives import all_gather_async
 from shardwise.core.communication.transports.transport import Pending
@@ -129,6 +131,59 @@ class WeightGradient:
     def placeholder(self) -> Tensor | None:
         """What autograd is given in place of a gradient that it need not keep (``kernels.products.placeholder``)."""
         return placeholder(self.weight)
+
+
+class DelayedGradients:
+    """A layer whose weight gradients may wait for ``backward_dw``."""
+
+    weight: Tensor | None
+    _delayed: WeightGradientQueue | None = None
+    _weight_gradient_hooks: dict[int, Callable[[Tensor], None]] | None = None
+
+    def _compute_delayed(self) -> Callable[[], None]:
+        """Empty the queue; a function that computes what waited."""
+        raise NotImplementedError
+
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """Whether weight gradients wait for ``backward_dw``."""
+        return self._delayed is not None
+
+    @property
+    def delayed_weight(self) -> Tensor | None:
+        """The weight whose gradients wait for ``backward_dw``: its own, or what it is called with, once known."""
+        return self.weight if self.weight is not None or self._delayed is None else self._delayed.weight
+
+    def take_weight_gradients(self) -> Callable[[], None]:
+        """A function that computes what waits for ``backward_dw`` at this moment; here it no longer waits."""
+        if self._delayed is None:
+            return lambda: None
+        compute = self._compute_delayed()
+
+        def compute_and_tell() -> None:
+            compute()
+            if self.delayed_weight is not None:
+                for hook in tuple((self._weight_gradient_hooks or {}).values()):
+                    hook(self.delayed_weight)
+
+        return compute_and_tell
+
+    def register_weight_gradient_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Call ``hook(weight)`` whenever weight gradients that waited for ``backward_dw`` have been computed."""
+        if self._weight_gradient_hooks is None:
+            self._weight_gradient_hooks = OrderedDict()
+        handle = RemovableHandle(self._weight_gradient_hooks)
+        self._weight_gradient_hooks[handle.id] = hook
+        return handle
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the backward passes left, with ``delay_weight_gradient``.
+
+        They are added to ``weight.grad``, or to ``weight.main_grad`` with ``fuse_weight_gradient``. Hooks on the weight
+        do not run; those of ``register_weight_gradient_hook`` do. With sequence parallelism a column-parallel layer
+        gathers its inputs: every rank of the group calls.
+        """
+        self.take_weight_gradients()()
 
 
 @torch.no_grad()

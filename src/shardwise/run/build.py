@@ -63,7 +63,7 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
         "tp_comm_overlap": parallel.tp_comm_overlap,
         "exact_parts": parallel.exact_parts if parallel.exact else None,
         "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
-        **settings.recompute.config_fields(),
+        "recompute": settings.recompute,
         # So that adapters start from the same values on every device, as weights do anyway.
         "use_cpu_initialization": True,
     }

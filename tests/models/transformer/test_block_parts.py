@@ -11,8 +11,8 @@ from shardwise.core.sharding import balanced_range
 from shardwise.megatron.config import TransformerConfig
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.mlp import MLP
-from shardwise.nn.module import replicas_of
 from shardwise.nn.recompute import recomputed
+from shardwise.nn.replicated import replicas_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 
 H = 14

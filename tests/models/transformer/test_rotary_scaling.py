@@ -11,9 +11,10 @@ from harness.parity import assert_close_to, assert_unmodified
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
+from shardwise.kernels.elementwise import rotate
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling, apply_rotary
+from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling
 
 LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
@@ -103,9 +104,9 @@ def test_rotation_and_its_gradient(interleaved, share):
     rotary = RotaryEmbedding(10, share, rope_scaling=RotaryScaling("yarn", 8.0, 16))(torch.arange(5), torch.float64)
     x = torch.randn(5, 2, 3, 10, dtype=torch.float64, requires_grad=True)
     with assert_unmodified(x=x, cos=rotary[0], sin=rotary[1]):
-        torch.autograd.gradcheck(lambda x: apply_rotary(x, rotary, interleaved=interleaved), x)
+        torch.autograd.gradcheck(lambda x: rotate(x, *rotary, interleaved=interleaved), x)
     rotated = int(10 * share) // 2 * 2
-    y = apply_rotary(x, rotary, interleaved=interleaved)
+    y = rotate(x, *rotary, interleaved=interleaved)
     assert torch.equal(y[..., rotated:], x[..., rotated:])
     assert share == 0.0 or not torch.equal(y[..., :rotated], x[..., :rotated])
 

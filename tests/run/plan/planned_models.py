@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwise.run.plan.workload import Recomputation, Workload
+from shardwise.models.recomputation import Recomputation
+from shardwise.run.plan.workload import Workload
 from shardwise.storage.huggingface import ModelDescription
 
 LLAMA: dict[str, Any] = {
@@ -66,14 +67,3 @@ RECOMPUTATIONS = {
     "layernorm, mlp_act": Recomputation("selective", modules=("layernorm", "mlp_act")),
     "mlp": Recomputation("selective", modules=("mlp",)),
 }
-
-
-def config_fields(recomputation: Recomputation) -> dict[str, Any]:
-    """The fields of a model's config that recompute so."""
-    is_full = recomputation.granularity == "full"
-    return {
-        "recompute_granularity": recomputation.granularity,
-        "recompute_method": recomputation.method if is_full else None,
-        "recompute_num_layers": recomputation.num_layers if is_full else None,
-        "recompute_modules": recomputation.modules if recomputation.granularity == "selective" else None,
-    }

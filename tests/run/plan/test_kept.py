@@ -8,15 +8,14 @@ import pytest
 import torch
 from harness.kept_bytes import Kept
 from models.transformer import accounting_page as page
-from run.plan.planned_models import KINDS, RECOMPUTATIONS, UNEVEN, B, S, config_fields, described, workload_of
+from run.plan.planned_models import KINDS, RECOMPUTATIONS, UNEVEN, B, S, described, workload_of
 
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
-from shardwise.models.config import RECOMPUTE_MODULES
+from shardwise.models.recomputation import RECOMPUTE_MODULES, Recomputation
 from shardwise.run.plan import step as kept
 from shardwise.run.plan.parameters import parts_of
 from shardwise.run.plan.step import Share
-from shardwise.run.plan.workload import Recomputation
 from shardwise.storage.huggingface import build_model, model_config
 
 NOTHING = Recomputation()
@@ -118,7 +117,7 @@ def measured(model, config, group):
 def check(group, model, dtype, *, recomputation=NOTHING, sequence_parallel=False, fuses=False, rule="global"):
     seed_streams(3, group.rank(), rng=rule)
     fields = {"params_dtype": dtype, "sequence_parallel": sequence_parallel, "fuse_output_layer_and_loss": fuses}
-    fields |= {"gradient_accumulation_fusion": True} | config_fields(recomputation)
+    fields |= {"gradient_accumulation_fusion": True} | {"recompute": recomputation}
     found = measured(model, model_config(model, **fields), group)
     workload = workload_of(model, dtype, fuses_loss=fuses, dropout_is_global=rule == "global")
     splits = sequence_parallel and group.size() > 1
@@ -129,7 +128,7 @@ def check(group, model, dtype, *, recomputation=NOTHING, sequence_parallel=False
     if recomputation.granularity == "full" and recomputation.num_layers * 2 > model.num_layers > 2:
         # What all layers read is alive, and no layer that is not recomputed keeps it for autograd.
         stated -= kept.shared_by_layers(x, workload) * (recomputation.method == "uniform")
-    elif "core_attn" in recomputation.modules and model.window_size is not None:
+    elif recomputation.recomputes("core_attn") and model.window_size is not None:
         stated -= e * S * S
     assert found == stated, (model, dtype, recomputation, sequence_parallel, fuses, rule)
 

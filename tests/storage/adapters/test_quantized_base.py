@@ -19,7 +19,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.adapters import LoraConfig
-from shardwise.nn.quantization import QuantizedTensor, codes, quantize_shard
+from shardwise.nn import quantization
+from shardwise.nn.quantization import QuantizedTensor, quantize_shard
 from shardwise.run.settings import FinetuneSettings, LoraSettings
 from shardwise.storage.adapters import add_lora_, load_adapter_, merge_lora_, save_adapter
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained, read_config, save_pretrained
@@ -135,7 +136,7 @@ def test_what_a_quantised_base_cannot_do_is_said_on_every_rank(group, folder, mo
     model = quantized(folder, group, "nf4", keeps=("lm_head",))
     add_lora_(model, LoraConfig(r=2, modules_to_save=("lm_head",)), architecture)
     save_adapter(model, tmp_path / "ours", architecture)
-    codes._torchao.cache_clear()
+    quantization._torchao.cache_clear()
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ConfigError, match=r"a base in int8 needs torchao, which cannot be imported .*pip install"):

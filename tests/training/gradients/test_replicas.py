@@ -13,8 +13,8 @@ from shardwise.core.errors import DesyncError
 from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.topology import Topology
 from shardwise.nn import ColumnLinear, RowLinear
-from shardwise.nn.module import set_replicas_
-from shardwise.nn.quantization.tensor import QuantizedTensor
+from shardwise.nn.quantization import QuantizedTensor
+from shardwise.nn.replicated import set_replicas_
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 
 H = 6

@@ -15,7 +15,7 @@ from shardwise.core.initialization import Normal
 from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.topology import Topology
 from shardwise.megatron.config import ModelParallelConfig
-from shardwise.nn.module import set_replicas_
+from shardwise.nn.replicated import set_replicas_
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, named_param_layouts
 from shardwise.training.optimizer import gradients as gradients_module
 from shardwise.training.optimizer.gradients import (

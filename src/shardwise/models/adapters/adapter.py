@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import init
 
 from shardwise.core.communication.collectives import all_reduce
@@ -173,7 +174,12 @@ def row_lengths(layer: ParallelLinear, weight: Tensor) -> Tensor:
 
     Of a row-parallel layer a row is split over the ranks, and its squares are summed over them.
     """
-    squares = weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(dim=1)
-    if isinstance(layer, RowLinear) and layer.group.size() > 1:
-        squares = all_reduce(squares, group=layer.group)
+    return lengths(weight, 1, layer.group if isinstance(layer, RowLinear) else None)
+
+
+def lengths(weight: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+    """The 2-norm along a dimension, which the ranks of ``group`` split, in fp32 or wider."""
+    squares = weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(dim)
+    if group is not None and group.size() > 1:
+        squares = all_reduce(squares, group=group)
     return squares.sqrt()

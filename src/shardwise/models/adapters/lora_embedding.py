@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import init
 
-from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout
-from shardwise.models.adapters.adapter import Adapter
+from shardwise.models.adapters.adapter import Adapter, lengths
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLayer
 from shardwise.nn import VocabEmbedding, arithmetic_of
@@ -51,7 +50,7 @@ class LoraEmbeddingAdapter(Adapter):
             self._make_parameter("lora_magnitude_vector", layout_m, init.zeros_, partial_gradient=t > 1)
             self.lora_magnitude_vector: nn.Parameter
             with torch.no_grad():
-                self.lora_magnitude_vector.copy_(column_lengths(layer, layer.weight.detach()))
+                self.lora_magnitude_vector.copy_(lengths(layer.weight.detach(), 0, self.group))
 
 
 class LoraEmbedding(LoraLayer, VocabEmbedding):
@@ -102,8 +101,8 @@ class LoraEmbedding(LoraLayer, VocabEmbedding):
     def _factors(self) -> Tensor:
         """With ``use_dora``, ``m / n`` of each column, ``[h]``."""
         with torch.no_grad():
-            lengths = column_lengths(self, self.weight + self.delta())
-        return self._adapter.lora_magnitude_vector / lengths
+            own = lengths(self.weight + self.delta(), 0, self.group)
+        return self._adapter.lora_magnitude_vector / own
 
     def _scaled(self, weight: Tensor, factors: Tensor) -> Tensor:
         return weight * factors
@@ -114,14 +113,6 @@ class LoraEmbedding(LoraLayer, VocabEmbedding):
         adapter = self._adapter
         wide = torch.promote_types(adapter.lora_embedding_A.dtype, torch.float32)
         return adapter.scaling * (adapter.lora_embedding_A.t().to(wide) @ adapter.lora_embedding_B.t().to(wide))
-
-
-def column_lengths(layer: VocabEmbedding, weight: Tensor) -> Tensor:
-    """The 2-norm of each column over the whole vocabulary, ``[h]``, in fp32 or wider."""
-    squares = weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(dim=0)
-    if layer.group.size() > 1:
-        squares = all_reduce(squares, group=layer.group)
-    return squares.sqrt()
 
 
 @functools.cache

@@ -33,8 +33,8 @@ from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import local_parts
-from shardwise.exact.by_parts import linear_by_rows
 from shardwise.exact.products import ExactProducts
+from shardwise.exact.strategies import linear_by_rows
 from shardwise.models.adapters.adapter import Adapter, LoraAdapter, row_lengths
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.nn import ColumnLinear, LinearParallelism, RowLinear, ShardedModule
@@ -45,9 +45,9 @@ from shardwise.nn.quantization import QuantizedTensor
 
 
 class LoraLayer(ShardedModule):
-    """What layers with adapters share.
+    """Base of layers with adapters.
 
-    Not made by itself: ``add`` turns a layer into one with adapters, in place, so that its parameters keep their names.
+    Not made directly: ``add`` turns a layer into one with adapters, in place, so that its parameters keep their names.
 
     Attributes:
         lora: the adapters, by the last part of their Hugging Face names.
@@ -136,7 +136,7 @@ class LoraLayer(ShardedModule):
 
 
 class LoraLinear(LoraLayer, ParallelLinear):
-    """What column- and row-parallel layers with adapters share; see ``LoraLayer``."""
+    """Base of column- and row-parallel layers with adapters; see ``LoraLayer``."""
 
     weight: nn.Parameter
     # Of the rank's rows those whose bias is trained, as bools; None if all, or none, are.
@@ -185,7 +185,6 @@ class LoraLinear(LoraLayer, ParallelLinear):
 
     @property
     def is_one_product(self) -> bool:
-        """See ``ParallelLinear.is_one_product``."""
         return not self._is_active and super().is_one_product
 
     def _check_sums(self) -> None:
@@ -198,7 +197,6 @@ class LoraLinear(LoraLayer, ParallelLinear):
         return {*ranks, sum(ranks)}
 
     def remove(self) -> None:
-        """See ``LoraLayer.remove``."""
         del self.lora_bias_rows
         super().remove()
 
@@ -244,6 +242,18 @@ class LoraLinear(LoraLayer, ParallelLinear):
         )
         return flat.view(output.shape)
 
+    @property
+    def _is_dora(self) -> bool:
+        return self._is_active and self.lora_config.use_dora
+
+    def _adapted(self, output: Tensor, low_rank: Tensor, bias: Tensor | None) -> Tensor:
+        """The output with the adapters' product; the factors of DoRA do not multiply the bias, which comes last."""
+        output = self._add_up(output, low_rank)
+        if not self._is_dora:
+            return output
+        output = output * self._factors().to(output.dtype)
+        return output if bias is None else output + bias.to(output.dtype)
+
     def _factors(self) -> Tensor:
         """With ``use_dora``, ``m / n`` of each of this rank's rows, ``[o/t]``; 1 where there is no adapter."""
         with torch.no_grad():
@@ -264,7 +274,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
 
 
 class LoraColumn(LoraLinear):
-    """What a ColumnLinear becomes with adapters."""
+    """A ColumnLinear with adapters."""
 
     sequence_parallel: bool
 
@@ -278,9 +288,7 @@ class LoraColumn(LoraLinear):
     ) -> Tensor:
         if bias is not None and self.lora_bias_rows is not None:
             bias = torch.where(self.lora_bias_rows, bias, bias.detach())
-        is_dora = self._is_active and self.lora_config.use_dora
-        # The factors of DoRA are not of the bias.
-        output = super()._multiply(input_, weight, None if is_dora else bias, sequence, parallelism)
+        output = super()._multiply(input_, weight, None if self._is_dora else bias, sequence, parallelism)
         if not self._is_active:
             return output
         sizes = sequence.sizes_to_gather(input_) if self.sequence_parallel and sequence is not None else None
@@ -289,15 +297,11 @@ class LoraColumn(LoraLinear):
             low_rank = moves.gather_for_parts(low_rank, dim=0, group=self.group, sizes=sizes)
         elif self.group.size() > 1:
             low_rank = moves.copy(low_rank, group=self.group)
-        output = self._add_up(output, low_rank)
-        if is_dora:
-            output = output * self._factors().to(output.dtype)
-            output = output if bias is None else output + bias.to(output.dtype)
-        return output
+        return self._adapted(output, low_rank, bias)
 
 
 class LoraRow(LoraLinear):
-    """What a RowLinear becomes with adapters: their product is added before the sum over ranks."""
+    """A RowLinear with adapters, whose product is added before the sum over ranks."""
 
     sequence_parallel: bool
     _input_sizes: list[int]
@@ -312,12 +316,9 @@ class LoraRow(LoraLinear):
     ) -> Tensor:
         if not self._is_active:
             return super()._multiply(input_, weight, bias, sequence, parallelism)
-        is_dora = self.lora_config.use_dora
-        output = super()._multiply(input_, weight, None if is_dora else bias, parallelism=LinearParallelism.LOCAL)
-        output = self._add_up(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes))
-        if is_dora:
-            output = output * self._factors().to(output.dtype)
-            output = output if bias is None else output + bias.to(output.dtype)
+        own_bias = None if self._is_dora else bias
+        output = super()._multiply(input_, weight, own_bias, parallelism=LinearParallelism.LOCAL)
+        output = self._adapted(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes), bias)
         return reduce_product(output, self.parallelism, self.group)
 
 

@@ -1,13 +1,16 @@
 """Text generation with a split model: key-value cache, sampling from split logits, the loop."""
 
-from shardwise.models.generation.batch import generate_batch as generate_batch
 from shardwise.models.generation.cache import (
     PreallocatedCache as PreallocatedCache,
     PrefixCache as PrefixCache,
     inference_view as inference_view,
     on_layers as on_layers,
 )
-from shardwise.models.generation.generation import generate as generate, sequence_log_probs as sequence_log_probs
+from shardwise.models.generation.generation import (
+    generate as generate,
+    generate_batch as generate_batch,
+    sequence_log_probs as sequence_log_probs,
+)
 from shardwise.models.generation.sampling import (
     GREEDY as GREEDY,
     Sampling as Sampling,

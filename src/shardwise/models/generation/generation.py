@@ -1,4 +1,4 @@
-"""Text from a model, one token at a time."""
+"""Text from a model, one token at a time: of one prompt, or of several at once."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +14,7 @@ from shardwise.models.generation.cache import PreallocatedCache, PrefixCache
 from shardwise.models.generation.decoding import DecodeStep
 from shardwise.models.generation.sampling import Sampling, checked_choice, choose_next_token
 from shardwise.models.gpt import GPT
+from shardwise.models.token_embedding import positions_of
 
 
 def generate(
@@ -62,13 +63,9 @@ def generate(
         DesyncError: the ranks were given different arguments.
         DivergenceError: the logits are infinite or not numbers.
     """
-    vocab_size = model.vocab_size
-    assert vocab_size is not None
-    if not (model.pre_process and model.post_process):
-        raise ConfigError("generation needs the whole model on each rank, and this is one pipeline stage of it")
+    vocab_size, eos_ids = _checked_model(model), _ids_of(eos_id)
     # This comes before the other checks, so that a mistake on one rank leaves no rank waiting.
     prompt_sha256 = hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()
-    eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
     window = model.max_sequence_length
     context = list(prompt_ids or eos_ids[:1])[-window:]
     is_of_another = prefix is not None and prefix.model is not model
@@ -78,7 +75,7 @@ def generate(
     check_same(asked, "what to generate", group=model.tp_group)
     if is_of_another:
         raise ConfigError("the prefix cache is of another model; make it of the one that generates")
-    check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
+    _check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
 
     device = model.embedding.word_embeddings.weight.device
     generator = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(seed)
@@ -93,7 +90,7 @@ def generate(
     try:
         with evaluation_mode(model):
             while len(new_tokens) < max_new_tokens:
-                logits = _next_logits(model, unread, cache, vocab_size, step)
+                logits = _next_logits(model, unread, cache, step)
                 chosen = choose_next_token(
                     logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generator
                 )
@@ -117,6 +114,93 @@ def generate(
     finally:
         if prefix is not None:
             prefix.keep(context)
+    return new_tokens
+
+
+def generate_batch(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    eos_id: int | Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Continue prompts of any lengths at once: each as ``generate`` does alone, up to rounding of the logits.
+
+    Shorter prompts are padded on the left, behind a mask. Those whose text would outgrow the model's
+    ``max_sequence_length`` are generated one by one, and so are all of a model whose rotary frequencies depend on the
+    length of its text: each text is rotated by its own length, whatever that of the others.
+
+    Args:
+        model, max_new_tokens, sampling, eos_id: see ``generate``.
+        prompts: token ids of each.
+        seed: of the choices of each.
+
+    Returns:
+        The new tokens of each prompt, in order.
+
+    Raises:
+        ConfigError, VocabularyError, DesyncError, DivergenceError: see ``generate``.
+    """
+    vocab_size, eos_ids = _checked_model(model), _ids_of(eos_id)
+    sha256 = hashlib.sha256(repr([list(prompt) for prompt in prompts]).encode()).hexdigest()
+    asked = f"prompts' SHA-256 {sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_ids=}"
+    check_same(asked, "what to generate", group=model.tp_group)
+    for prompt in prompts:
+        _check_arguments(prompt, max_new_tokens, seed, eos_ids, vocab_size)
+    texts = {number: list(prompt or eos_ids[:1]) for number, prompt in enumerate(prompts)}
+    together = [
+        number
+        for number, text in texts.items()
+        if not model.depends_on_length and len(text) + max_new_tokens <= model.max_sequence_length
+    ]
+    found = _generate_together(
+        model, [texts[number] for number in together], max_new_tokens, sampling, seed, eos_ids, vocab_size
+    )
+    results = dict(zip(together, found, strict=True))
+    for number in texts.keys() - results.keys():
+        results[number] = generate(
+            model, texts[number], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, eos_id=eos_ids
+        )
+    return [results[number] for number in range(len(prompts))]
+
+
+def _generate_together(
+    model: GPT,
+    texts: Sequence[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    eos_ids: Sequence[int],
+    vocab_size: int,
+) -> list[list[int]]:
+    b, new_tokens = len(texts), [list[int]() for _ in texts]
+    if b == 0 or max_new_tokens == 0:
+        return new_tokens
+    device, group = model.embedding.word_embeddings.weight.device, model.tp_group
+    longest = max(map(len, texts))
+    unread = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=device)
+    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
+    kind = device if device.type == "cuda" else "cpu"
+    generators = [torch.Generator(device=kind).manual_seed(seed) for _ in texts]
+    cache = PreallocatedCache.for_model(model, batch_size=b, capacity=longest + max_new_tokens)
+    going = set(range(b))
+    with evaluation_mode(model):
+        for _ in range(max_new_tokens):
+            positions = positions_of(mask)[:, -unread.size(1) :].clamp(min=0)
+            logits = model(unread, positions, mask, cache=cache)[-1]
+            chosen = choose_next_token(
+                _own_part(model, logits), sampling, vocab_size=vocab_size, group=group, generator=generators
+            )
+            for row, token in enumerate(checked_choice(chosen).tolist()):
+                if row in going and token not in eos_ids:
+                    new_tokens[row].append(token)
+                else:
+                    going.discard(row)
+            if not going:
+                break
+            unread, mask = chosen.unsqueeze(1), torch.cat([mask, mask.new_ones(b, 1)], dim=1)
     return new_tokens
 
 
@@ -153,22 +237,37 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _next_logits(
-    model: GPT, unread: Tensor, cache: PreallocatedCache, vocab_size: int, step: DecodeStep | None
-) -> Tensor:
+def _next_logits(model: GPT, unread: Tensor, cache: PreallocatedCache, step: DecodeStep | None) -> Tensor:
     """``[1, v/t]``: read the tokens ``[1, s]`` after those in the cache; the logits of the one after them."""
     if step is not None and cache.length > 0 and unread.size(1) == 1:
         logits = step(unread.squeeze(0))
     else:
         positions = torch.arange(cache.length, cache.length + unread.size(1), device=unread.device)
         logits = model(unread, positions, cache=cache)[-1]
-    if not model.parallel_output:
-        start, stop = balanced_range(vocab_size, model.tp_group.size(), model.tp_group.rank())
-        logits = logits[:, start:stop]
-    return logits
+    return _own_part(model, logits)
 
 
-def check_arguments(
+def _own_part(model: GPT, logits: Tensor) -> Tensor:
+    """This rank's part ``[b, v/t]`` of a model's logits."""
+    if model.parallel_output:
+        return logits
+    start, stop = balanced_range(_checked_model(model), model.tp_group.size(), model.tp_group.rank())
+    return logits[:, start:stop]
+
+
+def _checked_model(model: GPT) -> int:
+    """The size of the vocabulary; ConfigError for a pipeline stage."""
+    if not (model.pre_process and model.post_process):
+        raise ConfigError("generation needs the whole model on each rank, and this is one pipeline stage of it")
+    assert model.vocab_size is not None
+    return model.vocab_size
+
+
+def _ids_of(eos_id: int | Sequence[int] | None) -> tuple[int, ...]:
+    return () if eos_id is None else (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
+
+
+def _check_arguments(
     prompt_ids: Sequence[int], max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocab_size: int
 ) -> None:
     """Raise what ``generate`` does of arguments out of range."""

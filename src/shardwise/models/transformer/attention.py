@@ -18,17 +18,16 @@ from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Replicas
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
-from shardwise.kernels.elementwise import split, split_and_rotate
+from shardwise.kernels.elementwise import rotate, split, split_and_rotate
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_backend import attention_kernels, kernels_on_a_cache
 from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import layer_arguments, make_norm, softcap
-from shardwise.models.transformer.rotary import apply_rotary
 from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, arithmetic_of, parameter_device
 from shardwise.nn.dropout import sharded_dropout
-from shardwise.nn.module import set_replicas_
 from shardwise.nn.recompute import recomputed
+from shardwise.nn.replicated import set_replicas_
 
 # 64 MiB of fp32.
 _SCORES_OF_BLOCK = 1 << 24
@@ -97,7 +96,7 @@ class SelfAttention(GroupModule):
         self.rotates = config.rotates(layer_number)
         self._norm, self._activation = arithmetic.norm, arithmetic.activation
         self.rotary_interleaved = config.rotary_interleaved
-        self.recomputes_core = config.recomputes("core_attn")
+        self.recomputes_core = config.recompute.recomputes("core_attn")
         self._hold(split, group)
         self._backend = config.attention_backend
         self._kernels = attention_kernels(config)
@@ -246,7 +245,7 @@ class SelfAttention(GroupModule):
         query, key = self._norm_heads(query, key)
         if rotary is not None:
             query, key = (
-                apply_rotary(x, rotary, interleaved=interleaved, at_any_size=self._activation.at_any_size)
+                rotate(x, *rotary, interleaved=interleaved, at_any_size=self._activation.at_any_size)
                 for x in (query, key)
             )
         return query, key, value

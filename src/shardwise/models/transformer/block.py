@@ -65,7 +65,6 @@ class TransformerBlock(GroupModule):
     Attributes:
         layers: indexed from 0 on every stage; each knows its place in the model, from 1, as ``layer_number``.
         final_layernorm: or None.
-        recompute_method, recompute_num_layers: which layers are recomputed; see ``ModelConfig``.
     """
 
     def __init__(
@@ -82,8 +81,7 @@ class TransformerBlock(GroupModule):
         self.tp_group = tp_group
         self._sequence_parallel = config.sequence_parallel
         self._num_layers = config.num_layers
-        self.recompute_method = config.recompute_method
-        self.recompute_num_layers = config.recompute_num_layers
+        self._recompute = config.recompute
         self.layers = nn.ModuleList()
         for index in range(config.num_layers) if layers is None else layers:
             with part_seeded(seed, *_part(index + 1)):
@@ -127,9 +125,10 @@ class TransformerBlock(GroupModule):
         return hidden
 
     def _spans(self) -> Iterator[tuple[list[nn.Module], bool]]:
-        """Layers, one after the other, that are recomputed as one, or not at all."""
-        layers, number = list(self.layers), self.recompute_num_layers or 0
-        if self.recompute_method == "uniform":
+        """Runs of layers, and whether each is recomputed."""
+        is_full = self._recompute.granularity == "full"
+        layers, number = list(self.layers), self._recompute.num_layers if is_full else 0
+        if is_full and self._recompute.method == "uniform":
             for first in range(0, len(layers), number):
                 yield layers[first : first + number], True
         else:
@@ -143,16 +142,10 @@ class TransformerBlock(GroupModule):
         sharded_offsets: Sequence[ShardedOffset] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ParamShard]:
-        """This rank's part of each parameter; a layer's names have its place in the whole model, from 0.
+        """As ``ShardedModule.sharded_state_dict``; a layer's names have its place in the whole model, from 0.
 
-        Args:
-            prefix: put before each name, such as ``"decoder."``.
-            sharded_offsets: ``(axis, index, count)`` of leading axes that stack this block with others of one name.
-            metadata: handed on to the layers. If ``non_homogeneous_layers`` in it is False, the tensors of all layers
-                are stacked: the key of an entry has no number, and the entry is one of ``num_layers``.
-
-        Raises:
-            ShardingError: ``sharded_offsets`` do not fit together.
+        If ``non_homogeneous_layers`` in ``metadata`` is False, the tensors of all layers are stacked: the key of an
+        entry has no number, and the entry is one of ``num_layers``.
         """
         entries: dict[str, ParamShard] = {}
         for layer in self.layers:

@@ -106,7 +106,10 @@ class TransformerLayer(GroupModule):
         self._norm = arithmetic_of(tp_group).norm
         self.residual_multiplier = config.residual_multiplier
         self._norms_sum = position == "post"
-        self.recomputes_norms, self.recomputes_mlp = config.recomputes("layernorm"), config.recomputes("mlp")
+        self.recomputes_norms, self.recomputes_mlp = (
+            config.recompute.recomputes("layernorm"),
+            config.recompute.recomputes("mlp"),
+        )
         # What the spec makes knows no group, or may not ask it where its parameters belong.
         with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
             self.input_layernorm = spec.norm(config) if is_before else None

@@ -16,9 +16,9 @@ from shardwise.core.sharding import Replicas
 from shardwise.kernels.elementwise import swiglu
 from shardwise.models.config import LayerConfig, ModelConfig
 from shardwise.nn import ColumnLinear, GroupModule, RowLinear, arithmetic_of
-from shardwise.nn.module import set_replicas_
 from shardwise.nn.norm import NORMS
 from shardwise.nn.recompute import OutputRecomputation
+from shardwise.nn.replicated import set_replicas_
 
 
 def layer_arguments(config: LayerConfig, *, group: ProcessGroup, linear: bool = True) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class MLP(GroupModule):
         super().__init__()
         assert config.ffn_hidden_size is not None
         self.activation_func = config.activation_func
-        self.recomputes_activation = config.recomputes("mlp_act")
+        self.recomputes_activation = config.recompute.recomputes("mlp_act")
         self._activation = arithmetic_of(tp_group).activation
         self.gated = config.gated_linear_unit
         sections = 2 if self.gated else 1

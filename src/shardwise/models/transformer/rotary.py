@@ -11,11 +11,39 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
-from shardwise.kernels.elementwise import rotate
-from shardwise.nn.module import FixedTensors, on_default_device
+
+# MPS has no fp64, and a tensor on the meta device has no values.
+_WITHOUT_FP64 = ("mps", "meta")
+
+
+class FixedTensors(nn.Module):
+    """A module whose tensors of the names in ``_fixed`` move with it from device to device, and change in nothing else.
+
+    As buffers they would be rounded by ``module.bfloat16()``, and ``to_empty`` would lose their values.
+    """
+
+    _fixed: tuple[str, ...] = ()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for name in self._fixed:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, _on(fn(tensor).device, tensor))
+        return self
+
+
+def on_default_device(tensor: Tensor) -> Tensor:
+    """A tensor in fp64 on PyTorch's default device, or where it is, if that device has no such tensors."""
+    return _on(torch.get_default_device(), tensor)
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor if device.type in _WITHOUT_FP64 else tensor.to(device)
+
 
 RotaryScalingKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -199,9 +227,6 @@ class RotaryScaling:
         return d * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
-__all__ = ["RotaryEmbedding", "RotaryScaling", "apply_rotary"]
-
-
 class RotaryEmbedding(FixedTensors):
     """Angles by position.
 
@@ -324,20 +349,3 @@ class RotaryEmbedding(FixedTensors):
         """As PyTorch's; tables are computed anew where the module goes."""
         self._tables.clear()
         return super()._apply(fn, recurse)
-
-
-def apply_rotary(
-    input_: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = False, at_any_size: bool = False
-) -> Tensor:
-    """Rotate queries or keys.
-
-    Args:
-        input_: ``[s, b, heads, d]``; not modified.
-        rotary: cosine and sine from ``RotaryEmbedding``.
-        interleaved: pairs are elements ``2i`` and ``2i + 1``, not ``i`` and ``i + d/2``.
-        at_any_size: let the number of heads that are here not choose what computes.
-
-    Returns:
-        A new tensor of the same shape.
-    """
-    return rotate(input_, *rotary, interleaved=interleaved, at_any_size=at_any_size)

@@ -18,9 +18,10 @@ import torch
 
 from shardwise.core.errors import ConfigError, OutOfMemoryError, ShardwiseError
 from shardwise.models.description import ModelDescription
+from shardwise.models.recomputation import Recomputation
 from shardwise.run.plan.plan import Plan, make_plan, planned_workload
 from shardwise.run.plan.report import aligned, plan_as_table, read_bytes, shown_bytes
-from shardwise.run.plan.workload import Mesh, Recomputation, Workload, mesh_of, recomputation_of, workload_of
+from shardwise.run.plan.workload import Mesh, Workload, mesh_of, workload_of
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import PlanSettings, RunSettings
 from shardwise.training.bounds import (
@@ -97,7 +98,7 @@ def choices_of(
         like=Mesh(
             schedule=parallel.pipeline_schedule,
             virtual_stages=parallel.virtual_stages,
-            recomputation=recomputation_of(settings),
+            recomputation=settings.recompute,
         ),
     )
     if not choices:
@@ -129,7 +130,7 @@ class Choice:
         """Least first: extra work to a thousandth, bytes that a rank sends in a step, whether anything at all is
         recomputed, and bytes of the worst rank.
         """
-        recomputes = self.plan.mesh.recomputation.granularity is not None
+        recomputes = self.plan.mesh.recomputation.granularity != "none"
         return round(self.extra_work, 3), self.plan.sent, recomputes, self.plan.worst.total
 
 
@@ -172,7 +173,7 @@ def fitting(
 
 def _layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int, like: Mesh) -> Iterator[Mesh]:
     model = workload.model
-    again = (like.recomputation,) if like.recomputation.granularity is not None else _RECOMPUTATIONS
+    again = (like.recomputation,) if like.recomputation.granularity != "none" else _RECOMPUTATIONS
     for world_size in world_sizes:
         for tp in _divisors(world_size, min(ranks_per_host, model.num_attention_heads)):
             for pp in _divisors(world_size // tp, model.num_layers):
@@ -226,7 +227,7 @@ def fitting_as_table(choices: Sequence[Choice]) -> str:
         numbers = (mesh.world_size, mesh.tp, mesh.pp, mesh.dp)
         sharded = "zero 1" if mesh.zero else "fsdp" if mesh.fsdp else "-"
         recompute = mesh.recomputation
-        again = str(recompute) if recompute.granularity == "selective" else recompute.granularity or "-"
+        again = {"selective": str(recompute), "full": "full", "none": "-"}[recompute.granularity]
         rows.append(
             [
                 *map(str, numbers),
@@ -349,9 +350,11 @@ def changes(before: Mesh, after: Mesh) -> list[str]:
     if before.shards_fully != after.shards_fully:
         flags.append("--fsdp" if after.shards_fully else "--parallel.no-fsdp")
     recomputation = after.recomputation
-    if before.recomputation != recomputation:
-        modules = f" --recompute.modules {' '.join(recomputation.modules)}" if recomputation.modules else ""
-        flags.append(f"--recompute.granularity {recomputation.granularity or 'none'}{modules}")
+    # Settings are of another class than what a plan tries.
+    if str(before.recomputation) != str(recomputation):
+        is_selective = recomputation.granularity == "selective"
+        modules = f" --recompute.modules {' '.join(recomputation.modules)}" if is_selective else ""
+        flags.append(f"--recompute.granularity {recomputation.granularity}{modules}")
     if before.micro_batch_size != after.micro_batch_size:
         flags.append(f"--training.micro-batch-size {after.micro_batch_size}")
     return flags

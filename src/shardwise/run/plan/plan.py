@@ -126,7 +126,7 @@ class Plan:
         A recomputed layer adds a third, as a forward is a third of the work, and a part of it a third of its own work.
         """
         recomputation, model, mesh = self.mesh.recomputation, self.workload.model, self.mesh
-        if recomputation.granularity is None:
+        if recomputation.granularity == "none":
             return 0.0
         if recomputation.granularity == "full":
             every = recomputation.num_layers * mesh.pp * mesh.virtual_stages / model.num_layers

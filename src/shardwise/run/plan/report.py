@@ -91,8 +91,8 @@ def layout_as_json(mesh: Mesh) -> dict[str, Any]:
         "virtual_stages": mesh.virtual_stages,
         "zero": mesh.zero,
         "fsdp": mesh.fsdp,
-        "recompute_granularity": recompute.granularity,
-        "recompute_modules": list(recompute.modules),
+        "recompute_granularity": None if recompute.granularity == "none" else recompute.granularity,
+        "recompute_modules": [module for module in recompute.modules if recompute.recomputes(module)],
         "micro_batch_size": mesh.micro_batch_size,
     }
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from shardwise.core.sharding import balanced_sizes
 from shardwise.models.description import ModelDescription
+from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.heads import split_heads
 from shardwise.run.plan.parameters import (
     Parameter,
@@ -28,7 +29,7 @@ from shardwise.run.plan.parameters import (
     shares_of,
     units_of,
 )
-from shardwise.run.plan.workload import Mesh, Recomputation, Workload
+from shardwise.run.plan.workload import Mesh, Workload
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def part(x: Share, workload: Workload, recomputation: Recomputation, part: Part)
 def recomputed_at_a_time(x: Share, workload: Workload, recomputation: Recomputation, number: int) -> int:
     """What is there while a backward recomputes: the span of layers, or the parts, that it recomputes as one."""
     gathered = x.e * x.s * x.b * x.h if x.own < x.s * x.b else 0
-    if recomputation.granularity is None:
+    if recomputation.granularity == "none":
         return gathered
     whole = layer(x, workload, Recomputation())
     if recomputation.granularity == "selective":

@@ -10,34 +10,13 @@ from shardwise.core.errors import ConfigError
 from shardwise.kernels.dispatch import ELEMENTWISE
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.description import ModelDescription
+from shardwise.models.recomputation import Recomputation
 from shardwise.nn.quantization import Quantization
 from shardwise.run.build import describe
 from shardwise.run.settings import LoraSettings, PlanSettings, RunSettings
 from shardwise.storage.adapters.config_file import read_adapter_config
 from shardwise.storage.huggingface.pretrained import config_to_json, read_config
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
-
-
-@dataclass(frozen=True)
-class Recomputation:
-    """What is computed again in the backward, as in ``models.config.RecomputeConfig``; nothing if ``granularity`` is
-    None."""
-
-    granularity: Literal["full", "selective"] | None = None
-    method: Literal["uniform", "block"] = "uniform"
-    num_layers: int = 1
-    modules: tuple[str, ...] = ()
-
-    def recomputes(self, module: str) -> bool:
-        """Whether it is one of the parts that are recomputed in every layer."""
-        return self.granularity == "selective" and module in self.modules
-
-    def __str__(self) -> str:
-        if self.granularity == "selective":
-            return f"selective ({', '.join(self.modules)})"
-        if self.granularity == "full":
-            return f"full ({self.method}, {self.num_layers} layer{'s' if self.num_layers > 1 else ''})"
-        return "none"
 
 
 @dataclass(frozen=True)
@@ -190,7 +169,7 @@ class Mesh:
         parts += [f"pp {self.pp}"] * (self.pp > 1) + [f"dp {self.dp}"] * (self.dp > 1)
         parts += ["sequence parallel"] * self.splits_sequence
         parts += ["zero 1"] * bool(self.zero) + ["fsdp"] * self.fsdp
-        recomputed = self.recomputation.granularity is not None
+        recomputed = self.recomputation.granularity != "none"
         return ", ".join(parts) + f", recompute {self.recomputation}" * recomputed
 
 
@@ -257,17 +236,8 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
         micro_batch_size=settings.micro_batch_size(dp),
         zero=parallel.zero if dp > 1 else 0,
         fsdp=parallel.shards_fully(dp),
-        recomputation=recomputation_of(settings),
+        recomputation=settings.recompute,
     )
-
-
-def recomputation_of(settings: RunSettings) -> Recomputation:
-    """What a run of ``settings`` recomputes."""
-    recompute = settings.recompute
-    if recompute.granularity == "none":
-        return Recomputation()
-    modules = recompute.modules if recompute.granularity == "selective" else ()
-    return Recomputation(recompute.granularity, recompute.method, recompute.num_layers, modules)
 
 
 def planned_model(settings: PlanSettings, folder: str | None) -> tuple[PlanSettings, ModelDescription]:

@@ -13,6 +13,7 @@ import tyro
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import shown
+from shardwise.models.recomputation import Recomputation
 from shardwise.training import bounds
 from shardwise.training.bounds import Checked, Folder, Range, checked, require, with_values
 from shardwise.training.step_settings import OptimizerSettings, ParallelSettings, StepSettings, TrainingSettings
@@ -67,45 +68,14 @@ class ModelSettings(Checked, prefix="model."):
 
 
 @dataclass(frozen=True)
-class RecomputeSettings(Checked, prefix="recompute."):
-    """What is computed again in the backward, in place of being kept: less memory for more time, the same bits.
+class RecomputeSettings(Checked, Recomputation, prefix="recompute."):
+    """What is computed again in the backward, in place of being kept: less memory for more time, the same bits."""
 
-    Attributes:
-        granularity: "full" keeps the input of layers only, and takes about a third more time; "selective" recomputes
-            parts of every layer, those of modules.
-        method: with "full": "uniform" keeps the input of every num_layers-th layer and recomputes all of them; "block"
-            recomputes the first num_layers layers of each stage, and keeps what the others need.
-        num_layers: see method.
-        modules: with "selective": attention between its projections (core_attn), the norms before attention and MLP,
-            the MLP, or its activation alone (mlp_act).
-    """
-
-    granularity: Literal["none", "full", "selective"] = "none"
-    method: Literal["uniform", "block"] = "uniform"
     num_layers: Annotated[int, Range(1, 10_000)] = 1
-    modules: tuple[Literal["core_attn", "layernorm", "mlp", "mlp_act"], ...] = ("core_attn",)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for granularity, names in (("full", ("method", "num_layers")), ("selective", ("modules",))):
-            for name, value in self.changed(*names):
-                words = f"{name} {value} needs --recompute.granularity {granularity} (it is {self.granularity!r})"
-                require(self.granularity == granularity, words)
-        require(bool(self.modules), "recompute.modules names nothing; name at least one module, such as core_attn")
-        require(
-            not {"mlp", "mlp_act"} <= set(self.modules),
-            "recompute.modules has mlp and mlp_act, which is a part of it; choose one of them",
-        )
-
-    def config_fields(self) -> dict[str, Any]:
-        """The fields of a model's config that say so."""
-        full, selective = self.granularity == "full", self.granularity == "selective"
-        return {
-            "recompute_granularity": self.granularity if full or selective else None,
-            "recompute_method": self.method if full else None,
-            "recompute_num_layers": self.num_layers if full else None,
-            "recompute_modules": self.modules if selective else None,
-        }
+        Checked.__post_init__(self)
+        Recomputation.__post_init__(self)
 
 
 @dataclass(frozen=True)

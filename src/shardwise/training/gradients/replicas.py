@@ -19,7 +19,7 @@ from shardwise.core.communication.context import default_device, device_of_host_
 from shardwise.core.errors import DesyncError
 from shardwise.core.initialization import philox
 from shardwise.core.sharding.balanced import is_sharded, local_rows
-from shardwise.nn.module import named_param_layouts, replicas_of
+from shardwise.nn.replicated import named_param_layouts, replicas_of
 
 # Elements that are multiplied by the same numbers as others, and how many are at a time: on a CPU few enough for its
 # second-level cache, and for memory that is not given back to the system.

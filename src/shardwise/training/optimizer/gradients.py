@@ -13,7 +13,7 @@ from shardwise.core.communication.context import device_of_host_facts
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout, ParamShard, has_copies, holders, segments
 from shardwise.core.sharding.balanced import first_row, group_of_rows, local_rows
-from shardwise.nn.module import named_param_layouts, replicas_of
+from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.gradients import Share
 from shardwise.training.optimizer.exact_norm import exact_norm
 

@@ -7,12 +7,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
+from shardwise.kernels.elementwise import rotate
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core.packed_seq_params import PackedSeqParams
 from shardwise.megatron.core.transformer.layer_arguments import cos_and_sin
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.models.transformer import rotary
-from shardwise.models.transformer.rotary import RotaryScaling, apply_rotary
+from shardwise.models.transformer.rotary import RotaryScaling
 
 __all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
 
@@ -137,7 +138,7 @@ def apply_rotary_pos_emb(
         whole = apply_rotary_pos_emb(t.unsqueeze(1), freqs[positions[0]], config, mscale=mscale)
         return whole.squeeze(1)
     cos, sin = (mscale * value for value in cos_and_sin(freqs, config, torch.float32))
-    return apply_rotary(t, (cos.to(t.dtype), sin.to(t.dtype)), interleaved=config.rotary_interleaved)
+    return rotate(t, cos.to(t.dtype), sin.to(t.dtype), interleaved=config.rotary_interleaved)
 
 
 def _check_alone(cp_group: ProcessGroup | None) -> None:

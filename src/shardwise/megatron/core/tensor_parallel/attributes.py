@@ -15,7 +15,7 @@ from shardwise.core.random import EXPERT_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM
 from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.errors import AssertedConfigError, IndivisibleError, asserting
-from shardwise.nn.module import set_replicas_
+from shardwise.nn.replicated import set_replicas_
 
 # Imported by programs in spite of the underscore.
 _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS: dict[str, Any] = {

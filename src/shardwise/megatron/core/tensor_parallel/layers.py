@@ -46,7 +46,7 @@ from shardwise.megatron.errors import AssertedConfigError
 from shardwise.nn.column import ColumnLinear
 from shardwise.nn.embedding import VocabEmbedding
 from shardwise.nn.linear import LinearParallelism
-from shardwise.nn.module import named_param_layouts
+from shardwise.nn.replicated import named_param_layouts
 from shardwise.nn.row import RowLinear
 from shardwise.nn.weight_gradient import WeightGradientQueue
 

@@ -10,7 +10,7 @@ The latter stand in ``inert_settings.json``, each with the reason why it is acce
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.inert_settings import check_inert, inert_settings_of, say_once
 from shardwise.models.config import LayerConfig, ModelConfig
+from shardwise.models.recomputation import Recomputation, RecomputedModule
 
 __all__ = ["MLATransformerConfig", "ModelParallelConfig", "TransformerConfig"]
 
@@ -120,6 +121,8 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
         inference_fuse_tp_communication: in these each half block makes one exchange.
         window_attn_skip_freq: which layers ``window_size`` bounds: with ``n``, all but every n-th; with a list, those
             with a 1.
+        recompute_granularity, recompute_method, recompute_num_layers, recompute_modules: as ``Recomputation``'s fields,
+            with None for "none", and where the granularity does not read them.
         no_rope_freq: which layers rotate nothing: every n-th, or those with a 1.
 
     Other fields are accepted for programs that set them, as there.
@@ -131,10 +134,16 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
     use_inference_optimized_layers: bool = field(default=False, kw_only=True)
     inference_fuse_tp_communication: bool = field(default=False, kw_only=True)
 
+    recompute_granularity: Literal["full", "selective"] | None = field(default=None, kw_only=True)
+    recompute_method: Literal["uniform", "block"] | None = field(default=None, kw_only=True)
+    recompute_num_layers: int | None = field(default=None, kw_only=True)
+    recompute_modules: Sequence[str] | None = field(default=None, kw_only=True)
+    recompute: Recomputation = field(init=False, default_factory=Recomputation)
     window_attn_skip_freq: int | list[int] | None = field(default=None, kw_only=True)
     no_rope_freq: int | list[int] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        self.recompute = self._recomputation()
         if self.window_size is not None and self.window_attn_skip_freq is not None:
             skipped = _is_each(self.window_attn_skip_freq, self.num_layers, "window_attn_skip_freq")
             is_list = isinstance(self.window_attn_skip_freq, list)
@@ -149,6 +158,38 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
                 "inference_fuse_tp_communication is set, and use_inference_optimized_layers is not; set both"
             )
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    def _recomputation(self) -> Recomputation:
+        granularity, method, number = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
+        if granularity not in (None, "full", "selective"):
+            raise ConfigError(
+                f"recompute_granularity is {granularity!r}; it must be 'full', 'selective', or None for nothing"
+            )
+        if granularity == "full":
+            if method not in ("uniform", "block"):
+                raise ConfigError(
+                    f"recompute_method is {method!r}; recompute_granularity 'full' needs 'uniform' or 'block'"
+                )
+            if number is None or number < 1:
+                raise ConfigError(
+                    f"recompute_num_layers is {number}; recompute_granularity 'full' needs a number of at least 1"
+                )
+        elif method is not None or number is not None:
+            raise ConfigError(
+                f"recompute_method {method!r} and recompute_num_layers {number} say which layers are recomputed whole, "
+                f"and recompute_granularity is {granularity!r}; set it to 'full', or leave them out"
+            )
+        if granularity != "selective":
+            if self.recompute_modules is not None:
+                raise ConfigError(
+                    f"recompute_modules {list(self.recompute_modules)} are parts of layers, and recompute_granularity "
+                    f"is {granularity!r}; set it to 'selective', or leave them out"
+                )
+            return Recomputation(granularity or "none", method or "uniform", number or 1)
+        if self.recompute_modules is None:
+            self.recompute_modules = Recomputation.modules
+        self.recompute_modules = tuple(self.recompute_modules)
+        return Recomputation("selective", modules=cast(tuple[RecomputedModule, ...], self.recompute_modules))
 
 
 MLATransformerConfig = absent_names("transformer.transformer_config", TransformerConfig)("MLATransformerConfig")

@@ -12,9 +12,8 @@ from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, balanced_range
-from shardwise.nn import ColumnLinear, RowLinear
-from shardwise.nn.quantization import QuantizedTensor, quantize_shard, tensor
-from shardwise.nn.quantization.codes import levels_on
+from shardwise.nn import ColumnLinear, RowLinear, quantization
+from shardwise.nn.quantization import QuantizedTensor, levels_on, quantize_shard
 
 KINDS = ("int8", "nf4")
 # Rows and columns that nothing divides: 150 columns are three blocks of nf4, the last of 22.
@@ -34,7 +33,7 @@ def quantize_alone(kind, weight, group):
 @pytest.mark.ranks(1, 2, 3)
 def test_codes_do_not_depend_on_the_ranks(group, monkeypatch):
     # Several blocks of rows, at this size too.
-    monkeypatch.setattr(tensor, "_AT_ONCE", 4 * COLUMNS)
+    monkeypatch.setattr(quantization, "_AT_ONCE", 4 * COLUMNS)
     for kind in KINDS:
         whole = quantize_alone(kind, weight_of(), group).dequantize()
         for dim in (0, 1):
@@ -78,7 +77,7 @@ def test_nf4_has_the_codes_of_torchao(group):
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_layers_multiply_by_what_the_codes_stand_for(group, sequence_parallel, monkeypatch):
-    monkeypatch.setattr(tensor, "_AT_ONCE", 5 * COLUMNS)
+    monkeypatch.setattr(quantization, "_AT_ONCE", 5 * COLUMNS)
     sequence_parallel &= group.size() > 1
     s, b, t, rank = 7, 2, group.size(), group.rank()
     generator = torch.Generator().manual_seed(2)

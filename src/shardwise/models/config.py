@@ -1,20 +1,21 @@
-"""One transformer: its sizes, what its layers are made of, how it starts."""
+"""Configs of models: dataclasses, validated when made."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import CounterNormal, InitMethod, scaled_init_method_normal
 from shardwise.core.sharding import stage_layers
-from shardwise.models.config.layer_config import LayerConfig
-from shardwise.models.config.recompute_config import RecomputeConfig
+from shardwise.models.recomputation import Recomputation
+from shardwise.models.transformer.heads import Heads
 from shardwise.nn.norm import Normalization
 
 NormPosition = Literal["pre", "post", "sandwich", "branch"]
@@ -23,15 +24,11 @@ ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 
 
 @dataclass
-class ModelConfig(LayerConfig, RecomputeConfig):
-    """One transformer: its sizes, what its layers are made of, how it starts.
+class TransformerFields:
+    """Sizes and kind of a transformer: the fields that ``ModelConfig`` and ``ModelDescription`` have in common.
 
     Attributes:
         num_layers: number of transformer layers.
-        num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage: layers of that stage, over all its
-            chunks; dealt out like the others' if None.
-        account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: let the embedding, the output
-            layer with the loss, weigh as much as a layer when layers are dealt out to stages.
         hidden_size: width of the residual stream.
         num_attention_heads: number of query heads.
         num_query_groups: number of key-value heads; ``num_attention_heads`` if None (multi-head attention).
@@ -49,7 +46,7 @@ class ModelConfig(LayerConfig, RecomputeConfig):
         logits_scaling: what logits are divided by, after that (Granite).
         attention_logit_softcap: the same of attention scores, which are then computed in blocks of queries, and again
             in the backward.
-        apply_residual_connection_post_layernorm: with pre-norm, ``norm(x) + f(norm(x))`` in place of ``x + f(norm(x))``
+        apply_residual_connection_post_layernorm: with pre-norm, ``norm(x) + f(norm(x))`` instead of ``x + f(norm(x))``
             (an option of BLOOM).
         embedding_layernorm: a norm after the embedding (BLOOM, BERT).
         final_layernorm: a norm after the last layer.
@@ -62,77 +59,178 @@ class ModelConfig(LayerConfig, RecomputeConfig):
             window of ``w`` tokens is ``(w - 1, 0)``.
         windowed_layers: for each layer of the model, whether ``window_size`` bounds it; all are if None.
         rotary_layers: for each layer of the model, whether it rotates queries and keys; all do if None (SmolLM 3).
-        attention_backend: ``"auto"`` leaves the kernel to PyTorch; ``"flash"``, ``"fused"`` (memory-efficient or cuDNN)
-            and ``"unfused"`` ask for that one; ``"local"`` is attention written out. An enum with these names will do.
         rotary_interleaved: rotary pairs are elements ``2i`` and ``2i + 1``, not ``i`` and ``i + d/2``.
-        add_bias_linear: whether linear layers have biases.
-        add_qkv_bias: give the query-key-value projection a bias even where other linear layers have none; true once
-            the config is made if ``add_bias_linear`` is.
-        gated_linear_unit: multiply the activation by a second projection (SwiGLU with ``activation_func=F.silu``).
-        activation_func: elementwise function of the MLP.
+        gated_linear_unit: multiply the activation by a second projection (SwiGLU with SiLU).
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        init_method: initial values of weights; ``CounterNormal`` with ``init_method_std`` if None.
-        output_layer_init_method: initial values of the weights that write to the residual stream; ``CounterNormal``
-            with ``init_method_std / sqrt(2 * num_layers)`` if None.
-        init_method_std: standard deviation of the normal.
-        fuse_output_layer_and_loss: compute output layer and loss in one, without the logits of all ranks.
-
-    Those of ``RecomputeConfig`` too.
-
-    Raises:
-        ConfigError: a value out of range, or two that contradict each other.
+        init_method_std: standard deviation of new weights.
     """
 
     num_layers: int = 0
-    num_layers_in_first_pipeline_stage: int | None = None
-    num_layers_in_last_pipeline_stage: int | None = None
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
     hidden_size: int = 0
     num_attention_heads: int = 0
-    attention_backend: Any = "auto"
-    softmax_scale: float | None = None
     num_query_groups: int | None = None
     ffn_hidden_size: int | None = None
     kv_channels: int | None = None
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
-    apply_residual_connection_post_layernorm: bool = False
+    softmax_scale: float | None = None
+    window_size: tuple[int, int] | None = None
+    windowed_layers: Sequence[bool] | None = None
+    rotary_layers: Sequence[bool] | None = None
+    rotary_interleaved: bool = False
+    gated_linear_unit: bool = False
+    normalization: Normalization = "LayerNorm"
+    norm_position: NormPosition = "pre"
     layernorm_epsilon: float = 1e-5
     layernorm_zero_centered_gamma: bool = False
-    add_bias_linear: bool = True
-    add_qkv_bias: bool = False
-    gated_linear_unit: bool = False
-    activation_func: Callable[[Tensor], Tensor] = F.gelu
-    rotary_interleaved: bool = False
-    window_size: tuple[int, int] | None = None
-    normalization: Normalization = "LayerNorm"
-    qk_layernorm: bool = False
-    init_method: InitMethod | None = None
-    output_layer_init_method: InitMethod | None = None
-    init_method_std: float = 0.02
-    norm_position: NormPosition = "pre"
     embedding_layernorm: bool = False
     final_layernorm: bool = True
-    fuse_output_layer_and_loss: bool = False
+    qk_layernorm: bool = False
+    qk_layernorm_over_heads: bool = False
+    apply_residual_connection_post_layernorm: bool = False
     parallel_residual: bool = False
     residual_multiplier: float = 1.0
     embedding_multiplier: float = 1.0
     logits_scaling: float = 1.0
     final_logit_softcap: float | None = None
     attention_logit_softcap: float | None = None
-    qk_layernorm_over_heads: bool = False
-    windowed_layers: Sequence[bool] | None = None
-    rotary_layers: Sequence[bool] | None = None
+    init_method_std: float = 0.02
+
+    @property
+    def heads(self) -> Heads:
+        """Query heads, key-value heads and the width of a head, all known once the config is made."""
+        assert self.num_query_groups is not None
+        assert self.kv_channels is not None
+        return Heads(self.num_attention_heads, self.num_query_groups, self.kv_channels)
+
+    def windows(self, layer_number: int) -> bool:
+        """Whether ``window_size`` bounds the layer ``layer_number``, from 1."""
+        if self.window_size is None:
+            return False
+        return self.windowed_layers is None or self.windowed_layers[layer_number - 1]
+
+    def rotates(self, layer_number: int) -> bool:
+        """Whether the layer ``layer_number``, from 1, rotates queries and keys, where there are rotary positions."""
+        return self.rotary_layers is None or self.rotary_layers[layer_number - 1]
+
+    def _check_dropout(self) -> None:
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and under 1")
+
+
+@dataclass
+class LayerConfig:
+    """How the layers of a model are made, computed and split into stages.
+
+    Attributes:
+        params_dtype: dtype of the parameters.
+        sequence_parallel: keep what lies between tensor-parallel regions split along the sequence (Korthikanti et al.
+            2022); the activations there take 1/t of the memory. On one rank there is nothing to split.
+        tp_comm_overlap: with ``sequence_parallel`` multiply what ranks gather as it arrives, and send what they sum as
+            it is made: the same numbers, and more of the communication during products
+            (``core.communication.overlap``).
+        perform_initialization: give weights their initial values when made.
+        use_cpu_initialization: draw initial values on the CPU, so that they do not depend on the device.
+        deterministic_mode: choose operations whose result does not depend on the order of threads.
+        gradient_accumulation_fusion: add weight gradients straight into ``weight.main_grad``.
+        delay_wgrad_compute: leave the weight gradients of linear layers out of the backward pass, until the layer's
+            ``backward_dw`` is called; a zero-bubble pipeline schedule needs it and calls it.
+        defer_embedding_wgrad_compute: keep the output layer's inputs and output gradients, and compute its weight
+            gradient after the last micro-batch.
+        wgrad_deferral_limit: number of micro-batches that are kept for it; 0 is no limit.
+        pipeline_model_parallel_size: number of pipeline stages.
+        exact_parts: let results have the same bits at every number of tensor-parallel ranks and stages, and with
+            ``training.gradients.GradientTrees`` of data-parallel ranks: what is summed is cut into so many parts, a
+            power of two. The model's tensor-parallel group then sums so (``core.communication.trees``). None leaves
+            sums to the libraries.
+        virtual_pipeline_model_parallel_size: parts of the model that each stage holds, interleaved; needs
+            ``pipeline_model_parallel_size`` over 1.
+
+    Raises:
+        ConfigError: a value out of range, or two that contradict each other.
+    """
+
+    params_dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
+    perform_initialization: bool = True
+    use_cpu_initialization: bool = False
+    deterministic_mode: bool = False
+    gradient_accumulation_fusion: bool = False
+    delay_wgrad_compute: bool = False
+    defer_embedding_wgrad_compute: bool = False
+    wgrad_deferral_limit: int = 0
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    exact_parts: int | None = None
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            # Annotations are strings in some modules, and types in others.
+            is_integer = spec.type in ("int", "int | None", int, int | None)
+            # Later it would fail in a layer, or not at all (8.0 == 8).
+            if is_integer and isinstance(getattr(self, spec.name), float):
+                raise ConfigError(f"{spec.name} is {getattr(self, spec.name)!r}; it must be an integer")
+            if spec.name.endswith("_parallel_size"):
+                size = getattr(self, spec.name)
+                if size is not None and size < 1:
+                    raise ConfigError(f"{spec.name} is {size}; it must be at least 1")
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size} and "
+                "pipeline_model_parallel_size is 1; interleaving needs at least 2 stages"
+            )
+        if self.wgrad_deferral_limit < 0:
+            raise ConfigError(f"wgrad_deferral_limit is {self.wgrad_deferral_limit}; it must be at least 0 (no limit)")
+
+
+@dataclass
+class ModelConfig(LayerConfig, TransformerFields):
+    """One transformer, how its layers are made, and how it starts.
+
+    Attributes:
+        num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage: layers of that stage, over all its
+            chunks; dealt out like the others' if None.
+        account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: let the embedding, the output
+            layer with the loss, weigh as much as a layer when layers are dealt out to stages.
+        attention_backend: ``"auto"`` leaves the kernel to PyTorch; ``"flash"``, ``"fused"`` (memory-efficient or cuDNN)
+            and ``"unfused"`` ask for that one; ``"local"`` is attention written out. An enum with these names will do.
+        add_bias_linear: whether linear layers have biases.
+        add_qkv_bias: give the query-key-value projection a bias even where other linear layers have none; true once
+            the config is made if ``add_bias_linear`` is.
+        activation_func: elementwise function of the MLP.
+        init_method: initial values of weights; ``CounterNormal`` with ``init_method_std`` if None.
+        output_layer_init_method: initial values of the weights that write to the residual stream; ``CounterNormal``
+            with ``init_method_std / sqrt(2 * num_layers)`` if None.
+        fuse_output_layer_and_loss: compute output layer and loss in one, without the logits of all ranks.
+        recompute: what the backward computes again.
+
+    The fields of ``TransformerFields`` and ``LayerConfig`` too.
+
+    Raises:
+        ConfigError: a value out of range, or two that contradict each other.
+    """
+
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    attention_backend: Any = "auto"
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    activation_func: Callable[[Tensor], Tensor] = F.gelu
+    init_method: InitMethod | None = None
+    output_layer_init_method: InitMethod | None = None
+    fuse_output_layer_and_loss: bool = False
+    recompute: Recomputation = field(default_factory=Recomputation)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and under 1")
+        self._check_dropout()
         if self.normalization not in ("LayerNorm", "RMSNorm"):
             raise ConfigError(f"normalization is {self.normalization!r}; it must be 'LayerNorm' or 'RMSNorm'")
         if not callable(self.activation_func):
@@ -141,7 +239,6 @@ class ModelConfig(LayerConfig, RecomputeConfig):
                 "shardwise.models.transformer.mlp.ACTIVATIONS)"
             )
         self._check_norm_position()
-        self._check_recompute_()
         self._check_attention()
         self._check_layers()
         self._check_factors()
@@ -169,14 +266,10 @@ class ModelConfig(LayerConfig, RecomputeConfig):
                 "apply_residual_connection_post_layernorm adds to what was normed, and with parallel_residual two "
                 "norms are; leave one of them at False"
             )
-
-    def _check_recompute_(self) -> None:
-        self.check_recompute_()
-        if self.recomputes("layernorm") and (
-            self.norm_position in ("post", "branch") or self.apply_residual_connection_post_layernorm
-        ):
+        is_kept = self.norm_position in ("post", "branch") or self.apply_residual_connection_post_layernorm
+        if is_kept and self.recompute.recomputes("layernorm"):
             raise ConfigError(
-                "recompute_modules has 'layernorm', and this model's norms write to the residual stream (norm_position "
+                "recompute.modules has 'layernorm', and this model's norms write to the residual stream (norm_position "
                 f"{self.norm_position!r}, apply_residual_connection_post_layernorm "
                 f"{self.apply_residual_connection_post_layernorm}), which is kept anyway; leave it out"
             )
@@ -233,16 +326,6 @@ class ModelConfig(LayerConfig, RecomputeConfig):
                 f"attention_backend {self.attention_backend!r} asks for one; use 'auto'"
             )
 
-    def windows(self, layer_number: int) -> bool:
-        """Whether ``window_size`` bounds the layer ``layer_number``, from 1."""
-        if self.window_size is None:
-            return False
-        return self.windowed_layers is None or self.windowed_layers[layer_number - 1]
-
-    def rotates(self, layer_number: int) -> bool:
-        """Whether the layer ``layer_number``, from 1, rotates queries and keys, where there are rotary positions."""
-        return self.rotary_layers is None or self.rotary_layers[layer_number - 1]
-
     def _derive_sizes(self) -> None:
         if self.kv_channels is None:
             if self.hidden_size % self.num_attention_heads != 0:
@@ -280,10 +363,3 @@ class ModelConfig(LayerConfig, RecomputeConfig):
             count_embedding=self.account_for_embedding_in_pipeline_split,
             count_loss=self.account_for_loss_in_pipeline_split,
         )
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """``(query heads, key-value heads, width of a head)``, all known once the config is made."""
-        assert self.num_query_groups is not None
-        assert self.kv_channels is not None
-        return self.num_attention_heads, self.num_query_groups, self.kv_channels

@@ -22,6 +22,7 @@ from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import LayerConfig, ModelConfig
 from shardwise.models.gpt import GPT
+from shardwise.models.recomputation import Recomputation
 
 VOCAB, LENGTH = 31, 6
 BASE = {
@@ -49,8 +50,8 @@ class Change:
     given: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective"}
+FULL = {"recompute": Recomputation("full", "block", 1)}
+SELECTIVE = {"recompute": Recomputation("selective")}
 STAGES = {"pipeline_model_parallel_size": 2}
 CHANGES = {
     "params_dtype": Change(torch.float64, "loss"),
@@ -106,10 +107,10 @@ CHANGES = {
     "qk_layernorm_over_heads": Change(True, "collectives", {"qk_layernorm": True, "normalization": "RMSNorm"}),
     "windowed_layers": Change((True, False, True, False), "loss", {"window_size": (1, 0)}),
     "rotary_layers": Change((True, False, True, False), "loss"),
-    "recompute_granularity": Change("selective", "kept bytes"),
-    "recompute_method": Change("uniform", "kept bytes", FULL),
-    "recompute_num_layers": Change(2, "kept bytes", FULL),
-    "recompute_modules": Change(("mlp",), "kept bytes", SELECTIVE),
+    "recompute": Change(Recomputation("selective"), "kept bytes"),
+    "recompute.method": Change(Recomputation("full", "uniform", 1), "kept bytes", FULL),
+    "recompute.num_layers": Change(Recomputation("full", "block", 2), "kept bytes", FULL),
+    "recompute.modules": Change(Recomputation("selective", modules=("mlp",)), "kept bytes", SELECTIVE),
 }
 # Seen where there is a GPU, in a test of its own.
 ON_GPU = {"use_cpu_initialization"}
@@ -182,7 +183,9 @@ def plain(seen: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_table_has_every_field():
-    assert {field.name for field in dataclasses.fields(ModelConfig)} == CHANGES.keys() | ON_GPU
+    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    names |= {f"recompute.{field.name}" for field in dataclasses.fields(Recomputation)} - {"recompute.granularity"}
+    assert names == CHANGES.keys() | ON_GPU
     assert {field.name for field in dataclasses.fields(LayerConfig)} <= CHANGES.keys() | ON_GPU
     assert not CHANGES.keys() & ON_GPU
 
@@ -193,7 +196,7 @@ def test_a_field_changes_something(group, name):
     change = CHANGES[name]
     before, again = observe(group, change.given), observe(group, change.given)
     assert [what for what in before if before[what] != again[what]] == [], "the same config gives the same"
-    after = observe(group, change.given | {name: change.value})
+    after = observe(group, change.given | {name.partition(".")[0]: change.value})
     # Stages may differ in whether they see it: the last has no embedding.
     differs = torch.tensor(float(before[change.seen] != after[change.seen]))
     dist.all_reduce(differs, group=group)

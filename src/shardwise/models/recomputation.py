@@ -1,0 +1,71 @@
+"""Settings of recomputation, which a model's config, a run and a plan share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shardwise.core.errors import ConfigError
+
+Granularity = Literal["none", "full", "selective"]
+RecomputedModule = Literal["core_attn", "layernorm", "mlp", "mlp_act"]
+
+RECOMPUTE_MODULES = get_args(RecomputedModule)
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What is computed again in the backward, in place of being kept: less memory for more time, the same bits.
+
+    Attributes:
+        granularity: "full" keeps the input of layers only, and takes about a third more time; "selective" recomputes
+            parts of every layer, those of modules.
+        method: with "full": "uniform" keeps the input of every num_layers-th layer and recomputes all of them; "block"
+            recomputes the first num_layers layers of each stage (of each chunk, with interleaving), and keeps what the
+            others need.
+        num_layers: see method.
+        modules: with "selective": attention between its projections (core_attn), the norms before attention and MLP,
+            the MLP, or its activation alone (mlp_act).
+
+    Raises:
+        ConfigError: a value out of range, or one that the granularity does not read.
+
+    Source: Chen et al. 2016 (arXiv:1604.06174); Korthikanti et al. 2022 (arXiv:2205.05198), section 5.
+    """
+
+    granularity: Granularity = "none"
+    method: Literal["uniform", "block"] = "uniform"
+    num_layers: int = 1
+    modules: tuple[RecomputedModule, ...] = ("core_attn",)
+
+    def __post_init__(self) -> None:
+        granularity = self.granularity
+        if granularity not in get_args(Granularity):
+            raise ConfigError(f"recompute.granularity is {granularity!r}; it must be 'none', 'full' or 'selective'")
+        if self.method not in ("uniform", "block"):
+            raise ConfigError(f"recompute.method is {self.method!r}; it must be 'uniform' or 'block'")
+        if self.num_layers < 1:
+            raise ConfigError(f"recompute.num-layers is {self.num_layers}; it must be at least 1")
+        for reader, names in (("full", ("method", "num_layers")), ("selective", ("modules",))):
+            for name in names if granularity != reader else ():
+                if (value := getattr(self, name)) != getattr(Recomputation, name):
+                    name = f"recompute.{name.replace('_', '-')}"
+                    raise ConfigError(f"{name} {value} needs --recompute.granularity {reader} (it is {granularity!r})")
+        if not self.modules or not set(self.modules) <= set(RECOMPUTE_MODULES):
+            raise ConfigError(
+                f"recompute.modules names {', '.join(map(repr, self.modules)) or 'nothing'}; it must name at least one "
+                f"of {', '.join(RECOMPUTE_MODULES)}"
+            )
+        if {"mlp", "mlp_act"} <= set(self.modules):
+            raise ConfigError("recompute.modules has 'mlp' and 'mlp_act', which is a part of it; choose one of them")
+
+    def recomputes(self, module: str) -> bool:
+        """Whether a part of every layer is recomputed by itself."""
+        return self.granularity == "selective" and module in self.modules
+
+    def __str__(self) -> str:
+        if self.granularity == "selective":
+            return f"selective ({', '.join(self.modules)})"
+        if self.granularity == "full":
+            return f"full ({self.method}, {self.num_layers} layer{'s' if self.num_layers > 1 else ''})"
+        return "none"
