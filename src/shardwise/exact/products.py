@@ -1,9 +1,9 @@
 """The products of a linear layer whose bits do not depend on how many ranks share it.
 
-A dimension that is summed is cut into the layer's parts, each a product of its own, and the products are summed by a
-tree (``core.communication.trees``). A dimension that is not summed may be cut anywhere: a matrix product computes each
-element by itself, in an order that depends on the summed dimension alone. That holds for wide matrices; a narrow one
-goes another way through the library, so where parts are narrow each is its own product there too.
+A dimension that is summed is cut into the layer's parts, one product each, and the products are summed by a tree
+(``core.communication.trees``). A dimension that is not summed may be cut anywhere: a matrix product computes each
+element in an order that depends on the summed dimension alone. That holds for wide matrices; a narrow one goes another
+way through the library, so narrow parts are one product each there too.
 
 Which library multiplies, and whether parts go by themselves, follows from the whole layer, and never from this rank's
 shard of it. Large products are oneDNN's, those of gradients too: it was seen to keep all of this on AMD's processors,
@@ -33,14 +33,14 @@ _BY_ROWS = torch.contiguous_format
 
 @dataclass(frozen=True)
 class ExactProducts(Products):
-    """The products of a layer of which one dimension is split into parts.
+    """The products of a layer whose weight has one dimension split into parts.
 
     Attributes:
         parts: this rank's parts of the split dimension.
         split: which of the weight's dimensions it is: ``"output"`` features, or ``"input"``.
         size: of the split dimension, over all ranks.
         num_parts: over all ranks.
-        is_narrow: the other dimension is; then every part is a product of its own everywhere.
+        is_narrow: the other dimension is; then every part is one product everywhere.
     """
 
     parts: LocalParts
@@ -53,11 +53,7 @@ class ExactProducts(Products):
     adds_bias = False
 
     def _runs(self, factor: Tensor) -> list[slice] | None:
-        """The parts of a split dimension that is not summed, where each is a product of its own; None for one product.
-
-        Args:
-            factor: either factor of the product, for its dtype and device.
-        """
+        """The parts of a split dimension that is not summed, if each is one product of ``factor``; else None."""
         # Sizes of parts differ by one at most, and no rank sees all of them.
         is_wide = not self.is_narrow and self.size // (len(self.parts[0]) * self.num_parts) >= _NARROW
         if is_wide and not products.sums_by_shape(factor):
@@ -69,18 +65,15 @@ class ExactProducts(Products):
         return sorted(interval for part in self.parts for interval in part)
 
     def aligned(self, input_: Tensor, weight: Tensor) -> Products:
-        """These: rows lie where the parts put them."""
         return self
 
     def in_dtype(self, dtype: torch.dtype) -> Products:
-        """Raise a ConfigError: sums are rounded to the input's dtype."""
         raise ConfigError(
             f"output_dtype is {dtype}, and the group's sums are exact, whose outputs have the input's dtype; leave "
             "output_dtype out, or cast the output"
         )
 
     def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``input_ @ weight.T + bias``: ``[..., i]`` and ``[o, i]`` to ``[..., o]``."""
         if self.split == "input":
             output = self._sum(input_, weight.t())
             return output if bias is None else output.add_(bias)
@@ -90,7 +83,6 @@ class ExactProducts(Products):
         return torch.cat([F.linear(input_, weight[run], None if bias is None else bias[run]) for run in runs], -1)
 
     def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """``grad_output @ weight``: ``[..., o]`` and ``[o, i]`` to ``[..., i]``."""
         if self.split == "output":
             return self._sum(grad_output, weight)
         runs = self._runs(weight)
@@ -99,7 +91,6 @@ class ExactProducts(Products):
         return torch.cat([grad_output @ weight[:, run] for run in runs], -1)
 
     def weight_gradient(self, grad_output: Tensor, input_: Tensor) -> Tensor:
-        """``grad_output.T @ input_``: ``[n, o]`` and ``[n, i]`` to ``[o, i]``."""
         runs = self._runs(input_)
         if runs is None:
             return self._weight_gradient(grad_output.contiguous(), input_.contiguous())
@@ -108,14 +99,11 @@ class ExactProducts(Products):
         return torch.cat([grad_output.t() @ input_[:, run] for run in runs], 1)
 
     def bias_gradient(self, grad_output: Tensor) -> Tensor:
-        """The sums of the columns of ``[n, o]``, where the output is split; each part's by itself."""
+        """The sums of the columns of ``[n, o]``, where the output is split, part by part."""
         return torch.cat([grad_output[:, start:stop].sum(dim=0) for start, stop in self._intervals])
 
     def _sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """``left @ right`` by parts: ``[..., k]`` and ``[k, m]`` to ``[..., m]``.
-
-        Each part is a product of its own, of a part of several sections one after the other, and the tree adds them.
-        """
+        """``left @ right`` by parts, which the tree adds: ``[..., k]`` and ``[k, m]`` to ``[..., m]``."""
         rows = left.reshape(left.shape[:-1].numel(), left.size(-1))
         # The largest part, as no rank sees all of them.
         length, rest = divmod(self.size, len(self.parts[0]) * self.num_parts)
@@ -141,7 +129,7 @@ class ExactProducts(Products):
         return total.view(*left.shape[:-1], right.size(1))
 
     def _sum_in_one_call(self, rows: Tensor, right: Tensor) -> Tensor:
-        """``_sum`` of parts of one size, each of which has the bits that it has alone."""
+        """``_sum`` of parts of one size; each has the bits that it has alone."""
         total: Tensor | None = None
         for section in zip(*self.parts, strict=True):
             (start, stop), last = section[0], section[-1][1]

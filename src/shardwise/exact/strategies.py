@@ -1,4 +1,4 @@
-"""The arithmetic of exact mode, by which layers compute whose group sums over parts (``core.communication.trees``).
+"""The arithmetic of exact mode: that of layers whose group sums over parts (``core.communication.trees``).
 
 The gradient of a parameter that every rank holds whole is a sum over tokens. The sequence is cut into ``exact_parts``
 parts, and each part's tokens are summed separately. With sequence parallelism a rank has some of the parts, without it
@@ -42,7 +42,7 @@ def norm_by_parts(norm: nn.Module, input_: Tensor, number: int, others: ProcessG
     """
     function = NormFunction.of(norm)
     if _is_compiled(function, input_):
-        # What a row gets does not depend on the others; only the weight's gradient goes by parts.
+        # A row does not depend on the others; only the weight's gradient goes by parts.
         normed: Tensor = _RMSNormByParts.apply(input_, function.whole_weight, function.eps, number, others)
         return normed
     weights = moves.copies(function.weight, number, group=others)
@@ -88,7 +88,7 @@ def _linear(input_: Tensor, weight: Tensor) -> Tensor:
 
 
 def _norm_heads(norm: nn.Module, heads: Tensor, group: ProcessGroup) -> Tensor:
-    # What is summed over all ranks' heads is cut into as many parts of whole heads as there can be.
+    # Sums over all ranks' heads are cut into as many parts of whole heads as there can be.
     parts, local = trees.exact_parts(group), heads.size(2)
     assert parts is not None
     number, others = min(parts // group.size(), local & -local), group if group.size() > 1 else None

@@ -35,14 +35,7 @@ def _dense(
 
 
 class BertLMHead(GroupModule):
-    """What a hidden state goes through before the output layer: dense, activation, norm.
-
-    Every rank holds it whole, and with sequence parallelism applies it to its own part of the sequence.
-
-    Args:
-        config: width, activation and norm.
-        tp_group: tensor-parallel group.
-    """
+    """Dense layer, activation and norm before the output layer; whole on every rank, and applied to its positions."""
 
     def __init__(self, config: ModelConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
@@ -58,14 +51,7 @@ class BertLMHead(GroupModule):
 
 
 class Pooler(GroupModule):
-    """The first token's hidden state through a dense layer and tanh, as a summary of the sequence.
-
-    Every rank holds it whole and computes the same.
-
-    Args:
-        config: width, and whether each rank holds its shard of the sequence.
-        tp_group: tensor-parallel group.
-    """
+    """The first token's hidden state through a dense layer and tanh, a summary of the sequence; whole on every rank."""
 
     def __init__(self, config: ModelConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
@@ -103,9 +89,9 @@ class Bert(TransformerModel):
         embedding: ``TokenEmbedding``; on the first stage.
         encoder: this stage's layers.
         lm_head: before the output layer; on the last stage, as all that follows.
-        output_layer: has a bias; with tied weights it has no weight of its own if this is the first stage too.
+        output_layer: has a bias; with tied weights it has no weight if this is the first stage too.
         pooler, binary_head: or None. A head for sequences has a pooler too.
-        classifier: with ``classification``, in place of ``lm_head``, ``output_layer`` and ``binary_head``.
+        classifier: with ``classification``, instead of ``lm_head``, ``output_layer`` and ``binary_head``.
 
     Raises:
         ConfigError: a size or an option out of range.
@@ -177,13 +163,12 @@ class Bert(TransformerModel):
             tokentype_ids: ``[b, s]``; all 0 if None and there are token types.
             lm_labels: ``[b, s]`` ids of the masked tokens, -100 elsewhere, which costs nothing.
             position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
-            labels: with ``classification``, see ``Classification.loss``; in place of ``lm_labels``.
+            labels: with ``classification``, see ``Classification.loss``; instead of ``lm_labels``.
 
         Returns:
-            With ``classification`` the loss of each sequence ``[b]`` or token ``[b, s]``, or logits ``[b, n]`` or
-            ``[b, s, n]``. Otherwise a pair: loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without
-            ``parallel_output``); and ``[b, 2]``, or None without ``add_binary_head``. On a stage that is not the last
-            only the hidden states, ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism).
+            With ``classification``, or on a stage that is not the last, as ``GPT.forward``. Otherwise a pair: loss
+            ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``); and ``[b, 2]``, or None
+            without ``add_binary_head``.
 
         Raises:
             ShardingError: the sequence is too long, a mask of another shape, a later stage has no input, or labels of

@@ -28,13 +28,13 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class Classification:
-    """What a model's head says of a sequence, or of each token. Names and meaning are those of ``transformers``.
+    """A head that labels sequences, or each of their tokens. Names and meaning are those of ``transformers``.
 
     Attributes:
         task: labels are of sequences or of tokens.
-        num_labels: numbers that the head gives.
-        problem_type: what they mean, for sequences; if None, one is a regression's, and of several the labels' dtype
-            says whether one is right (integers) or any number of them (floats).
+        num_labels: number of logits.
+        problem_type: meaning of the labels of sequences; if None, one label is a regression's, and with several the
+            dtype of labels tells: one is right (integers), or any number of them (floats).
         bias: the head has one.
         pad_token_id: of a causal model of sequences: the head looks at the last token that is not this one; at the last
             of all if None.
@@ -63,11 +63,11 @@ class Classification:
         return self.task == "token-classification"
 
     def with_problem(self, problem: ProblemType) -> Classification:
-        """The same head, where it is said what labels mean."""
+        """The same head with this meaning of labels."""
         return replace(self, problem_type=problem)
 
     def problem_of(self, labels: Tensor) -> ProblemType:
-        """What the labels mean."""
+        """The meaning of labels."""
         if self.is_of_tokens:
             return "single_label_classification"
         if self.problem_type is not None:

@@ -42,7 +42,7 @@ class TransformerFields:
         parallel_residual: ``x + attention(norm(x)) + mlp(norm'(x))`` in one step (GPT-NeoX); with pre-norm.
         residual_multiplier: factor of what attention and MLP add to the residual stream (Granite).
         embedding_multiplier: factor of the word embedding, rounded to its dtype (Gemma, Granite).
-        final_logit_softcap: ``c``, with which logits ``z`` are ``c * tanh(z / c)`` (Gemma 2); none if None.
+        final_logit_softcap: ``c``; logits ``z`` become ``c * tanh(z / c)`` (Gemma 2); none if None.
         logits_scaling: what logits are divided by, after that (Granite).
         attention_logit_softcap: the same of attention scores, which are then computed in blocks of queries, and again
             in the backward.

@@ -43,9 +43,9 @@ _LARGEST = {
 class ModelDescription(TransformerFields):
     """A model without its weights: every field that decides which function of weights and inputs it is.
 
-    Fields are those of ``TransformerFields``, and arguments of the models; for each there is one value, whatever
-    defaults it was written with. Two descriptions are equal if the models are, outside of training: dropout and initial
-    values are not compared. Not modified once made.
+    Fields are those of ``TransformerFields``, and arguments of the models; each has its value, and no default of a
+    file. Two descriptions are equal if the models are, outside of training: dropout and initial values are not
+    compared. Not modified once made.
 
     Attributes:
         kind: the class: ``"gpt"`` or ``"bert"``.

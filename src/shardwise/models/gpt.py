@@ -24,22 +24,22 @@ class GPT(TransformerModel):
         layer_spec: what a layer is made of; ``SelfAttention`` and ``MLP`` if None.
         pre_process: the model begins here: there is an embedding.
         post_process: the model ends here: there is an output layer.
-        parallel_output: return this rank's part of the logits in place of all.
+        parallel_output: return this rank's part of the logits instead of all.
         share_embeddings_and_output_weights: the output layer uses the embedding's weight.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, ``"alibi"`` or ``"none"``.
         rotary_percent: share of a head that is rotated.
         rotary_base: base of the rotary wavelengths.
         rope_scaling: lowers the rotary frequencies, for longer contexts.
-        window_rotary_base: base of the rotary wavelengths of layers with a window, if they have one of their own.
+        window_rotary_base: base of the rotary wavelengths of layers with a window; ``rotary_base`` if None.
         position_offset: rows of a table of learned positions before that of position 0 (OPT has 2).
         positions_skip_padding: padding is not counted by positions, where ``forward`` is given none (OPT).
-        classification: in place of the output layer there is a head that gives sequences or tokens labels.
+        classification: a head for labels of sequences or tokens, instead of the output layer.
         vp_stage: which of the stage's chunks this is, with interleaving.
 
     Attributes:
         embedding: ``TokenEmbedding``; on the first stage.
         decoder: this stage's layers.
-        output_layer: on the last stage; with tied weights it has none of its own if that is the first stage too.
+        output_layer: on the last stage; with tied weights it has no weight if that is the first stage too.
         classifier: with ``classification``, on the last stage.
         output_queue: with ``config.defer_embedding_wgrad_compute``, what ``finish_weight_gradients`` computes after the
             last backward before the optimizer's step.

@@ -173,8 +173,8 @@ class LanguageModel(GroupModule):
     @property
     def fuses_output_layer_and_loss(self) -> bool:
         """Whether output layer and loss are computed in one."""
-        # A deferred weight gradient needs the output layer to be called by itself, and an output layer may add to its
-        # weight's product.
+        # A deferred weight gradient needs a call of the output layer, and an output layer may add to its weight's
+        # product.
         separate = self.config.defer_embedding_wgrad_compute or not self._arithmetic.fuses_loss
         output_layer: Any = getattr(self, "output_layer", None)
         separate |= not getattr(output_layer, "is_one_product", True)
@@ -229,10 +229,7 @@ class LanguageModel(GroupModule):
                 weight.copy_(all_reduce(weight.detach(), group=self.embd_group))
 
     def untie_(self) -> None:
-        """Give the output layer a weight of its own, which starts as the embedding's; nothing if it has one.
-
-        In place, on every stage alike; nothing is communicated. Afterwards each may be changed by itself.
-        """
+        """Give a tied output layer a separate weight with the embedding's values, in place; no communication."""
         shared: Any = self.shared_embedding_or_output_weight()
         self.share_embeddings_and_output_weights = False
         if shared is None:

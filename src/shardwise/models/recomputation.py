@@ -15,7 +15,7 @@ RECOMPUTE_MODULES = get_args(RecomputedModule)
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What is computed again in the backward, in place of being kept: less memory for more time, the same bits.
+    """Parts of a model that the backward computes again: less memory for more time, the same bits.
 
     Attributes:
         granularity: "full" keeps the input of layers only, and takes about a third more time; "selective" recomputes
@@ -60,7 +60,7 @@ class Recomputation:
             raise ConfigError("recompute.modules has 'mlp' and 'mlp_act', which is a part of it; choose one of them")
 
     def recomputes(self, module: str) -> bool:
-        """Whether a part of every layer is recomputed by itself."""
+        """True if this part of every layer is recomputed."""
         return self.granularity == "selective" and module in self.modules
 
     def __str__(self) -> str:

@@ -155,7 +155,7 @@ def check_inputs(input_ids: Any, labels: Any = None, *, labels_are_of_tokens: bo
 
     Args:
         input_ids: ``[b, s]``, or None on a stage that needs none.
-        labels: of tokens ``[b, s]``, or of what ``labels_are_of_tokens`` says no.
+        labels: ``[b, s]``, if each token has one.
         labels_are_of_tokens: each token has one.
         others: further inputs by name; each a tensor or None.
 
@@ -243,7 +243,7 @@ def is_token(attention_mask: Tensor, b: int, s: int) -> Tensor:
 
 
 def forbidden_keys(tokens: Tensor) -> Tensor:
-    """``[b, s]``, True for tokens, to ``[b, 1, 1, s]``, True for keys that nobody may see."""
+    """``[b, s]``, True for tokens, to ``[b, 1, 1, s]``, True for keys that no token may see."""
     return tokens.logical_not()[:, None, None, :]
 
 

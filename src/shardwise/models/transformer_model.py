@@ -225,7 +225,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         """The tied weight for the output layer, whose gradient ``GradientTrees`` may take apart; None if untied."""
         weight: Any = self.shared_embedding_or_output_weight()
         take = getattr(weight, "take_output_gradient", None)
-        # A layer that leaves its weight gradient out of the backward gives it by itself.
+        # A layer that delays its weight gradient hands it over later.
         delays = self.config.delay_wgrad_compute
         if take is None or delays or not (self.pre_process and self.post_process and torch.is_grad_enabled()):
             shared: Tensor | None = weight
@@ -308,7 +308,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         self._setup_embeddings()
 
     def _parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
-        """Each part of the model that starts from a seed of its own, by what is mixed into the seed."""
+        """Each part of the model that has a separate seed, with what is mixed into the seed."""
         for name, child in self.named_children():
             if not isinstance(child, TransformerBlock):
                 yield (name,), child

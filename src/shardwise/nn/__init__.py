@@ -1,7 +1,7 @@
 """Layers whose parameters are split over a group, in the manner of ``torch.nn``: a tensor in, a tensor out.
 
-Each layer keeps ``param_layouts``: for each of its own parameters, where this rank's part lies in the whole one.
-Weights start with the values of the dense layer, whatever the number of ranks (``shardwise.core.initialization``).
+Each layer keeps ``param_layouts``: where this rank's part of each parameter lies in the whole one. Weights start with
+the values of the dense layer at every number of ranks (``shardwise.core.initialization``).
 """
 
 from shardwise.nn.arithmetic import Arithmetic as Arithmetic, arithmetic_of as arithmetic_of

@@ -1,7 +1,7 @@
-"""How the layers of a group compute, chosen once, when a layer is made.
+"""The arithmetic of a group's layers, chosen once, when a layer is made.
 
-Layers ask ``arithmetic_of(group)`` for their products, norms and activations, and never of which kind they are. A group
-has the plain arithmetic, unless ``shardwise.exact`` gave it the other one.
+Layers take their products, norms and activations from ``arithmetic_of(group)``, and do not ask for their kind. A group
+has the plain arithmetic, unless ``shardwise.exact`` gave it the exact one.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class Activation:
         return function(input_)
 
     def counted_heads(self, local: int, whole: int) -> int:
-        """The number of heads by which attention chooses the size of its blocks, of this rank's and of all heads."""
+        """The number of heads, of this rank's and of all, that decides the size of attention's blocks."""
         return local
 
 
@@ -120,7 +120,7 @@ class Arithmetic:
 
         Returns:
             This rank's parts, as columns of its logits; the ids of every part of all ranks; and the number of columns
-            by which kernels are chosen.
+            that decides the choice of kernels.
 
         Raises:
             ConfigError: the bounds of the ranks' ids are not among the cuts into parts.

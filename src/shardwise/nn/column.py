@@ -31,7 +31,7 @@ class ColumnLinear(ParallelLinear):
         group: the ranks that share the layer.
         init: fills the whole weight in place, and the bias starts at 0; both as in ``torch.nn.Linear`` if None.
         sizes: output features of each rank, within one section; balanced if None.
-        sections: number of equal parts of the output, each split by itself: 2 for a gate and an up projection.
+        sections: number of equal parts of the output, each split separately: 2 for a gate and an up projection.
         intervals: instead of ``sizes`` and ``sections``: for each rank the intervals of output features that it
             holds, in the order of its output. Several ranks may hold the same interval, and their weight gradients are
             then partial sums; such an output is not gathered.
@@ -135,7 +135,7 @@ class ColumnLinear(ParallelLinear):
         if weight is not None:
             self._check_shape(weight)
         elif (weight := self.weight) is None:
-            raise WeightError("the layer was made without a weight of its own; pass a weight to forward")
+            raise WeightError("the layer was made without a weight; pass a weight to forward")
         return weight
 
     def _check_shape(self, weight: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Dropout of a tensor that the ranks share, so that the whole tensor's mask can be the same at every number of ranks.
+"""Dropout of a tensor that the ranks share, with a mask that can be the same at every number of ranks.
 
 By the streams' rule (``shardwise.core.random``) a shard's mask is drawn from the rank's own stream ("per_rank", as
-Megatron does), or is this rank's slice of a mask that belongs to the whole tensor ("global"). The latter is drawn by
-every rank alike, a bounded block at a time: more random numbers, for a run that does not depend on its layout.
+Megatron does), or is this rank's slice of the whole tensor's mask ("global"). Every rank draws the whole mask then, a
+bounded block at a time: more random numbers, for a run that does not depend on its layout.
 """
 
 import math
@@ -39,7 +39,7 @@ def sharded_dropout(
         group: the ranks that share the tensor; may be None where ``dim`` is.
         sizes: every rank's size along ``dim``; all the same as this rank's if None.
         training: return the input itself if False.
-        layer_number: the layer that draws, by the "global" rule from a stream of its own; None for one that all share.
+        layer_number: the layer, which by the "global" rule draws from a separate stream; None for the shared stream.
 
     Returns:
         Of the shape and dtype of ``input_``. A whole tensor is treated alike on every rank.
@@ -78,15 +78,12 @@ def global_keep_mask(
     Args:
         shape: of this rank's shard.
         p: probability of dropping an element.
-        dim: the dimension that the ranks split; None if ``shape`` is the whole tensor's.
-        group: the ranks that share the tensor; may be None where ``dim`` is.
-        sizes: every rank's size along ``dim``; all the same as this rank's if None.
-        device: where to draw; another device draws other numbers.
-        layer_number: the layer that draws, from a stream of its own; None for one that all share.
+        device: device of the random numbers; another device draws other numbers.
+        dim, group, sizes, layer_number: as for ``sharded_dropout``.
 
     Returns:
         Bools of the given shape, True where the element is kept. Together the ranks' slices are the mask that one rank
-        alone would have drawn, whichever dimension is split.
+        alone would have drawn, for each split dimension.
 
     Raises:
         ShardingError: no such dimension, or ``sizes`` does not fit ``shape``.

@@ -126,7 +126,7 @@ def look_up(ids: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:
 
 
 def look_up_own(ids: Tensor, start: int, stop: int, look_up: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``look_up`` gives for the ids of a rank that has those from ``start`` to ``stop``, -0.0 for others'."""
+    """``look_up`` of the ids from ``start`` to ``stop``, which this rank holds; -0.0 for others."""
     local = ids - start
     elsewhere = (local < 0) | (local >= stop - start)
     output = look_up(local.masked_fill_(elsewhere, 0))

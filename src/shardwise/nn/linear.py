@@ -36,7 +36,7 @@ from shardwise.nn.weight_gradient import WeightGradient
 
 
 class LinearParallelism(Enum):
-    """What a tensor-parallel linear communicates.
+    """The communication of a tensor-parallel linear.
 
     ================== ========================== ====================================================
     member             forward                    backward
@@ -57,10 +57,7 @@ class LinearParallelism(Enum):
 
     @property
     def outside(self) -> Layout | None:
-        """Layout of hidden states ``[s, b, h]`` in front of COLUMN and COLUMN_SEQUENCE and behind ROW and ROW_SEQUENCE.
-
-        None for LOCAL, which makes no move.
-        """
+        """Layout of hidden states ``[s, b, h]`` before column and after row layers; None for LOCAL."""
         if self is LinearParallelism.LOCAL:
             return None
         return hidden_layout(sequence_parallel=self in _OVERLAPPED)
@@ -95,7 +92,7 @@ class TensorParallelLinear(Function):
         ctx.products, ctx.overlaps = products, overlaps
         kept = input_ if ctx.needs_input_grad[1] else None
         gathers = parallelism is LinearParallelism.COLUMN_SEQUENCE
-        # A deferred gradient gathers by itself, when its time comes.
+        # A deferred gradient gathers when it is computed.
         defers = weight_gradient is not None and weight_gradient.may_wait
         keeps_gathered = gathers and kept is not None and is_kept_briefly() and not defers
         arguments = (parallelism, group, sizes, products, overlaps)
@@ -109,7 +106,7 @@ class TensorParallelLinear(Function):
             sizes = uneven_sizes(input_.size(0), group.size())
         ctx.sizes = sizes
         ctx.save_for_backward(kept, weight)
-        # Not as a view of the product's rows: PyTorch lets nobody write in place to a view that is made in here.
+        # PyTorch refuses in-place writes to a view that is made in here.
         return output.detach()
 
     @staticmethod
@@ -120,7 +117,7 @@ class TensorParallelLinear(Function):
         parallelism, group, sizes, products = ctx.parallelism, ctx.group, ctx.sizes, ctx.products
         weight_gradient: WeightGradient | None = ctx.weight_gradient
         grad_input = grad_weight = grad_bias = None
-        # An output may have a dtype of its own (``ProductsIn``).
+        # The output may have another dtype (``ProductsIn``).
         grad_output = grad_output.to(weight.dtype)
 
         if parallelism is LinearParallelism.ROW_SEQUENCE:
@@ -151,7 +148,7 @@ class TensorParallelLinear(Function):
             elif parallelism is LinearParallelism.COLUMN_SEQUENCE:
                 pending = reduce_scatter_async(grad_input, group=group, dim=0, sizes=sizes)
 
-        # The input gradient's reduction is in flight while the gradients of weight and bias are computed.
+        # The input gradient's reduction is in flight meanwhile.
         if needs_weight_grad:
             if gathered_input is not None:
                 input_ = gathered_input.wait()
@@ -191,13 +188,13 @@ def tensor_parallel_linear(
         input_: ``[s, b, i]`` (``[s/t, b, i]`` with COLUMN_SEQUENCE); not modified.
         weight: ``[o, i]``, this rank's shard.
         bias: ``[o]`` or None; with ROW it would be added once per rank, so it must be None there.
-        parallelism: which communication.
+        parallelism: the communication.
         group: the ranks that share the layer; may be None with LOCAL.
-        sequence: whose shards COLUMN_SEQUENCE gathers; None if all ranks hold as many positions.
-        weight_gradient: what becomes of the weight's gradient; autograd's if None.
+        sequence: read with COLUMN_SEQUENCE; None if all ranks hold as many positions.
+        weight_gradient: takes the weight's gradient; autograd does if None.
         products: makes the products.
-        overlaps: let the products of COLUMN_SEQUENCE and ROW_SEQUENCE be made as the ranks' rows come and go; nothing
-            with the other two, and with ``products`` that are not the usual ones.
+        overlaps: make the products of COLUMN_SEQUENCE and ROW_SEQUENCE while rows travel, if ``products`` are the usual
+            ones.
 
     Returns:
         ``[s, b, o]`` (``[s/t, b, o]`` with ROW_SEQUENCE, by the balanced rule).
@@ -230,8 +227,8 @@ def tensor_parallel_linear(
     output: Tensor = TensorParallelLinear.apply(input_, weight, bias, *arguments)
     if fused is parallelism:
         return output
-    # Recomputation ends with the last tensor that is saved. The product saves, the move after it does not: apart, the
-    # move is not repeated for a row layer at the end of what is recomputed.
+    # Recomputation ends with the last tensor that is saved. The product saves, and the move after it does not: as two
+    # nodes, the move is not repeated for a row layer at the end of a recomputed function.
     return reduce_product(output, parallelism, group)
 
 
@@ -243,7 +240,6 @@ def _quantized(
     group: ProcessGroup | None,
     sizes: Sequence[int] | None,
 ) -> Tensor:
-    """The linear map with a frozen weight in 8 or 4 bits, whose product keeps neither weight nor input."""
     if group is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
         input_ = moves.gather_for_parts(input_, dim=0, group=group, sizes=sizes)
     elif group is not None and parallelism is LinearParallelism.COLUMN:
@@ -276,7 +272,7 @@ def _multiply(
     if group is None or parallelism is LinearParallelism.LOCAL:
         return products.linear(input_, weight, bias), input_
     if parallelism is LinearParallelism.COLUMN_SEQUENCE:
-        # What is dropped after the product lies in memory that every layer uses in turn.
+        # Rows that are dropped after the product lie in memory that all layers use in turn.
         buffer = None if keeps_gathered else context_of(group).buffers
         if overlaps:
             return multiply_gathered(

@@ -61,7 +61,7 @@ def parameter_device(group: ProcessGroup, *, on_cpu: bool = False) -> torch.devi
 
 
 def viewless(output: Tensor) -> Tensor:
-    """The output of a model, whose memory nobody else reads, in the same memory and not as a view.
+    """The output of a model in the same memory, which has no other reader, and not as a view.
 
     PyTorch refuses in-place operations on some views, and under ``fully_shard`` they lose what gathers the parameters
     for the backward; it warns of every view there.
@@ -159,15 +159,12 @@ class ShardedModule(GroupModule):
         sharded_offsets: Sequence[ShardedOffset] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ParamShard]:
-        """This rank's part of each parameter, with where it lies in the whole.
+        """This rank's part of each parameter, with its place in the whole.
 
         Args:
             prefix: put before each name, such as ``"decoder.layers.0.mlp.linear_fc1."``.
             sharded_offsets: ``(axis, index, count)`` of leading axes that stack this layer with others of one name.
             metadata: handed on to modules within; ``dp_cp_group`` as in ``sharded_state.sharded_state_dict``.
-
-        Returns:
-            An entry for each parameter that the layer owns, and for what modules within it hold.
 
         Raises:
             ShardingError: ``sharded_offsets`` do not fit together.

@@ -20,12 +20,10 @@ class ZeroCenteredLayerNorm(nn.LayerNorm):
     """LayerNorm that keeps its weight minus 1."""
 
     def reset_parameters(self) -> None:
-        """The whole weight is 1, the bias 0."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """``[..., n]`` to the same."""
         return F.layer_norm(input_, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
@@ -33,7 +31,6 @@ class RMSNorm(nn.RMSNorm):
     """RMSNorm over the last dimension (``kernels.norms``)."""
 
     def forward(self, input_: Tensor) -> Tensor:
-        """``[..., n]`` to the same."""
         return rms_norm(input_, self.weight, self.eps)
 
 
@@ -41,19 +38,17 @@ class ZeroCenteredRMSNorm(RMSNorm):
     """RMSNorm that keeps its weight minus 1."""
 
     def reset_parameters(self) -> None:
-        """The whole weight is 1."""
         nn.init.zeros_(self.weight)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """``[..., n]`` to the same."""
         return rms_norm(input_, self.weight + 1, self.eps)
 
 
 class HeadsRMSNorm(nn.Module):
-    """RMSNorm over all heads of a token together, of which each rank of a group holds some.
+    """RMSNorm over all heads of a token together, where each rank of a group holds some heads.
 
     The mean square is that of all heads, so a rank's squares are summed over the group. Every rank holds the weight
-    whole and uses the part of its own heads: gradients are partial sums.
+    whole and uses the part of its heads: gradients are partial sums.
 
     Args:
         width: of all heads together.
@@ -86,7 +81,6 @@ class HeadsRMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The whole weight is 1."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     def squares(self, input_: Tensor) -> Tensor:
@@ -102,7 +96,7 @@ class HeadsRMSNorm(nn.Module):
         return self.norm_some(input_, squares, self.weight, self.heads)
 
     def norm_some(self, input_: Tensor, squares: Tensor, weight: Tensor, heads: Interval) -> Tensor:
-        """``forward`` of some of all heads, by ``weight``, ``[width]``, in place of the module's own."""
+        """``forward`` of some of all heads, by ``weight``, ``[width]``."""
         start, stop = (self.head_dim * head for head in heads)
         weight = weight[start:stop].view(-1, self.head_dim)
         scale = torch.rsqrt(squares / self.weight.size(0) + self.eps)[:, :, None, None]
@@ -154,7 +148,7 @@ class NormFunction:
 
     @property
     def whole_weight(self) -> Tensor:
-        """``[n]``, by which normed values are multiplied."""
+        """``[n]``, the factor of normed values."""
         return self.weight + 1 if self.zero_centered else self.weight
 
     def __call__(self, input_: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The products of sequence-parallel linear layers beside their gathers and sums (``core.communication.overlap``)."""
+"""Products of sequence-parallel linear layers during their gathers and sums (``core.communication.overlap``)."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def multiply_gathered(
     """``gathered @ weight.T + bias`` of the ranks' rows ``[s/t, ..., i]``, and ``gathered``; not recorded by autograd.
 
     Args:
-        pass_: of which layer.
+        pass_: the layer's kind, and its forward or backward.
         shard: this rank's rows.
         weight: ``[o, i]``.
         bias: ``[o]`` or None.
@@ -58,10 +58,10 @@ def multiply_gathered(
 
 
 def multiply_scattered(pass_: Pass, rows: Tensor, weight: Tensor, *, group: ProcessGroup) -> Pending:
-    """Start ``rows @ weight.T`` summed over the ranks, of which each gets its rows; not recorded by autograd.
+    """Start ``rows @ weight.T``, summed over the ranks and scattered by rows; not recorded by autograd.
 
     Args:
-        pass_: of which layer.
+        pass_: as for ``multiply_gathered``.
         rows: ``[s, ..., i]``.
         weight: ``[o, i]``.
         group: the ranks that share the sequence, by the balanced rule.

@@ -33,11 +33,11 @@ class ParallelLinear(DelayedGradients, ShardedModule):
         sequence_parallel: outside the layer each rank holds its shard of the sequence.
         parallelism: what the layer communicates, where it is not the usual: LOCAL leaves to the caller the sum of a row
             layer's output, and of the gradient of a column layer's input.
-        overlap: with ``sequence_parallel`` multiply the ranks' rows as they come, and sum them as they go
-            (``core.communication.overlap``), in place of all at once.
+        overlap: with ``sequence_parallel`` multiply the ranks' rows while others travel
+            (``core.communication.overlap``).
         align_rows: where a gradient is recorded on CUDA, let rows of the output begin at multiples of 16 bytes: for
             outputs as wide as a vocabulary, which may be odd.
-        fuse_weight_gradient: add the weight's gradient to ``weight.main_grad`` in place of ``weight.grad``.
+        fuse_weight_gradient: add the weight's gradient to ``weight.main_grad`` instead of ``weight.grad``.
         delay_weight_gradient: leave the weight's gradient out of the backward, for ``backward_dw``.
         weight_gradient_queue: where weight gradients wait, before those two.
         options: of ``ShardedModule``: ``device``, ``dtype``, ``initialize``, ``init_on_cpu``.
@@ -51,10 +51,10 @@ class ParallelLinear(DelayedGradients, ShardedModule):
     weight: Parameter | None
     bias: Parameter | None
     local_features: int
-    # That of the factors if None.
+    # The factors' dtype if None.
     output_dtype: torch.dtype | None = None
     _products: Products
-    # What the layer communicates on several ranks: without sequence parallelism, and with it.
+    # On several ranks: without sequence parallelism, and with it.
     _usual_parallelism: tuple[LinearParallelism, LinearParallelism]
 
     def __init__(
@@ -109,7 +109,7 @@ class ParallelLinear(DelayedGradients, ShardedModule):
 
     @property
     def is_one_product(self) -> bool:
-        """Whether all that the layer computes is one product with its weight, and its bias."""
+        """True if the layer computes one product with its weight, and adds its bias."""
         return not isinstance(self.weight, QuantizedTensor)
 
     def _check_width(self, input_: Tensor, width: int) -> None:

@@ -70,7 +70,7 @@ def _torchao(kind: str) -> Any:
         import torchao.quantization
         from torchao.quantization import quant_primitives
 
-        # What is used of it, so that another version is told here.
+        # Another version may lack these.
         needed = (quant_primitives.choose_qparams_affine_with_min_max, quant_primitives.quantize_affine)
         assert all(needed)
         _ = torchao.quantization.NF4Tensor.quantize_tensor_nearest
@@ -163,7 +163,7 @@ _AT_ONCE = 1 << 22
 
 
 class QuantizedTensor(Tensor):
-    """A rank's part of a weight, ``[rows, columns]``, of which codes and scales are stored.
+    """A rank's part of a weight, ``[rows, columns]``, stored as codes and scales.
 
     It has the shape, the dtype and the device of the weight that it is made of. An operation on it is one on the values
     that the codes stand for, all at once (``quantized_linear`` takes them block by block); it is not written to.
@@ -211,7 +211,7 @@ class QuantizedTensor(Tensor):
                 rows, -(-columns // form.per_byte), dtype=torch.int8 if kind == "int8" else torch.uint8, device=device
             ),
             torch.empty(rows, number, device=device),
-            # Which column is of which block is known where no value is yet.
+            # The blocks of columns are known before any value is.
             blocks if blocks is None or like.is_meta else blocks.to(device),
             torch.Size((rows, columns)),
             like.dtype,

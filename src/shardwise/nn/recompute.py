@@ -5,7 +5,7 @@ any kind work. What is ours: the random streams are part of the state that the r
 ask where they are (``is_checkpointing``, ``is_recomputing``).
 
 Recomputation ends as soon as all that was saved is there again. A layer whose last act is a collective therefore does
-it in an autograd function of its own, after the one that saves: then the recomputation never gets to it. What a layer
+it in a second autograd function, after the one that saves: then the recomputation never gets to it. What a layer
 saves must be of the same shapes in both phases.
 
 Source: Chen et al. 2016 (arXiv:1604.06174); Korthikanti et al. 2022 (arXiv:2205.05198), section 5.
@@ -40,24 +40,17 @@ _PHASES = _Phases()
 
 
 def is_checkpointing() -> bool:
-    """Whether the calling thread is inside the first forward of a checkpointed function.
-
-    Of nested ones the innermost counts: what runs because an outer function is recomputed, but will be recomputed once
-    more itself, is in its first forward. Always False under ``torch.compile``.
-    """
+    """True inside the first forward of the thread's innermost checkpointed function; False under ``torch.compile``."""
     return is_kept_briefly() and not _PHASES.recomputing[-1]
 
 
 def is_recomputing() -> bool:
-    """Whether the calling thread is inside the recomputation of a checkpointed function, and what is saved is for use.
-
-    Of nested ones the innermost counts. Always False under ``torch.compile``.
-    """
+    """True inside the recomputation of the thread's innermost checkpointed function; False under ``torch.compile``."""
     return is_kept_briefly() and _PHASES.recomputing[-1]
 
 
 def is_kept_briefly() -> bool:
-    """Whether either is so: what is saved now is dropped and saved again just before the backward, or used just now."""
+    """True inside either: tensors saved now are dropped and saved again before the backward, or used at once."""
     # Under torch.compile the compiler decides what is computed twice; a constant keeps the graph whole.
     return not torch.compiler.is_compiling() and bool(_PHASES.recomputing)
 
@@ -155,7 +148,7 @@ def keep_arguments(ctx: Any, function: Callable[..., Any], args: tuple[Any, ...]
 
 
 def run_again(ctx: Any) -> Any:
-    """What the function of ``keep_arguments`` returns once more, with gradients."""
+    """Call the function of ``keep_arguments`` again, with gradients."""
     inputs = list(ctx.args)
     for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
         inputs[place] = tensor.detach().requires_grad_(tensor.requires_grad)

@@ -30,7 +30,7 @@ class RowLinear(ParallelLinear):
         bias: whether there is a bias; every rank holds it whole.
         group, init, options: as ``ColumnLinear``.
         sizes: input features of each rank, within one section; balanced if None.
-        sections: number of equal parts of the input, each split by itself.
+        sections: number of equal parts of the input, each split separately.
 
     Attributes:
         weight: ``[o, i/t]``.

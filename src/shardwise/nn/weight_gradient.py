@@ -21,10 +21,10 @@ _USUAL = Products()
 
 
 class WeightGradientQueue:
-    """One layer's weight gradients that wait for a step of their own: their inputs and output gradients.
+    """Inputs and output gradients of one layer whose weight gradients are computed later.
 
-    The first inputs are those of the output gradients, in the same order, whatever order micro-batches come back in;
-    what comes after them was announced by a forward whose backward has not come yet.
+    The first inputs are those of the output gradients, in the same order; the inputs after them were announced by
+    forwards whose backward has not come yet.
 
     Args:
         limit: how many may wait; 0 is no limit.
@@ -97,11 +97,11 @@ class WeightGradientQueue:
 
 
 class WeightGradient:
-    """What becomes of the weight gradient of one call of a linear layer.
+    """Destination of the weight gradient of one call of a linear layer.
 
     Args:
         weight: the parameter, as the caller knows it; its ``main_grad`` is added to.
-        fuse: add the gradient to ``weight.main_grad`` in place of returning it.
+        fuse: add the gradient to ``weight.main_grad`` instead of returning it.
         queues: where it waits: in the first that has room.
     """
 
@@ -114,7 +114,7 @@ class WeightGradient:
         self._announced: Tensor | None = None
 
     def announce(self, input_: Tensor) -> None:
-        """Tell the queues of an input in its forward; of a forward that is recomputed it comes with the backward."""
+        """Announce an input to the queues; a recomputed forward's comes with the backward."""
         if not is_kept_briefly() and any(queue.announce(input_) for queue in self._queues):
             self._announced = input_
 
@@ -129,7 +129,6 @@ class WeightGradient:
         return any(queue.add(self.weight, input_, grad_output, announced) for queue in self._queues)
 
     def placeholder(self) -> Tensor | None:
-        """What autograd is given in place of a gradient that it need not keep (``kernels.products.placeholder``)."""
         return placeholder(self.weight)
 
 

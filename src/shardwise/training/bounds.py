@@ -1,4 +1,4 @@
-"""What a setting may be: its kind, and the range of a number, both declared by its type.
+"""Checks of settings: their kind, and the range of a number, both declared by the type.
 
 ::
 
@@ -6,7 +6,7 @@
     dropout: Annotated[float, Range(0, 1, high_included=False)] = 0.0
 
 Values come from flags, TOML files and the JSON of checkpoints, so nothing is taken for granted: neither the kind, nor
-that a number is finite. Nothing of PyTorch is imported here, for a wrong setting is to be heard of at once.
+that a number is finite. PyTorch is not imported here, so that a wrong setting is refused at once.
 
 Settings from plain values, such as those of a TOML or JSON file, over their defaults.
 """
@@ -103,7 +103,7 @@ TEMPERATURE = Range(0, 1e6)
 """Of the temperature of sampling; 0 takes the likeliest token."""
 
 TOP_P = Range(0, 1, low_included=False)
-"""Of the sum of probabilities among which a token is chosen."""
+"""Of the sum of probabilities in top-p sampling."""
 
 FILE_GB = Range(1e-9, 1e9)
 """Of the largest file of weights, in 1e9 bytes."""
@@ -233,14 +233,14 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def annotations_of(cls: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """The type of each field of a dataclass, and what ``Annotated`` says beside it."""
+    """The type of each field of a dataclass, and the marks of ``Annotated``."""
     hints = get_type_hints(cls, include_extras=True)
     split = {name: get_args(hint) if get_origin(hint) is Annotated else (hint,) for name, hint in hints.items()}
     return {field.name: (split[field.name][0], split[field.name][1:]) for field in dataclasses.fields(cls)}
 
 
 def kind_of(annotation: Any) -> Any:
-    """The type of a setting's values beside None."""
+    """The type of a setting's values other than None."""
     if get_origin(annotation) not in (types.UnionType, Union):
         return annotation
     (kind,) = (argument for argument in get_args(annotation) if argument is not type(None))
@@ -248,14 +248,14 @@ def kind_of(annotation: Any) -> Any:
 
 
 def _problem(value: Any, annotation: Any, limits: Range | None) -> str | None:
-    """What ``value`` must be and is not; None if it is."""
+    """What ``value`` must be and is not; None if it is valid."""
     kind = kind_of(annotation)
     if kind is not annotation and value is None:
         return None
     annotation = kind
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        # Of the same type too, as True is 1; an unhashable value is no error of its own.
+        # Of the same type too, as True is 1. A value may be unhashable.
         fits = any(type(value) is type(choice) and value == choice for choice in arguments)
         return None if fits else f"one of {', '.join(map(repr, arguments))}"
     if origin is tuple and get_origin(arguments[0]) is Literal:
@@ -287,7 +287,7 @@ def _shown(value: Any) -> str:
 
 
 def launcher_number(variable: str, *, least: int = 0) -> int | None:
-    """What a launcher says by an environment variable; None if it is not set.
+    """The number in an environment variable that a launcher sets; None if it is not set.
 
     Raises:
         ConfigError: it is no number, or less than ``least``.
@@ -302,7 +302,7 @@ _T = TypeVar("_T")
 
 
 def with_values(cls: type[_T], values: Mapping[str, Any], defaults: _T | None = None) -> _T:
-    """A settings dataclass with ``values`` over its defaults; those in it likewise.
+    """A settings dataclass with ``values`` over its defaults, also in the dataclasses within it.
 
     Args:
         cls: the dataclass.
@@ -392,7 +392,7 @@ def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str
             value = tuple(value)
         check_value(where + name, value, known[name])
         if kind is float and value is not None:
-            # What is too large for a float is out of range too, and refused as such.
+            # A number that is too large for a float is refused as out of range.
             with contextlib.suppress(OverflowError):
                 value = float(value)
         found[last] = value
@@ -402,8 +402,8 @@ def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that ``name`` was most likely meant to be, or None.
 
-    ``tp`` finds ``parallel.tp``: a name whose last part is the same comes first, then one of which that is the initials
-    (``optimizer.lr``). Of a name with a group the last part alone is compared with those of the group.
+    ``tp`` finds ``parallel.tp``: a name whose last part is the same comes first, then one whose initials they are
+    (``optimizer.lr``). The last part of a name with a group is compared with those of the group.
     """
     known = list(known)
     group, _, last = name.rpartition(".")

@@ -225,7 +225,7 @@ def learning_rate_at(
     return highest * (final_ratio + (1.0 - final_ratio) * left)
 
 
-# What fp32 holds with room for a few products.
+# fp32 holds it, with room for a few products.
 _LARGE = 1e30
 RATE = Range(0, _LARGE, low_included=False)
 """Of a learning rate."""

@@ -1,6 +1,4 @@
-"""The factors of an adapter, split over the ranks as the layer beside which they stand.
-
-Which rows of a fused weight are those of one Hugging Face linear layer: pure arithmetic.
+"""The factors of an adapter, split over the ranks as the layer that it adapts.
 
 One weight of ours may hold several of Hugging Face's (query, key and value; gate and up), or hold its rows in another
 order (GPT-2's ``c_attn``). A *section* lists, for each row of Hugging Face's weight in its order, the row of ours.
@@ -67,11 +65,7 @@ def _held(section: Tensor, fused: ParamLayout, rank: int) -> Tensor:
 
 
 def _intervals(rows: Tensor) -> tuple[Interval, ...]:
-    """Ascending rows as intervals of consecutive ones.
-
-    >>> _intervals(torch.tensor([0, 1, 4]))
-    ((0, 2), (4, 5))
-    """
+    """Ascending rows as intervals: 0, 1 and 4 are ``((0, 2), (4, 5))``."""
     if not rows.numel():
         return ((0, 0),)
     ends = (rows.diff() != 1).nonzero().flatten()
@@ -111,7 +105,7 @@ class LoraAdapter(Adapter):
     layer's dtype.
 
     Args:
-        layer: the linear layer beside which they stand.
+        layer: the linear layer that they adapt.
         config: rank.
         section: which rows of a column-parallel layer's output they add to, in their order; all in order if None.
 

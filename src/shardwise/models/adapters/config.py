@@ -1,4 +1,4 @@
-"""What adapters are: their rank, their strength, which layers get one, and what is trained beside them."""
+"""Settings of adapters: rank, strength, the layers that get one, and parameters that are trained next to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Biases = Literal["none", "all", "lora_only"]
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters: beside each chosen weight ``W`` a product ``scaling * B A`` is learned, and ``W`` stays.
+    """Low-rank adapters: next to each chosen weight ``W`` a product ``scaling * B A`` is learned, and ``W`` stays.
 
     Names and meanings are those of the ``peft`` library.
 
@@ -30,15 +30,15 @@ class LoraConfig:
         target_modules: the layers by their Hugging Face names, such as ``("q_proj", "v_proj", "embed_tokens")``; a name
             stands for all whose path ends with it. ``("all-linear",)`` is all linear ones of the transformer layers. A
             string that is not in a tuple is a regular expression of whole paths.
-        use_rslora: divide the strength by ``sqrt(r)`` in place of ``r``.
+        use_rslora: divide the strength by ``sqrt(r)`` instead of ``r``.
         use_dora: learn the length of each row of the weight apart from its direction: the layer's weight is
             ``m * (W + scaling * B A) / n``, where ``n`` is the length of each row of the sum and ``m`` is learned, and
             starts as that of ``W``. ``n`` counts as a constant in the backward, as in ``peft``.
         rank_pattern: other ranks, by a name or a regular expression of the end of a path; the first that fits counts.
-        alpha_pattern: other strengths, likewise.
+        alpha_pattern: other strengths, the same way.
         bias: which biases of the model are trained too: none, all, or those of layers with adapters.
         modules_to_save: modules that are trained whole, by the ends of their Hugging Face paths, such as ``("lm_head",
-            "embed_tokens")``; of a tied weight the one that is named becomes one of its own.
+            "embed_tokens")``; a tied weight that is named is untied.
         layers_to_transform: numbers of the transformer layers that get adapters, from 0; None or empty: all. A target
             that is a whole path counts in any layer, and the embedding and the output layer get none.
         layers_pattern: the names of the list of layers whose numbers count, such as ``("layers",)``, each a regular
@@ -46,7 +46,7 @@ class LoraConfig:
         exclude_modules: layers that get no adapter, in the manner of ``target_modules``.
 
     Raises:
-        ConfigError: a value out of range, a regular expression that is none, or layers beside one.
+        ConfigError: a value out of range, a wrong regular expression, or layers next to one.
 
     Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for ``use_rslora``; Liu et al. 2024
     (arXiv:2402.09353), section 4, for ``use_dora``.
@@ -80,7 +80,7 @@ class LoraConfig:
             name = "layers_pattern" if self.layers_to_transform is None else "layers_to_transform"
             raise ConfigError(
                 f"{name} is {getattr(self, name)!r} and target_modules is {self.target_modules!r}, which chooses "
-                "layers by itself; leave one of them out, or make target_modules a list of names"
+                "layers too; leave one of them out, or make target_modules a list of names"
             )
         if self.layers_pattern and self.layers_to_transform is None:
             raise ConfigError(

@@ -26,7 +26,7 @@ class LoraEmbeddingAdapter(Adapter):
     """The two factors for an embedding.
 
     Args:
-        layer: the embedding beside which they stand.
+        layer: the embedding that they adapt.
         config: rank, and whether columns have learned lengths.
 
     Attributes:
@@ -54,7 +54,7 @@ class LoraEmbeddingAdapter(Adapter):
 
 
 class LoraEmbedding(LoraLayer, VocabEmbedding):
-    """What a VocabEmbedding becomes with an adapter; see ``LoraLayer``. There is no dropout, as in ``peft``."""
+    """A VocabEmbedding with an adapter; see ``LoraLayer``. There is no dropout, as in ``peft``."""
 
     weight: Tensor
 

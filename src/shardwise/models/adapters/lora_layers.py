@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers with low-rank adapters: exact at every number of ranks, and cheap on the wire.
 
 ==================== ================= ================= ==============================================================
-layer                A                 B                 communication beside the layer's own
+layer                A                 B                 communication besides the layer's own
 ==================== ================= ================= ==============================================================
 column               whole             split like ``W``  all-reduce of the gradient of ``z = A x``
 column, sequence     whole, gradient   split like ``W``  all-gather of ``z``, reduce-scatter of its gradient
@@ -155,7 +155,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
             layer: a ColumnLinear or a RowLinear, or of a class derived from one of them.
             config: rank, strength and dropout.
             sections: for each adapter's name the rows of the layer's output that it adds to; None for all in order.
-            paths: for each adapter's name its path in Hugging Face's model, of which the patterns of the config are.
+            paths: for each adapter's name its path in Hugging Face's model, for the config's patterns.
 
         Returns:
             ``layer``, now of a class with adapters.
@@ -168,7 +168,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
         if not isinstance(layer, ColumnLinear | RowLinear):
             raise ConfigError(f"a {type(layer).__name__} cannot have adapters; only tensor-parallel linear layers can")
         if layer.weight is None:
-            raise ConfigError("the layer has no weight of its own, so it cannot have adapters")
+            raise ConfigError("the layer has no weight, so it cannot have adapters")
         if layer.parallelism is LinearParallelism.LOCAL and layer.group.size() > 1:
             raise ConfigError("the layer leaves its communication to its caller, so it cannot have adapters")
         adapters = {
@@ -219,10 +219,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
         return F.linear(input_, factor.to(input_.dtype))
 
     def _up(self) -> Tensor:
-        """``B`` of all adapters as one matrix ``[o/t, ranks]`` over the layer's output, 0 where an adapter has none.
-
-        Those with another strength than the first are multiplied by the ratio of both.
-        """
+        """``B`` of all adapters in one matrix ``[o/t, ranks]``, scaled as the first; 0 outside of sections."""
         columns, adapters = [], self._adapters()
         for adapter in adapters:
             factor: Tensor = adapter.lora_B

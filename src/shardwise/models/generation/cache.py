@@ -1,9 +1,4 @@
-"""Keys and values of the tokens that a model has read, so that each token is read once.
-
-Keys and values that are kept from one generation to the next, so that a conversation is not read anew each turn.
-
-A trained model on layers for inference, without a copy of its weights.
-"""
+"""Key-value caches, for one generation and from one to the next, and trained models on layers for inference."""
 
 from __future__ import annotations
 
@@ -102,12 +97,7 @@ class PreallocatedCache:
         return self._store.numel() * self._store.element_size()
 
     def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new tokens to one layer.
-
-        Args:
-            layer_number: the layer's number, from 1.
-            key: ``[b, groups/t, new, d]``; copied.
-            value: like ``key``.
+        """Add keys and values of new tokens, ``[b, groups/t, new, d]``, to the layer of this number, from 1.
 
         Returns:
             Keys and values of all tokens so far, ``[b, groups/t, all, d]``: views of the cache, which the next
@@ -177,7 +167,7 @@ class PrefixCache:
     """The key-value cache of the text that a model read last, for prompts that begin as that text does.
 
     For ``generate``, which reads the prompt from where it parts from the text before. Each rank of the model's
-    tensor-parallel group makes one. It is of the weights as they are: take another when they have changed.
+    tensor-parallel group makes one. Make another when weights have changed.
 
     Args:
         model: that reads.
@@ -204,7 +194,7 @@ class PrefixCache:
     def take(self, token_ids: Sequence[int], capacity: int) -> PreallocatedCache:
         """The cache of the first ``shared(token_ids)`` of the tokens, with room for ``capacity`` at least.
 
-        Whoever fills it says so with ``keep``.
+        Call ``keep`` once it is filled.
 
         Args:
             token_ids: of the text to read.
@@ -227,7 +217,7 @@ class PrefixCache:
         return new
 
     def keep(self, token_ids: Sequence[int]) -> None:
-        """Say of which tokens the cache that was taken holds keys and values: as many of the first as it has."""
+        """Note the tokens of the cache that was taken: as many of ``token_ids`` as it holds."""
         assert self._cache is not None
         self._token_ids = list(token_ids[: self._cache.length])
 
@@ -242,7 +232,7 @@ def inference_view(model: M, *, fused: bool) -> M:
     another after parameters were replaced, as by ``load_state_dict(assign=True)``.
 
     Args:
-        model: left as it is.
+        model: not modified.
         fused: one exchange per half block (``shardwise.nn.inference``), for models with sequence parallelism and
             without; on one rank there is nothing to fuse.
 
@@ -254,10 +244,10 @@ def inference_view(model: M, *, fused: bool) -> M:
 
 
 def with_block(model: M, block: InferenceBlock) -> M:
-    """The model with ``block``, which was made of its own, in place of that; ``inference_view`` otherwise."""
+    """The model with ``block``, which was made of the model's block; else as ``inference_view``."""
     if not block.fused:
         return sharing(model, type(model), decoder=block)
-    # What the block returns is whole already.
+    # The block's output is whole already.
     output_layer = sharing(
         model.output_layer, type(model.output_layer), parallelism=LinearParallelism.COLUMN, sequence_parallel=False
     )
@@ -268,7 +258,7 @@ def on_layers(model: M, layers: Literal["auto", "training", "inference", "fused"
     """The model on the layers that are asked for, and which they are, for people.
 
     Args:
-        model: left as it is.
+        model: not modified.
         layers: those of training; those for inference, with the same communication or ``"fused"``; or ``"auto"``, those
             for inference unfused where the model can have them. Of a model that is not split along the sequence these
             take the same collectives and fewer operations; fused on a CPU there are more operations.

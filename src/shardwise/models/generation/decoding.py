@@ -1,7 +1,7 @@
 """One token's pass through a model on CUDA, the same operations at the same addresses for every token.
 
-What differs from token to token (its id, its position, how much of the cache is filled) lies in buffers on the GPU, and
-the host reads none of it. So the pass can be recorded once as a CUDA graph, and launched as one: at one sequence a time
+The token's id, its position and the length of the cache lie in buffers on the GPU, and the host reads none of them. So
+the pass can be recorded once as a CUDA graph, and launched as one: at one sequence a time
 the host otherwise takes longer to launch the operations than the GPU to do them.
 """
 
@@ -89,8 +89,8 @@ class DecodeStep:
 
     def _replay(self) -> Tensor:
         if self._graph is None:
-            # What is compiled or allocated at a first call is so before the recording, on a stream of its own, as
-            # PyTorch asks. Each run writes the same keys to the same place.
+            # First calls compile and allocate before the recording, on a separate stream, as PyTorch asks. Each run
+            # writes the same keys to the same place.
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -43,8 +43,8 @@ def generate(
 
     Args:
         model: the model; sequence parallelism is allowed, but saves nothing here and costs time.
-        prompt_ids: token ids; may be empty if ``eos_id`` is given, from which (the first, of several) the model then
-            starts, as from the end of the text before.
+        prompt_ids: token ids. If empty, the model starts from ``eos_id`` (the first, if there are several), as from the
+            end of the text before.
         max_new_tokens: most tokens to generate.
         sampling: how a token is chosen.
         seed: seed of the choices, from 0 to 2**63 - 1.
@@ -130,7 +130,7 @@ def generate_batch(
 
     Shorter prompts are padded on the left, behind a mask. Those whose text would outgrow the model's
     ``max_sequence_length`` are generated one by one, and so are all of a model whose rotary frequencies depend on the
-    length of its text: each text is rotated by its own length, whatever that of the others.
+    length of its text: each text is rotated by its own length.
 
     Args:
         model, max_new_tokens, sampling, eos_id: see ``generate``.
@@ -225,7 +225,7 @@ def sequence_log_probs(model: GPT, input_ids: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; each module's own mode is restored, whatever it was."""
+    """Evaluation mode without gradients; each module's mode is restored afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -146,7 +146,7 @@ def choose_next_token(
 
 
 def checked_choice(ids: Tensor) -> Tensor:
-    """``ids`` as they are; waits for their device.
+    """``ids``, unchanged; waits for their device.
 
     Raises:
         DivergenceError: one is -1.

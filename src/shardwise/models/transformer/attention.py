@@ -34,7 +34,7 @@ _SCORES_OF_BLOCK = 1 << 24
 
 
 class KeyValueCache(Protocol):
-    """What attention needs of a cache: it appends new keys and values and returns all of them."""
+    """A cache as attention uses it: it appends new keys and values and returns all of them."""
 
     def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """``[b, groups/t, new, d]`` each in; ``[b, groups/t, all, d]`` each out."""
@@ -53,7 +53,7 @@ class SelfAttention(GroupModule):
         config: sizes and kind of the attention.
         layer_number: this layer's place in the model, from 1; names its cache.
         tp_group: tensor-parallel group.
-        attn_mask_type: what it forbids by itself.
+        attn_mask_type: positions that it forbids without a mask.
 
     Attributes:
         num_local_groups: key-value heads of this rank.
@@ -150,7 +150,7 @@ class SelfAttention(GroupModule):
         """A copy whose ``attended`` takes the heads of a rank of another group, and norms neither queries nor keys."""
         other = copy.copy(self)
         other._hold(split, group)
-        # A dictionary of its own, as the copy shares that of the original.
+        # A new dictionary, as the copy shares that of the original.
         other._modules = {**self._modules, "q_layernorm": None, "k_layernorm": None}
         return other
 
@@ -223,7 +223,6 @@ class SelfAttention(GroupModule):
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
     def _norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """``[s, b, heads/t, d]`` and ``[s, b, groups/t, d]`` to the same."""
         if self.q_layernorm is None or self.k_layernorm is None:
             return query, key
         return self._norm.heads(self.q_layernorm, self.k_layernorm, query, key, group=self.group)
@@ -326,9 +325,7 @@ class SelfAttention(GroupModule):
     def _attend_written_out(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
     ) -> Tensor:
-        """As explicit matrix products: PyTorch's own attention draws its dropout mask itself, and what is needed for
-        the "global" rule is a slice of all heads' mask.
-        """
+        # PyTorch's attention draws its dropout mask itself, and the "global" rule needs a slice of all heads' mask.
         key, value = self._for_all_queries(key), self._for_all_queries(value)
         forbidden = blind = None
         if is_causal:
@@ -344,7 +341,7 @@ class SelfAttention(GroupModule):
             forbidden = bias == -torch.inf
             blind = forbidden.all(dim=-1, keepdim=True)
         if forbidden is not None:
-            # Not -inf, of which the softmax of a token that sees nothing would be NaN.
+            # With -inf the softmax of a token that sees nothing would be NaN.
             scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)

@@ -59,7 +59,7 @@ class TransformerBlock(GroupModule):
         tp_group: tensor-parallel group.
         layers: which of the model's layers, counted from 0; all if None.
         post_process: whether the model ends here, so that the final norm (``config.final_layernorm``) is here too.
-        seed: from which each layer's own is derived, so that a layer starts alike on every stage; the default
+        seed: the source of each layer's seed, so that a layer starts alike on every stage; the default
             generators go on from layer to layer if None.
 
     Attributes:
@@ -102,7 +102,7 @@ class TransformerBlock(GroupModule):
         return self.input_layout
 
     def seeded_parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
-        """Each layer, and what is mixed into the seed from which it starts."""
+        """Each layer, with what is mixed into its seed."""
         for layer in self.layers:
             assert isinstance(layer, TransformerLayer)
             yield _part(layer.layer_number), layer

@@ -21,7 +21,7 @@ from shardwise.nn.norm import NormFunction
 
 
 class InferenceLayer(TransformerLayer):
-    """What a pre-norm ``TransformerLayer`` does in evaluation mode, without gradient, on its parameters.
+    """A pre-norm ``TransformerLayer`` in evaluation mode, without gradient, on the parameters of a layer of training.
 
     Attributes:
         fused: the row-parallel layers add the residual and apply the next norm in their one exchange.
@@ -54,7 +54,7 @@ class InferenceLayer(TransformerLayer):
             )
         if layer.residual_multiplier != 1.0:
             raise ConfigError(
-                "layers for inference add to the residual stream as it is; a model with residual_multiplier "
+                "layers for inference add to the plain residual stream; a model with residual_multiplier "
                 f"{layer.residual_multiplier} does otherwise"
             )
         attention, mlp = layer.self_attention, layer.mlp
@@ -110,7 +110,7 @@ class InferenceLayer(TransformerLayer):
 
 
 class InferenceBlock(TransformerBlock):
-    """What a ``TransformerBlock`` does in evaluation mode, without gradient, on its parameters.
+    """A ``TransformerBlock`` in evaluation mode, without gradient, on the parameters of a block of training.
 
     Attributes:
         fused: each rank keeps its shard of the residual, and each half block makes one exchange

@@ -48,7 +48,7 @@ class ResidualDropout(nn.Module):
 
 @dataclass(frozen=True)
 class TransformerLayerSpec:
-    """What a layer is made of; replace a part to change the model.
+    """Parts of a layer; replace one to change the model.
 
     Attributes:
         norm: from the config, a norm.
@@ -62,7 +62,7 @@ class TransformerLayerSpec:
 
 
 class _Input(NamedTuple):
-    """What is added to, what goes into attention or MLP, and whose output is to be freed after it."""
+    """The residual, the input of attention or MLP, and the recomputation whose output is freed after it."""
 
     residual: Tensor
     input_: Tensor
@@ -75,7 +75,7 @@ class TransformerLayer(GroupModule):
     With ``config.norm_position`` "pre": ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with "post":
     ``norm(x + attention(x))``, then ``norm(x + mlp(x))``; with "branch": ``x + norm(attention(x))``, and with
     "sandwich": ``x + norm(attention(norm(x)))``. ``config.apply_residual_connection_post_layernorm`` adds to
-    ``norm(x)`` in place of ``x``; ``config.parallel_residual`` gives the layer's input to both, and adds both to it.
+    ``norm(x)`` instead of ``x``; ``config.parallel_residual`` gives the layer's input to both, and adds both to it.
 
     Args:
         config: sizes of the model.
@@ -110,7 +110,7 @@ class TransformerLayer(GroupModule):
             config.recompute.recomputes("layernorm"),
             config.recompute.recomputes("mlp"),
         )
-        # What the spec makes knows no group, or may not ask it where its parameters belong.
+        # Parts that the spec makes may not ask the group for the device of their parameters.
         with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
             self.input_layernorm = spec.norm(config) if is_before else None
             self.self_attention = spec.attention(config, layer_number, tp_group)
@@ -159,7 +159,6 @@ class TransformerLayer(GroupModule):
         return residual + added if norm_after is None else self._add_and_norm(norm_after, residual, added)[1]
 
     def _branch(self, output: Tensor, norm: nn.Module | None, sequence: SequenceView) -> Tensor:
-        """What attention or MLP adds to the residual stream."""
         if norm is not None and not self._norms_sum:
             output = self._normed(norm, output)
         if self.residual_multiplier != 1.0:

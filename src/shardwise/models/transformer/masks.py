@@ -13,7 +13,7 @@ from shardwise.models.transformer.heads import split_heads
 
 
 class AttnMaskType(Enum):
-    """What attention forbids by itself; a mask that it is given forbids more. Names are those of Megatron."""
+    """Positions that attention forbids without a mask; a mask forbids more. Names are those of Megatron."""
 
     causal = "causal"
     """A token sees itself and those before it."""
@@ -35,7 +35,7 @@ class AttnMaskType(Enum):
 
 
 class AttentionMask:
-    """What restricts or biases the attention of one forward pass, beyond what every layer does by itself.
+    """Restrictions and biases of the attention of one forward pass, in addition to those of each layer.
 
     It keeps the tensor that it makes, so that all layers share one: make it anew for each forward pass.
 
@@ -122,7 +122,7 @@ class AttentionMask:
             forbidden.append(self._other_document(query, num_keys))
         if self.forbidden is not None:
             forbidden.append(self._checked(query, num_keys))
-        # Of the query's dtype, not of bools, of which each layer would make such a tensor for itself, and keep it.
+        # Of the query's dtype: of bools each layer would make such a tensor, and keep it.
         bias = torch.zeros((), dtype=query.dtype, device=device)
         if self.alibi_slopes is not None:
             wide = torch.promote_types(query.dtype, torch.float32)
@@ -181,8 +181,8 @@ def document_ids_of(cu_seqlens: Tensor, length: int) -> Tensor:
     tensor([[0, 0, 1, 1, 1, 2]])
 
     Args:
-        cu_seqlens: ``[documents + 1]``, where each begins, and where the last one ends; what follows is padding, a
-            document of its own.
+        cu_seqlens: ``[documents + 1]``, where each begins, and where the last one ends; the rest is padding, and counts
+            as a document.
         length: of the row.
     """
     positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)

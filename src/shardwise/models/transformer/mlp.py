@@ -22,7 +22,7 @@ from shardwise.nn.replicated import set_replicas_
 
 
 def layer_arguments(config: LayerConfig, *, group: ProcessGroup, linear: bool = True) -> dict[str, Any]:
-    """What a layer of a model is made with, beside its sizes and initial values.
+    """Arguments of a model's layers, except for their sizes and initial values.
 
     Args:
         config: of the model.

@@ -57,7 +57,7 @@ class RotaryScaling:
             ``"yarn"`` divide those that turn seldom over the original context, leave those that turn often, and blend
             in between: by the number of turns (Llama 3.1), or by the frequency's index (Peng et al. 2023,
             arXiv:2309.00071). ``"dynamic"`` raises the base with the length of a sequence beyond the original context
-            (there too, appendix B.2), and ``"longrope"`` divides each frequency by a number of its own, one list of
+            (there too, appendix B.2), and ``"longrope"`` divides each frequency by a different number, one list of
             them for sequences within the original context and one for longer ones (Ding et al. 2024,
             arXiv:2402.13753; Phi-3).
         factor: of the context's growth.
@@ -159,7 +159,7 @@ class RotaryScaling:
         """Whether the token that makes a text ``length`` tokens long changes the frequencies of all before it.
 
         A key-value cache of these is then of no use. True where ``"longrope"`` goes over to its other list. With
-        ``"dynamic"`` each further token has frequencies of its own, and keys in a cache keep theirs, as in
+        ``"dynamic"`` each further token has other frequencies, and keys in a cache keep theirs, as in
         ``transformers``.
         """
         return self.kind == "longrope" and length - 1 == self.original_max_position_embeddings
@@ -190,7 +190,7 @@ class RotaryScaling:
 
     @property
     def cos_sin_factor(self) -> float:
-        """What cosine and sine are multiplied by; 1 but for YaRN and LongRoPE."""
+        """Factor of cosine and sine; 1 but for YaRN and LongRoPE."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -326,7 +326,7 @@ class RotaryEmbedding(FixedTensors):
         return made
 
     def first(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What ``forward`` returns for the positions 0 to ``count - 1``, computed once and kept.
+        """``forward`` of the positions 0 to ``count - 1``, computed once and kept.
 
         Args:
             count: ``s``; of the longest so far the tables are kept.

@@ -45,7 +45,7 @@ class LoraSettings(Checked, prefix="--"):
         lora_targets: layers that get adapters, by the folder's own names (q_proj, v_proj, embed_tokens, lm_head, ...);
             "all-linear" is all linear ones of the transformer layers.
         lora_target_pattern: a regular expression of the whole paths of the layers that get adapters, such as
-            ".*layers\\.(2|3)\\..*proj", in place of lora_targets.
+            ".*layers\\.(2|3)\\..*proj", instead of lora_targets.
         lora_rank_pattern: other ranks for some layers, as NAME=RANK, where NAME may be a regular expression of the end
             of a path; the first that fits counts.
         lora_alpha_pattern: other strengths for some layers, as NAME=ALPHA.
@@ -57,7 +57,7 @@ class LoraSettings(Checked, prefix="--"):
         lora_rslora: divide the strength by the square root of the rank, so that high ranks learn as well.
         base_quantization: keep the frozen weights of linear layers in 8 bits (int8) or 4 (nf4); modules that are
             trained whole stay as they are.
-        lora_merge: write the whole model with the adapters merged into its weights, in place of the adapters.
+        lora_merge: write the whole model with the adapters merged into its weights, instead of the adapters.
     """
 
     lora_rank: Annotated[int | None, Range(1, 65_536)] = None
@@ -134,7 +134,7 @@ class LoraSettings(Checked, prefix="--"):
         )
 
     def describe(self) -> str:
-        """What is trained, in a few words."""
+        """The trained parameters, in a few words."""
         if self.lora_from is not None:
             return f"the adapters of {self.lora_from}"
         if self.lora_rank is None:
@@ -163,7 +163,7 @@ def _numbers(flag: str, pairs: Sequence[str], kind: Callable[[str], Any]) -> dic
 
 @dataclass(frozen=True)
 class PretrainedSettings(Checked, prefix="model."):
-    """What of the model may be chosen.
+    """Settings of a model that is read from a folder.
 
     Attributes:
         sequence_length: tokens in a training sample; 512, or the model's longest if that is less, if not given.
@@ -181,13 +181,13 @@ class SampleSettings(Checked, prefix="--"):
 
     Attributes:
         mask_prompts: learn what the assistant says, and completions, only; with --no-mask-prompts all of the text.
-        packing: put several samples into one row, kept apart by masks, with positions of their own: no time is spent on
+        packing: put several samples into one row, kept apart by masks, each with positions from 0: no time is spent on
             filling up short ones. A step's samples are rows then.
         too_long: what becomes of a sample that is longer than model.sequence-length: its beginning, parts of it, or
             nothing.
         held_out: files and folders to measure on, in the forms of data; a share of the data (corpus.held-out-fraction)
             if not given.
-        epochs: how often to train on all of the data, in place of training.steps.
+        epochs: how often to train on all of the data, instead of training.steps.
     """
 
     mask_prompts: bool = True
@@ -271,7 +271,7 @@ class FinetuneSettings(RunSettings):
         model: what of the model may be chosen.
         lora: low-rank adapters.
         samples: chats and instructions, and how long to train on them.
-        labels: labels for texts, in place of more text.
+        labels: labels for texts, instead of more text.
     """
 
     learning_rates: ClassVar[tuple[float, float]] = (_LEARNING_RATE, _LORA_LEARNING_RATE)
@@ -371,7 +371,7 @@ class DpoSettings(FinetuneSettings):
             (self.parallel.exact, "--exact: the loss of preferences has no exact form"),
         )
         if self.model.dropout is None:
-            # What dropout takes away would count as a change since the reference.
+            # Dropout would count as a change since the reference.
             object.__setattr__(self, "model", dataclasses.replace(self.model, dropout=0.0))
 
 
@@ -439,7 +439,7 @@ class PlannedTrainingSettings(TrainingSettings):
             run.
     """
 
-    global_batch_size: Annotated[int | None, BATCH] = None  # type: ignore[assignment]  # likewise
+    global_batch_size: Annotated[int | None, BATCH] = None  # type: ignore[assignment]  # the same
 
 
 @dataclass(frozen=True)
@@ -450,7 +450,7 @@ class PlanSettings(RunSettings):
         data: as for a run; not read here.
         model: the model's sizes and kind.
         training: length, batch size, precision.
-        lora: low-rank adapters, beside which the model is frozen.
+        lora: low-rank adapters on a frozen model.
     """
 
     data: tuple[str, ...] = ("stdlib",)

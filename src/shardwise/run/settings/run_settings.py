@@ -50,7 +50,7 @@ class ModelSettings(Checked, prefix="model."):
     num_heads: Annotated[int, _WIDTH] = 4
     num_query_groups: Annotated[int | None, _WIDTH] = None
     ffn_hidden_size: Annotated[int | None, Range(1, 1 << 22)] = None
-    # The 256 bytes and the end-of-text token at least; at most four times the largest that anybody uses.
+    # At least the 256 bytes and the end-of-text token; at most four times the largest in use.
     vocab_size: Annotated[int, Range(257, 1 << 22)] = 4096
     sequence_length: Annotated[int, bounds.SEQUENCE] = 256
     tie_embeddings: bool = True
@@ -69,7 +69,7 @@ class ModelSettings(Checked, prefix="model."):
 
 @dataclass(frozen=True)
 class RecomputeSettings(Checked, Recomputation, prefix="recompute."):
-    """What is computed again in the backward, in place of being kept: less memory for more time, the same bits."""
+    """Recomputation in the backward: less memory for more time, the same bits."""
 
     num_layers: Annotated[int, Range(1, 10_000)] = 1
 
@@ -99,7 +99,7 @@ class ProfileSettings(Checked, prefix="profile."):
         enabled: write the trace, a file for each rank in ``out/profile``, for chrome://tracing or Perfetto.
         wait: steps to leave out, from the first that the run does.
         warmup: steps after these in which the profiler runs already, and nothing is kept.
-        active: steps after these, of which the trace is.
+        active: traced steps, after these.
     """
 
     enabled: Annotated[bool, tyro.conf.arg(aliases=("--profile",))] = False
@@ -117,7 +117,7 @@ class ProfileSettings(Checked, prefix="profile."):
 
     @property
     def num_steps(self) -> int:
-        """Those that a run must do for the trace to be whole."""
+        """Steps that a run must do for the trace to be whole."""
         return self.wait + self.warmup + self.active if self.enabled else 0
 
     def check_steps(self, first: int, last: int) -> None:
@@ -134,7 +134,7 @@ _BYTES = {"auto": 4, "float32": 4, "tf32": 4, "float64": 8, "bfloat16": 2, "floa
 
 @dataclass(frozen=True)
 class RunSettings(StepSettings):
-    """What a run is told whatever model it trains.
+    """Settings of every training run.
 
     Attributes:
         data: files and folders of text, JSON lines, JSON arrays, Parquet or Arrow; "stdlib" is this machine's Python
@@ -149,10 +149,10 @@ class RunSettings(StepSettings):
             and saving may take longer, but a rank that shows no sign of life for that long ends the run there too.
         validate: compare each collective's shapes and dtypes between the ranks before it is made, in every step; by
             default in the first step only. Costs a message more for each; for finding errors.
-        peak_tflops: the most that one rank's device can do, in TFLOP/s, of which metrics say how much was used; known
-            of many GPUs, and measured on a CPU, if not given.
+        peak_tflops: the most that one rank's device can do, in TFLOP/s; metrics show the share that was used. If not
+            given it is known for many GPUs, and measured on a CPU.
         parallel: how the model is split.
-        recompute: what is computed again in the backward, in place of being kept.
+        recompute: parts that the backward computes again, instead of keeping them.
         optimizer: AdamW or Muon, and the learning rate of each step.
         training: how long, in which steps, and what is kept.
         profile: a trace of some steps.
@@ -181,7 +181,7 @@ class RunSettings(StepSettings):
 
     @property
     def model_name(self) -> str:
-        """What people call the model."""
+        """The model's name, for people."""
         return str(self.model.architecture)
 
     def on_device(self, device_type: str) -> Self:
