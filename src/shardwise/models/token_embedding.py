@@ -1,7 +1,6 @@
-"""The first layer of a language model, from ids to hidden states, with the checks of its inputs.
+"""The first layer of a language model, from ids to hidden states, and checks and masks of its inputs.
 
-Also the places of tokens whose loss counts, so that the output layer computes no other logits, and padding masks
-``[b, s]`` as users of ``transformers`` hold them: 1 or True for each token, 0 for padding.
+Padding masks ``[b, s]`` are those of ``transformers``: 1 or True for each token, 0 for padding.
 """
 
 from typing import Any, Literal
@@ -185,15 +184,10 @@ _MOST = 0.9
 
 
 def places_learned(labels: Tensor, vocab_size: int) -> Tensor | None:
-    """Where the labels are that count, in ``labels.t().flatten()``.
+    """Places in ``labels.t().flatten()`` of the labels ``[b, s]`` that count, ``[n]``, at least one.
 
-    Args:
-        labels: ``[b, s]``.
-        vocab_size: of the whole vocabulary.
-
-    Returns:
-        ``[n]`` of at least one place; None where all tokens are to be computed: most of them count; some label is out
-        of range, which the loss says with its place; or the host would have to wait for a GPU to know.
+    None if all tokens are to be computed: most of them count; some label is out of range, which the loss reports with
+    its place; or the host would have to wait for a GPU.
     """
     if labels.device.type != "cpu" or torch.compiler.is_compiling() or not labels.numel():
         return None
@@ -209,16 +203,7 @@ def places_learned(labels: Tensor, vocab_size: int) -> Tensor | None:
 
 
 def tokens_at(places: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens at ``places``, as one sample.
-
-    Args:
-        places: ``[n]``, of ``places_learned``.
-        hidden: ``[s, b, h]``; not modified.
-        labels: ``[b, s]``.
-
-    Returns:
-        Hidden states ``[n, 1, h]`` and labels ``[1, n]``.
-    """
+    """The tokens at ``places`` as one sample, ``[n, 1, h]`` and ``[1, n]``, of ``[s, b, h]`` and ``[b, s]``."""
     return hidden.flatten(0, 1).index_select(0, places).unsqueeze(1), labels.t().flatten()[places].unsqueeze(0)
 
 

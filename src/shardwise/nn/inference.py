@@ -34,12 +34,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def sharing(module: nn.Module, kind: type[M], **attributes: Any) -> M:
-    """A module of ``kind`` with the parameters, buffers and children that ``module`` has now, none of them copied.
+    """A module of ``kind``, not initialised, with the parameters, buffers and children of ``module``, none copied.
 
-    Args:
-        module: left as it is.
-        kind: the class of the new module, which is not initialised.
-        attributes: those that differ.
+    ``attributes`` are those that differ. ``module`` is not modified.
     """
     view = kind.__new__(kind)
     # The containers of parameters, children and hooks are the new module's own; what they hold is not.
@@ -102,12 +99,7 @@ class InferenceColumnLinear(ColumnLinear):
         return products.linear(whole, weight, bias)
 
     def _maybe_allocate_symmetric_buffer(self, x: Tensor, *, sequence: SequenceView | None = None) -> dict[str, Any]:
-        """Symmetric memory for the whole input: ``{"tensor": [s, b, i], "handle": ...}``, both None if it is too small.
-
-        Args:
-            x: ``[s/t, b, i]`` (``[s, b, i]`` without sequence parallelism).
-            sequence: where the ranks do not divide it.
-        """
+        """Symmetric memory for the whole input: ``{"tensor": [s, b, i], "handle": ...}``, None if it is too small."""
         shape = list(x.shape)
         if self._gathers:
             shape[0] = (sequence or SequenceView.of(x, self.group)).length
@@ -116,13 +108,7 @@ class InferenceColumnLinear(ColumnLinear):
     def _all_gather(
         self, x: Tensor, symm_mem_buffer: dict[str, Any], *, sequence: SequenceView | None = None
     ) -> Tensor:
-        """The whole input ``[s, b, i]`` of this rank's shard; without sequence parallelism it is whole already.
-
-        Args:
-            x: ``[s/t, b, i]``.
-            symm_mem_buffer: of ``_maybe_allocate_symmetric_buffer``.
-            sequence: where the ranks do not divide it.
-        """
+        """The whole input ``[s, b, i]`` of this rank's shard; without sequence parallelism it is whole already."""
         if not self._gathers:
             return x
         sizes = None if sequence is None else sequence.sizes_to_gather(x)
@@ -199,14 +185,10 @@ class InferenceNormColumnLinear(InferenceColumnLinear):
 
     @classmethod
     def of(cls, norm: nn.Module, linear: nn.Module) -> InferenceNormColumnLinear:
-        """The layer that does what ``linear(norm(x))`` does, on their parameters, which stay theirs.
-
-        Args:
-            norm: one of ``nn.norm.NORMS``.
-            linear: a ``ColumnLinear``, of no other class.
+        """The layer that computes ``linear(norm(x))``, on their parameters.
 
         Raises:
-            ConfigError: other modules, such as a layer with adapters.
+            ConfigError: a norm that is not in ``nn.norm.NORMS``, or a layer of another class than ``ColumnLinear``.
         """
         function = NormFunction.of(norm)
         view = sharing(_plain(linear, ColumnLinear), cls)
@@ -266,14 +248,10 @@ class InferenceRowLinear(RowLinear):
 
     @classmethod
     def of(cls, linear: nn.Module, **attributes: Any) -> InferenceRowLinear:
-        """The layer that does what ``linear`` does, on its parameters.
-
-        Args:
-            linear: a ``RowLinear``, of no other class.
-            attributes: those that differ.
+        """The layer that computes ``linear``, on its parameters; ``attributes`` are those that differ.
 
         Raises:
-            ConfigError: another module, such as a layer with adapters.
+            ConfigError: a layer of another class than ``RowLinear``, such as one with adapters.
         """
         return sharing(_plain(linear, RowLinear), cls, **attributes)
 
@@ -335,21 +313,12 @@ class InferenceRowLinear(RowLinear):
         return self.parallelism is LinearParallelism.ROW_SEQUENCE
 
     def _matmul_reduce_scatter(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product, and the one exchange.
-
-        Args:
-            x: ``[s, b, i/t]``.
-            residual: like the result; for fused mode.
-
-        Returns:
-            The sum over the ranks without the bias, ``[s/t, b, o]`` (``[s, b, o]`` without sequence parallelism). In
-            fused mode the new residual, bias included.
-        """
+        """The product and the one exchange: the sum over the ranks; in fused mode the new residual, bias included."""
         if self.next_norm is None:
             return self._apply_linear(x, None)
         if self.parallelism is LinearParallelism.LOCAL and self.group.size() > 1:
             raise ConfigError(
-                "the layer's output stays a partial sum, of which there is no norm; leave out the next norm's weight"
+                "the layer's output stays a partial sum, which has no norm; leave out the next norm's weight"
             )
         residual = self._checked_residual(x, residual)
         if self.group.size() == 1:
@@ -383,7 +352,7 @@ class InferenceRowLinear(RowLinear):
         return whole[start:stop] if self._scatters else whole
 
     def _all_run_fused(self, memory: GlobalSymmetricMemoryBuffer, out: Tensor) -> bool:
-        """Whether the kernel runs on every rank, of which one may lack what it needs; found out once, together."""
+        """True if the kernel runs on every rank; asked once, together."""
         if not memory.is_symmetric or out.numel() == 0 or torch.is_autocast_enabled(out.device.type):
             return False
         key = out.dtype, self.out_features

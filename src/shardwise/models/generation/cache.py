@@ -65,13 +65,7 @@ class PreallocatedCache:
     def for_model(cls, model: GPT, *, batch_size: int, capacity: int) -> PreallocatedCache:
         """An empty cache for this rank's part of ``model``, in its dtype and on its device.
 
-        Args:
-            model: its attention is ``SelfAttention`` or holds the same heads on each rank.
-            batch_size: number of sequences.
-            capacity: most tokens that it can hold of each sequence.
-
-        Raises:
-            ConfigError: a size under 1.
+        The model's attention is ``SelfAttention`` or holds the same heads on each rank.
         """
         num_heads, num_groups, head_dim = model.config.heads
         start, stop = split_heads(num_heads, num_groups, model.tp_group.size()).groups[model.tp_group.rank()]
@@ -166,11 +160,8 @@ class PreallocatedCache:
 class PrefixCache:
     """The key-value cache of the text that a model read last, for prompts that begin as that text does.
 
-    For ``generate``, which reads the prompt from where it parts from the text before. Each rank of the model's
-    tensor-parallel group makes one. Make another when weights have changed.
-
-    Args:
-        model: that reads.
+    ``generate`` reads only the tokens of a prompt that differ from it. Each rank of the model's tensor-parallel group
+    makes one. Make another when weights have changed.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -192,13 +183,9 @@ class PrefixCache:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def take(self, token_ids: Sequence[int], capacity: int) -> PreallocatedCache:
-        """The cache of the first ``shared(token_ids)`` of the tokens, with room for ``capacity`` at least.
+        """The cache of the first ``shared(token_ids)`` of the tokens, with room for ``capacity`` tokens at least.
 
         Call ``keep`` once it is filled.
-
-        Args:
-            token_ids: of the text to read.
-            capacity: tokens that it has to hold, at most the model's ``max_sequence_length``.
         """
         length, old = self.shared(token_ids), self._cache
         self._token_ids = []

@@ -199,10 +199,7 @@ def _gather_candidates(
 
 
 def _top_k_in_order(candidates: Tensor, k: int) -> Tensor:
-    """``[b, n, 2]`` pairs of value and id to the ``[b, k, 2]`` of highest value, their order kept.
-
-    Of equal values the first are taken, on which ``torch.topk`` makes no promise.
-    """
+    """The ``[b, k, 2]`` pairs of highest value of ``[b, n, 2]``, in their order; of equal values the first."""
     values = candidates[..., 0]
     if k >= values.size(1):
         return candidates

@@ -23,10 +23,7 @@ def attention_kernels(config: ModelConfig) -> list[SDPBackend] | None:
 
 
 def kernels_on_a_cache(kernels: list[SDPBackend] | None) -> list[SDPBackend]:
-    """Of the kernels that PyTorch may choose from, those for keys of whose number there is one more at every call.
-
-    cuDNN's makes a plan for each number of keys, which takes longer than the attention of one token.
-    """
+    """The kernels for a growing number of keys: not cuDNN's, which makes a plan for each number."""
     every = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return every if kernels is None else [kernel for kernel in kernels if kernel is not SDPBackend.CUDNN_ATTENTION]
 

@@ -160,13 +160,10 @@ class AttentionMask:
 
 
 def document_lengths(document_ids: Tensor) -> Tensor:
-    """How many tokens of its row each token's document has, ``[b, s]``.
+    """The number of tokens in each token's document, ``[b, s]``, from the documents' numbers ``[b, s]``.
 
     >>> document_lengths(torch.tensor([[0, 0, 1, 1, 1, -1]]))
     tensor([[2, 2, 3, 3, 3, 1]])
-
-    Args:
-        document_ids: ``[b, s]`` integers, those of a document alike.
     """
     # By sorting, as a count of each number would need the host to know how many there are.
     ids = document_ids.contiguous()

@@ -46,14 +46,10 @@ def layer_arguments(config: LayerConfig, *, group: ProcessGroup, linear: bool = 
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """The norm that ``config`` names, on PyTorch's default device.
+    """The norm that ``config`` names, of ``width`` or ``hidden_size``, on PyTorch's default device.
 
     Every rank holds its parameters whole. With sequence parallelism each rank sees only a part of the tokens, so their
     gradients are partial sums.
-
-    Args:
-        config: kind, epsilon, dtype and sequence parallelism.
-        width: of what is normalised; ``hidden_size`` if None.
     """
     kind = NORMS[config.normalization, config.layernorm_zero_centered_gamma]
     norm = kind(width or config.hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)

@@ -1,9 +1,7 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
-Rotated are pairs of elements of a head: ``i`` and ``i + d/2``, the half-split form of GPT-NeoX and Llama, or ``2i`` and
-``2i + 1``, the interleaved form of the paper.
-
-Rotary frequencies for contexts longer than the one that a model was first trained on.
+Pairs of elements of a head are rotated: ``i`` and ``i + d/2``, the half-split form of GPT-NeoX and Llama, or ``2i`` and
+``2i + 1``, the interleaved form of the paper. ``RotaryScaling`` is for contexts longer than that of the first training.
 """
 
 import math
@@ -124,11 +122,8 @@ class RotaryScaling:
         return self.kind in ("dynamic", "longrope")
 
     def scale(self, frequencies: Tensor, base: float) -> Tensor:
-        """The lowered frequencies; where they depend on the length, what ``at_length`` makes them of.
-
-        Args:
-            frequencies: ``[d/2]`` angles per position, ``base ** (-2i/d)``; not modified.
-            base: of their geometric sequence.
+        """The lowered frequencies of ``[d/2]`` angles per position, ``base ** (-2i/d)``; else the input of
+        ``at_length``.
 
         Raises:
             ConfigError: lists of divisors of another length than the frequencies.
@@ -156,10 +151,9 @@ class RotaryScaling:
         return lowered + (frequencies - lowered) * kept
 
     def is_outgrown_at(self, length: int) -> bool:
-        """Whether the token that makes a text ``length`` tokens long changes the frequencies of all before it.
+        """True if ``"longrope"`` changes to its other list at this length, so that a key-value cache is of no use.
 
-        A key-value cache of these is then of no use. True where ``"longrope"`` goes over to its other list. With
-        ``"dynamic"`` each further token has other frequencies, and keys in a cache keep theirs, as in
+        With ``"dynamic"`` each further token has other frequencies, and keys in a cache keep theirs, as in
         ``transformers``.
         """
         return self.kind == "longrope" and length - 1 == self.original_max_position_embeddings
@@ -301,7 +295,6 @@ class RotaryEmbedding(FixedTensors):
         return cos.to(dtype), sin.to(dtype)
 
     def is_outgrown_at(self, length: int) -> bool:
-        """See ``RotaryScaling.is_outgrown_at``."""
         return self._scaling is not None and self._scaling.is_outgrown_at(length)
 
     def tables(
@@ -326,13 +319,7 @@ class RotaryEmbedding(FixedTensors):
         return made
 
     def first(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``forward`` of the positions 0 to ``count - 1``, computed once and kept.
-
-        Args:
-            count: ``s``; of the longest so far the tables are kept.
-            dtype: dtype of what will be rotated.
-            device: of what will be rotated.
-        """
+        """``forward`` of the positions 0 to ``count - 1``; the tables of the largest count are kept."""
         key = device, dtype, count if self.depends_on_length else 0
         kept = self._tables.get(key)
         if kept is None or kept[0].size(0) < count:
@@ -346,6 +333,5 @@ class RotaryEmbedding(FixedTensors):
         return cos[:count], sin[:count]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """As PyTorch's; tables are computed anew where the module goes."""
         self._tables.clear()
         return super()._apply(fn, recurse)

@@ -1,15 +1,13 @@
-"""Entropy of the predicted distribution over a split vocabulary.
+"""Entropy of distributions over a split vocabulary, and the Kullback-Leibler divergence between two.
 
-Beside ``m_r = max y`` and ``s_r = Σ exp(y - m_r)`` each rank sends ``u_r = Σ exp(y - m_r) (y - m_r)``. With ``M`` the
-largest ``m_r``, ``b_r = m_r - M``, ``S = Σ s_r exp(b_r)`` and ``U = Σ (u_r + b_r s_r) exp(b_r)``::
+For the entropy each rank sends ``m_r = max y``, ``s_r = Σ exp(y - m_r)`` and ``u_r = Σ exp(y - m_r) (y - m_r)``. With
+``M`` the largest ``m_r``, ``b_r = m_r - M``, ``S = Σ s_r exp(b_r)`` and ``U = Σ (u_r + b_r s_r) exp(b_r)``::
 
     H = log S - U / S                ∂H/∂y = -p (y - M - U / S)
 
-Kullback-Leibler divergence between two distributions over a split vocabulary.
-
-For the predicted logits ``x`` (distribution ``p``) and the teacher's ``t`` (``q``) each rank sends both maxima, both
-sums of exponentials, and ``c_r = Σ exp(t - m_t,r) ((t - m_t,r) - (x - m_x,r))``. With ``b = m_r - M`` for each of the
-two and ``C = Σ (c_r + (b_t - b_x) s_t,r) exp(b_t)``::
+For the divergence, of predicted logits ``x`` (distribution ``p``) and the teacher's ``t`` (``q``) each rank sends both
+maxima, both sums of exponentials, and ``c_r = Σ exp(t - m_t,r) ((t - m_t,r) - (x - m_x,r))``. With ``b = m_r - M`` for
+each of the two and ``C = Σ (c_r + (b_t - b_x) s_t,r) exp(b_t)``::
 
     D = C / S_t - log S_t + log S_x        ∂D/∂x = p - q        ∂D/∂t = q (log q - log p - D)
 """
@@ -134,7 +132,7 @@ class _VocabParallelKLDiv(Function):
         ctx.save_for_backward(logits, teacher, maximum, of_teacher, sum_exp, teacher_sum, offset, divergence)
         ctx.num_valid = num_valid
         ctx.options = options
-        # What is returned may be written to in place, and this is kept.
+        # The result may be written to in place, and this is kept.
         return divergence.view(logits.shape[:-1]).clone()
 
     @staticmethod
@@ -191,7 +189,7 @@ def _kl_statistics(flat: Tensor, teacher: Tensor, options: LossOptions) -> Tenso
         out[:, 1] = of_teacher
         out[:, 2] = y.exp().sum(dim=1)
         out[:, 3] = q.sum(dim=1)
-        # What the teacher forbids costs nothing, whether or not it is predicted.
+        # An id that the teacher forbids costs nothing, predicted or not.
         out[:, 4] = torch.where(q == 0, 0.0, q * (z - y)).sum(dim=1)
     return statistics
 
@@ -212,13 +210,9 @@ def vocab_parallel_kl_div(
     arguments have gradients; exchange them for the divergence in the other direction.
 
     Args:
-        logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified. -inf forbids an id.
-        teacher_logits: ``[..., v/t]``; not modified.
-        group: the ranks that split the vocabulary.
-        vocab_size: true size of the vocabulary.
-        softcap: bound of both logits, ``softcap · tanh(x / softcap)``; none if None.
-        temperature: divides both (capped) logits.
-        padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
+        logits, teacher_logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified. -inf forbids an id.
+        group, vocab_size, padded_vocab_size: as in ``vocab_parallel_entropy``.
+        softcap, temperature: the same, of both logits.
 
     Returns:
         ``[...]``, fp32 (fp64 if either is fp64), the same on every rank; infinite where the teacher gives probability

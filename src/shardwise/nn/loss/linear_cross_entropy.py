@@ -3,11 +3,11 @@
 Two plans compute the same, with different memory:
 
 - ``local_logits``: this rank's logits are kept, and their memory becomes the gradient's. Three matrix products.
-- ``chunked``: a slice of the vocabulary at a time. Four matrix products, and beside the gradients little more than one
-  slice of logits. Without a gradient of the weight it takes two products, as the other plan would, and without any
+- ``chunked``: a slice of the vocabulary at a time. Four matrix products, and little more memory than the gradients and
+  one slice of logits. Without a gradient of the weight it takes two products, as the other plan would, and without any
   gradient one.
 
-Communication, beside what moves hidden states (an all-reduce of their gradient; with sequence parallelism their
+Communication, in addition to that of hidden states (an all-reduce of their gradient; with sequence parallelism their
 all-gather, and a reduce-scatter of their gradient): one all-gather of 12 bytes per token and rank, 16 with label
 smoothing, twice that for fp64. It is in flight while the hidden gradient is computed from this rank's softmax alone:
 the softmax over the whole vocabulary is that one times a number per token, which is multiplied in afterwards
@@ -16,18 +16,17 @@ the softmax over the whole vocabulary is that one times a number per token, whic
 Gradients are exact for every incoming gradient, one number per token: the hidden gradient is computed in the forward up
 to that factor, the weight gradient in the backward.
 
-Error, beside that of ``cross_entropy``: logits, and what stands in their place, are rounded to the weight's dtype, as
-are both gradients; the hidden gradient three times. With bf16 that is 2^-9 relative each.
+Error, in addition to that of ``cross_entropy``: logits and their exponentials are rounded to the weight's dtype, as are
+both gradients; the hidden gradient three times. With bf16 that is 2^-9 relative each.
 
-The linear loss a slice of the vocabulary at a time: four matrix products, and the memory of one slice of logits.
+The chunked forward, slice by slice: the logits, their statistics, and the product of their exponentials with the
+weight, summed under a running maximum as in online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867). The
+statistics travel while the last slice's product is computed; then the hidden gradient is done but for the incoming
+factor of each token.
 
-Forward, slice by slice: the logits, their statistics, and the product of their exponentials with the weight, summed
-under a running maximum as in online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867). The statistics travel
-while the last slice's product is computed; then the hidden gradient is done but for the incoming factor of each token.
-
-Backward, while the hidden gradient's reduction is in flight: the logits of each slice again, their gradient in their
-own memory, and the slice's rows of the weight gradient, each written once. (Slices of tokens would add to the whole
-weight gradient each time, in fp32 if nothing is to be lost: a second tensor of its size.)
+Its backward, while the hidden gradient's reduction is in flight: the logits of each slice again, their gradient in
+their own memory, and the slice's rows of the weight gradient, each written once. (Slices of tokens would add to the
+whole weight gradient each time, in fp32 if nothing is to be lost: a second tensor of its size.)
 
 Without a weight gradient the backward computes nothing at all, and there are two products.
 """
@@ -94,7 +93,7 @@ class ChunkedLoss(Function):
                 maximum = own[:, 0]
                 ones, zeros = torch.ones_like(maximum), torch.zeros_like(maximum)
                 if smooth and capped:
-                    # What is taken from every column is not the same for all: it has the column's slope.
+                    # The term that every column loses has the column's slope.
                     slopes, nowhere = torch.empty_like(logits), torch.full_like(local, -1)
                     kernels.gradient_(slopes, logits, nowhere, maximum, zeros, zeros, -ones, **head.options.of_kernels)
                     sums = _plus_product(sums, slopes, weight[start:stop])
@@ -177,7 +176,7 @@ def _weight_gradients(ctx: Any, grad_output: Tensor, saved: list[Any]) -> tuple[
 
 
 def merged_statistics(before: Tensor, later: Tensor, num_before: int, num_later: int) -> Tensor:
-    """The statistics of columns of which ``before`` and ``later`` have seen ``num_before`` and ``num_later``."""
+    """The statistics of the ``num_before`` columns of ``before`` and the ``num_later`` of ``later`` together."""
     maximum = torch.maximum(before[:, 0], later[:, 0])
     base = finite(maximum)
     down_before, down_later = before[:, 0] - base, later[:, 0] - base
@@ -263,16 +262,12 @@ def vocab_parallel_linear_cross_entropy(
         label_smoothing: as in ``vocab_parallel_cross_entropy``, and so are all options up to the plan that are not
             explained here.
         sequence_parallel: ``hidden`` is this rank's shard along the first dimension.
-        gradient_accumulation_fusion: add the weight gradient to ``weight.main_grad`` in place of returning it.
+        gradient_accumulation_fusion: add the weight gradient to ``weight.main_grad`` instead of returning it.
         plan: ``"local_logits"``, ``"chunked"``, or ``"auto"``: the former if a weight gradient is wanted and the
             logits fit ``memory_budget``.
         memory_budget: bytes that this rank's logits may take. ``"chunked"`` makes its slices of it, but none wider
             than are efficient (8 MiB on a CPU, 64 MiB elsewhere), nor narrower than 256 columns.
-        validate: check that targets are in the vocabulary, on CUDA without waiting for it (``validation.check_ids``);
-            on a CPU, that they are the same on all ranks (which costs nothing where they are), and warn where a mean
-            has no token.
-        check_finite: look for NaN and inf in the logits, for tokens with every logit -inf and, on CUDA too, for targets
-            that are not the same on all ranks.
+        validate, check_finite: as in ``vocab_parallel_cross_entropy``.
 
     Returns:
         ``[s, b]``, or a scalar if reduced; fp32 (fp64 for fp64 hidden states), the same on every rank.

@@ -1,9 +1,7 @@
-"""What both plans of the linear loss share: moves of the hidden states, and products with one number per token.
-
-The linear loss with this rank's logits kept: three matrix products.
+"""The linear loss that keeps this rank's logits, with three matrix products, and the parts that both plans share.
 
 The logits' memory becomes that of their exponentials ``E = exp(y - m_r)`` in one pass, before the other ranks are
-heard of. The softmax over the whole vocabulary is then ``ρ E`` with one ``ρ = exp(m_r - M) / S`` for each token, so
+known. The softmax over the whole vocabulary is then ``ρ E`` with one ``ρ = exp(m_r - M) / S`` for each token, so
 that both gradients are products with ``E`` and numbers per token:
 
 - hidden: ``ρ (E W) + a W[target]``, the product computed while the statistics travel;
@@ -84,7 +82,7 @@ class Head:
         return all_gather(hidden, group=self.group, dim=0, sizes=self.sizes)
 
     def start_reduction(self, grad_hidden: Tensor) -> Pending:
-        """Start to sum the hidden gradient over the ranks; each gets that of its own hidden states."""
+        """Start to sum the hidden gradient over the ranks; each gets the part of its hidden states."""
         if self.sequence_parallel:
             return reduce_scatter_async(grad_hidden, group=self.group, dim=0, sizes=self.sizes)
         return all_reduce_async(grad_hidden, group=self.group, may_overwrite=True)
@@ -173,7 +171,7 @@ def finished_hidden_gradient(
     return result
 
 
-# What all of a row's exponentials may be off by together, as a share of a gradient of 1; each well under one rounding.
+# The error of all of a row's exponentials together, as a share of a gradient of 1; each well under one rounding.
 _FLOOR = {torch.float64: 2.0**-60, torch.float32: 2.0**-30, torch.bfloat16: 2.0**-16}
 
 
@@ -194,7 +192,7 @@ class LocalLogitsLoss(Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden = head.gathered(hidden)
         logits = products.linear_in_aligned_rows(hidden, weight, bias)
-        # What is left are padded columns, which take no probability, and whose weights may hold anything.
+        # The others are padded columns, which take no probability, and whose weights may hold anything.
         valid, valid_weight, options = logits[:, : head.num_valid], weight[: head.num_valid], head.options
         if head.num_valid < logits.size(1):
             logits[:, head.num_valid :] = 0.0

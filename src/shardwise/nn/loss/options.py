@@ -1,6 +1,6 @@
-"""The options of every form of the loss: how logits enter it, which tokens count, how their losses are reduced.
+"""Options of every form of the loss: how logits enter it, which tokens count, how losses are reduced, what is checked.
 
-What can be wrong with the logits and the targets: found from what the ranks exchange anyway, told alike on all.
+Checks of logits and targets read the statistics that the ranks exchange anyway, so that all ranks raise alike.
 """
 
 import math
@@ -22,7 +22,7 @@ from shardwise.core.validation import validation_applies
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What is computed from the logits; a logit ``x`` enters as ``y = softcap · tanh(x / softcap) / temperature``.
+    """Terms of the loss; a logit ``x`` enters as ``y = softcap · tanh(x / softcap) / temperature``.
 
     Attributes:
         label_smoothing: probability taken from the target and spread evenly over all other ids.
@@ -52,11 +52,11 @@ class LossOptions:
 
     @property
     def of_kernels(self) -> dict[str, Any]:
-        """Those that change the logits themselves, as the kernels take them."""
+        """Options that change the logits, as the kernels take them."""
         return {"softcap": self.softcap, "temperature": self.temperature}
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ConfigError if the probability taken from a target has no other id to go to."""
+        """Raise ConfigError if label smoothing has no second id."""
         if self.label_smoothing > 0 and vocab_size < 2:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing} over {vocab_size} ids; it needs at least 2 ids"
@@ -68,7 +68,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class Reduction:
-    """Which tokens count, and what becomes of their losses.
+    """The tokens that count, and the reduction of their losses.
 
     Attributes:
         kind: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored.
@@ -97,13 +97,7 @@ class Reduction:
             check_ids_alike(target, vocab_size, what="target", group=group, ignore_index=self.ignore_index)
 
     def apply(self, loss: Tensor, target: Tensor, *, stacklevel: int) -> Tensor:
-        """The loss of each token, 0 where it is ignored, reduced.
-
-        Args:
-            loss: of each token.
-            target: of each token.
-            stacklevel: of the warning, as in ``warnings.warn``.
-        """
+        """Reduce the loss of each token, which is 0 where its target is ignored; ``stacklevel`` is of the warning."""
         if self.kind == "none":
             return loss
         if self.kind == "sum":
@@ -123,10 +117,9 @@ class Reduction:
 
 @dataclass(frozen=True)
 class LossChecks:
-    """What a loss looks for in its logits and targets.
+    """Checks of logits and targets, decided from the ranks' gathered statistics, which are the same on every rank.
 
-    All is decided from the ranks' gathered statistics, which are the same numbers on every rank. Only where they say
-    that something is wrong is there another collective.
+    Another collective is made only if they show an error.
 
     Attributes:
         logits: look for NaN and inf in the logits, and compare the targets. The host waits for a GPU.
@@ -137,13 +130,9 @@ class LossChecks:
     targets: bool
 
     def mark_ignored_(self, own: Tensor, ignored: Tensor, group: ProcessGroup) -> None:
-        """Let this rank's statistics say which tokens it ignores, where the targets are compared.
+        """Mark the tokens ``[n]`` that this rank ignores in its ``row_statistics`` ``[n, k]``, if targets are compared.
 
-        Args:
-            own: ``[n, k]``, this rank's ``row_statistics``; +inf takes the place of the target's logit where the token
-                is ignored, whose loss and gradient are 0 whatever stands there.
-            ignored: ``[n]``, this rank's tokens that do not count.
-            group: the ranks that split the vocabulary.
+        +inf replaces the target's logit there; loss and gradient are 0 anyway.
         """
         if self._compares_targets(own, group):
             own[:, 2].masked_fill_(ignored, torch.inf)
@@ -157,12 +146,12 @@ class LossChecks:
         interval: Interval,
         group: ProcessGroup,
     ) -> None:
-        """Raise what is wrong, the same on every rank. Does nothing where ``validation_applies`` is False.
+        """Raise the same error on every rank if there is one. Does nothing where ``validation_applies`` is False.
 
         Args:
             every: ``[t, n, k]``, all ranks' ``row_statistics``, or ``[t p, n, k]`` of their parts; marked.
-            row_of: this rank's logits ``[v]`` of a token, asked for only where something is wrong.
-            target: ``[...]``, this rank's targets; positions are told in its shape.
+            row_of: this rank's logits ``[v]`` of a token; called only after an error.
+            target: ``[...]``, this rank's targets; messages give positions in its shape.
             ignored: ``[n]``, this rank's tokens that do not count.
             interval: this rank's ids.
             group: the ranks that split the vocabulary.
@@ -203,9 +192,9 @@ class LossChecks:
 
 
 def _disputed(at_target: Tensor) -> tuple[Tensor, Tensor]:
-    """Of which tokens the ranks' marked statistics ``[t, n]`` of the target do not fit together, and which all ignore.
+    """Tokens whose marked statistics ``[t, n]`` of the target contradict each other, and tokens that all ranks ignore.
 
-    A token fits if all ranks ignore it, or one rank has its target, and none ignores it.
+    A token fits if all ranks ignore it, or if one rank has its target and none ignores it.
     """
     ignores = at_target == torch.inf
     ignored = ignores.all(dim=0)
@@ -237,7 +226,7 @@ def _raise_not_finite(
     interval: Interval,
     group: ProcessGroup,
 ) -> None:
-    """Tell the first token that is ``wrong``, ``[t p, n]``, or ``forbidden``, ``[n]``; one collective for the id."""
+    """Name the first token that is ``wrong``, ``[t p, n]``, or ``forbidden``, ``[n]``; one collective for the id."""
     if wrong.any():
         token = int(wrong.any(dim=0).nonzero()[0])
         rank = int(wrong[:, token].nonzero()[0]) * group.size() // wrong.size(0)

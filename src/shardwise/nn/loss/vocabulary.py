@@ -1,16 +1,11 @@
-"""The split of the vocabulary: the ids of each rank, and this rank's logits as rows.
+"""A split vocabulary: the ids of each rank, the loss from all ranks' statistics, and the largest logits.
 
 A caller may give no size of the vocabulary. Then each rank takes every other's shard to be as large as its own, which
 is wrong where the vocabulary does not divide by the ranks, or is split in another way. So each rank's size travels with
-its statistics, as one more row of them, and ranks whose sizes differ never get as far as a loss.
+its statistics, as one more row, and ranks whose sizes differ raise before there is a loss.
 
-From what every rank knows of its logits to the loss, and to the numbers that the gradient needs.
-
-``cross_entropy`` has the formula.
-
-The largest logits of a split vocabulary and their ids: every rank sends its own largest, and each picks from all.
-
-A logit travels with its id, both in the same number of bytes: fp32 with int32, fp64 with int64.
+For the largest logits every rank sends its largest with their ids, fp32 with int32 and fp64 with int64, and picks from
+all. ``cross_entropy`` has the formula of the loss.
 """
 
 from collections.abc import Sequence
@@ -38,11 +33,8 @@ def vocab_ranges(
 ) -> list[Interval]:
     """Every rank's range of true vocabulary ids, ``(start, stop)``, in rank order.
 
-    Args:
-        local_size: number of logits per token on this rank, checked against the split.
-        vocab_size: true size of the vocabulary.
-        padded_vocab_size: size that was split, where padding was added; the true size if None.
-        group: the ranks that split the vocabulary.
+    ``local_size`` is the number of logits per token on this rank, and ``padded_vocab_size`` the size that was split,
+    where padding was added.
 
     Raises:
         ConfigError: ``vocab_size`` is None.
@@ -84,16 +76,7 @@ def flat_rows(logits: Tensor) -> Tensor:
 
 
 def columns_of(target: Tensor, interval: Interval, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Targets as columns of this rank's logits.
-
-    Args:
-        target: ``[...]`` global ids, of any integer dtype.
-        interval: this rank's ids.
-        ignore_index: a target that is in no rank's part.
-
-    Returns:
-        ``[n]`` int64 columns, -1 where the target is not this rank's, and where it is ignored, ``[n]``.
-    """
+    """Targets ``[...]`` as int64 columns ``[n]`` of this rank's logits, -1 for others' ids; and which are ignored."""
     flat = target.reshape(-1).long()
     ignored = flat == ignore_index
     start, stop = interval
@@ -125,8 +108,8 @@ def with_size(own: Tensor, local_size: int) -> Tensor:
 def without_sizes(every: Tensor, local_size: int) -> Tensor:
     """All ranks' statistics ``[t, n, k]`` out of ``[t, n + 1, k]``, where every rank has ``local_size`` columns.
 
-    On CUDA and under torch.compile the check is an assertion on the device (``torch._assert_async``): nobody waits for
-    its outcome, and the program ends where it fails.
+    On CUDA and under torch.compile the check is an assertion on the device (``torch._assert_async``): the host does not
+    wait, and the program ends where it fails.
 
     Raises:
         ShardingError: on every rank, if their numbers of columns differ or are 0.
@@ -153,7 +136,7 @@ def without_sizes(every: Tensor, local_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Combined:
-    """The loss of each token, and what its gradient needs beside the logits; all ``[n]``.
+    """The loss of each token, and the numbers of its gradient, all ``[n]``.
 
     Attributes:
         loss: 0 for ignored tokens.
