@@ -6,9 +6,6 @@ rank's all is masked, so that the product joins the partial sum before the layer
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,10 +72,7 @@ class LoraEmbedding(LoraLayer, VocabEmbedding):
         if not isinstance(layer, VocabEmbedding):
             raise ConfigError(f"a {type(layer).__name__} is no embedding that is split over a vocabulary")
         arithmetic_of(layer.group).refuse("an adapter on the embedding has no exact sums; leave it out, or exact_parts")
-        plain: Any = type(layer)
-        result: LoraEmbedding = LoraLayer._turn(
-            layer, _with_adapter(plain), {name: LoraEmbeddingAdapter(layer, config)}, config
-        )
+        result: LoraEmbedding = LoraEmbedding._turn(layer, {name: LoraEmbeddingAdapter(layer, config)}, config)
         return result
 
     @property
@@ -113,9 +107,3 @@ class LoraEmbedding(LoraLayer, VocabEmbedding):
         adapter = self._adapter
         wide = torch.promote_types(adapter.lora_embedding_A.dtype, torch.float32)
         return adapter.scaling * (adapter.lora_embedding_A.t().to(wide) @ adapter.lora_embedding_B.t().to(wide))
-
-
-@functools.cache
-def _with_adapter(plain: Any) -> type[nn.Module]:
-    """The class of a ``plain`` embedding with an adapter."""
-    return type(f"Lora{plain.__name__}", (LoraEmbedding, plain), {"__doc__": f"A {plain.__name__} with an adapter."})

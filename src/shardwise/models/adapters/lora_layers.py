@@ -67,11 +67,12 @@ class LoraLayer(ShardedModule):
     lora_merged: bool
     lora_row_factors: Tensor
 
-    @staticmethod
-    def _turn(layer: nn.Module, into: type[nn.Module], adapters: Mapping[str, Adapter], config: LoraConfig) -> Any:
-        """Make a plain layer one of the class ``into``, in place."""
+    @classmethod
+    def _turn(cls, layer: nn.Module, adapters: Mapping[str, Adapter], config: LoraConfig) -> Any:
+        """Make a plain layer one of this class, in place."""
         adapted: Any = layer
-        adapted.__class__ = into
+        base: Any = cls
+        adapted.__class__ = _with_adapters(base, adapted.__class__)
         adapted.lora = nn.ModuleDict(adapters)
         adapted.lora_config = config
         adapted.lora_enabled = True
@@ -175,10 +176,9 @@ class LoraLinear(LoraLayer, ParallelLinear):
             name: LoraAdapter(layer, config.at(name if paths is None else paths[name]), section)
             for name, section in sections.items()
         }
-        plain: Any = type(layer)
-        result: LoraLinear = LoraLayer._turn(
-            layer, _with_adapters(plain, isinstance(layer._products, ExactProducts)), adapters, config
-        )
+        is_column, is_exact = isinstance(layer, ColumnLinear), isinstance(layer._products, ExactProducts)
+        columns, rows = (ExactLoraColumn, ExactLoraRow) if is_exact else (LoraColumn, LoraRow)
+        result: LoraLinear = (columns if is_column else rows)._turn(layer, adapters, config)
         result.register_buffer("lora_bias_rows", None, persistent=False)
         result._check_sums()
         return result
@@ -385,10 +385,8 @@ class ExactLoraRow(_ExactLora, LoraRow):
 
 
 @functools.cache
-def _with_adapters(plain: type[nn.Module], is_exact: bool) -> type[nn.Module]:
+def _with_adapters(base: Any, plain: Any) -> Any:
     """The class of a ``plain`` layer with adapters."""
-    columns, rows = (ExactLoraColumn, ExactLoraRow) if is_exact else (LoraColumn, LoraRow)
-    base = columns if issubclass(plain, ColumnLinear) else rows
     return type(f"Lora{plain.__name__}", (base, plain), {"__doc__": f"A {plain.__name__} with adapters."})
 
 
