@@ -6,7 +6,8 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
-from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling, apply_rotary
+from shardwise.kernels.elementwise import rotate
+from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling
 
 CPU = torch.device("cpu")
 
@@ -32,7 +33,7 @@ def test_a_model_that_generated_first_can_be_trained():
     with torch.inference_mode():
         rotary.first(4, torch.float32, CPU)
     x = torch.ones(4, 1, 2, 8, requires_grad=True)
-    apply_rotary(x, rotary.first(4, torch.float32, CPU)).sum().backward()
+    rotate(x, *rotary.first(4, torch.float32, CPU)).sum().backward()
     assert x.grad is not None
 
 
