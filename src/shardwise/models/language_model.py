@@ -251,6 +251,7 @@ class LanguageModel(GroupModule):
             )
 
     def _is_in_embd_group(self) -> bool:
+        """True if this part of the model is in the embedding group."""
         if self.embd_group is None:
             return False
         # Of the first rank its first chunk, of the last its last, and of one between them, as programs may choose

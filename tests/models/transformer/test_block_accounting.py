@@ -31,7 +31,7 @@ from torch import nn
 
 from shardwise.core.random import seed_streams, streams
 from shardwise.core.sequence_view import SequenceView
-from shardwise.models.recomputation import RECOMPUTE_MODULES, Recomputation
+from shardwise.models.recomputation import RECOMPUTE_MODULES
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.layer import ResidualDropout, make_norm
 from shardwise.models.transformer.mlp import MLP
@@ -155,7 +155,7 @@ def test_blocks(group, sequence_parallel, dtype):
         "layer, recomputed": kept_by(Recomputed(block), input_of(config, group)),
     }
     for module in RECOMPUTE_MODULES:
-        selective = {"recompute": Recomputation("selective", modules=(module,))}
+        selective = {"recompute_granularity": "selective", "recompute_modules": [module]}
         parts = layer(group, config_of(group, sequence_parallel, dtype, **selective))
         measured[f"layer, {module} recomputed"] = kept_by(parts, input_of(config, group))
     streams().reset()
