@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal
 from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.errors import DataError
 from shardwise.data import ExampleEncoder, UnusableExampleError
-from shardwise.data.tokenizer import TextStream
-from shardwise.models.generation import PrefixCache, generate, on_layers
+from shardwise.models.generation import PrefixCache, on_layers
 from shardwise.models.gpt import GPT
 from shardwise.run.commands.opened_model import OpenCheckpoint
-from shardwise.run.commands.text_generation import ChoiceWishes, ShownText, open_causal
+from shardwise.run.commands.text_generation import ChoiceWishes, open_causal, write
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.training.bounds import DEFAULT_TIMEOUT, SEED, STEPS, TEMPERATURE, TIMEOUT, TOP_P, checks_arguments
 
@@ -104,96 +103,58 @@ def chat(
         assert isinstance(model, GPT)
         model, kind = on_layers(model, layers)
         note(f"layers: {kind}")
-        conversation = _Conversation(task, model, ranks, system=system, seed=seed, show=show, note=note)
-        left = iter(turns)
+        notes, num_answers, prefix, left = set[str](), 0, PrefixCache(model), iter(turns)
+        beginning = [{"role": "system", "content": system}] if system else []
+        messages: list[dict[str, Any]] = beginning
+
+        def note_once(line: str) -> None:
+            if line not in notes:
+                note(line)
+            notes.add(line)
+
         while (said := _next_turn(ranks, left)) is not None:
-            conversation.take(said)
-        return conversation.messages
+            if said == RESET:
+                messages = beginning
+            elif said:
+                asked = [*messages, {"role": "user", "content": said}]
+                # Another seed for each turn, so that the same question may be answered otherwise.
+                answer = _answer(ranks, model, task, asked, prefix, (seed + num_answers) % 2**63, show, note_once)
+                if answer is not None:
+                    messages, num_answers = [*asked, {"role": "assistant", "content": answer}], num_answers + 1
+        return messages
 
 
-class _Conversation:
-    """Turns so far, and the model that answers.
-
-    Args:
-        task: how messages become tokens.
-        model: that answers, on this rank.
-        ranks: who this process is.
-        system: what the model is told before.
-        seed: of the choices.
-        show: given each piece of an answer.
-        note: given each line that a user should read.
-    """
-
-    def __init__(
-        self,
-        task: OpenChat,
-        model: GPT,
-        ranks: Ranks,
-        *,
-        system: str,
-        seed: int,
-        show: Callable[[str], object],
-        note: Callable[[str], object],
-    ) -> None:
-        self._task, self._model, self._ranks, self._system, self._seed = task, model, ranks, system, seed
-        self._show, self._tell = show, note
-        self._notes: set[str] = set()
-        self._num_turns = 0
-        # Each turn's prompt begins with the turns before it, which are not read again.
-        self._prefix = PrefixCache(model)
-        self._reset()
-
-    def _reset(self) -> None:
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": self._system}] if self._system else []
-
-    def take(self, said: str) -> None:
-        """Answer a turn, or do what it commands; every rank calls."""
-        if said == RESET:
-            self._reset()
-        elif said:
-            self._answer([*self.messages, {"role": "user", "content": said}])
-
-    def _answer(self, messages: list[dict[str, Any]]) -> None:
-        task, ranks, window = self._task, self._ranks, self._model.max_sequence_length
-        tokenizer = task.encoder.tokenizer
-        try:
-            prompt_ids = agree(lambda: task.encoder.prompt_ids(tuple(messages)), group=ranks.control)
-        except UnusableExampleError as error:
-            self._note(str(error))
-            return
-        choice = agree(lambda: task.wishes.choose(task.opened, tokenizer, len(prompt_ids)), group=ranks.control)
-        for note in choice.notes:
-            self._note(note)
-        if len(prompt_ids) > window:
-            self._note(
-                f"the conversation has more than {window} tokens, the last of which the model reads; {RESET} begins "
-                "a new one"
-            )
-        text = ShownText(TextStream(tokenizer, prompt_ids), self._show)
-        try:
-            # Not limited: the first rank waits with everybody for a terminal that is paused.
-            with ranks.phase("generating"):
-                new_ids = generate(
-                    self._model,
-                    prompt_ids,
-                    max_new_tokens=choice.max_new_tokens,
-                    sampling=choice.sampling,
-                    # Another one for each turn, so that the same question may be answered otherwise.
-                    seed=(self._seed + self._num_turns) % 2**63,
-                    eos_id=tuple(dict.fromkeys((*choice.eos_ids, *task.turn_ends))),
-                    on_token=text.push,
-                    prefix=self._prefix,
-                )
-        finally:
-            text.finish()
-        self._num_turns += 1
-        self.messages = [*messages, {"role": "assistant", "content": tokenizer.decode(new_ids)}]
-
-    def _note(self, note: str) -> None:
-        """Say something once."""
-        if note not in self._notes:
-            self._tell(note)
-        self._notes.add(note)
+def _answer(
+    ranks: Ranks,
+    model: GPT,
+    task: OpenChat,
+    messages: list[dict[str, Any]],
+    prefix: PrefixCache,
+    seed: int,
+    show: Callable[[str], object],
+    note: Callable[[str], object],
+) -> str | None:
+    """The answer to the last of the messages, None if they cannot be read; every rank calls."""
+    tokenizer, window = task.encoder.tokenizer, model.max_sequence_length
+    try:
+        prompt_ids = agree(lambda: task.encoder.prompt_ids(tuple(messages)), group=ranks.control)
+    except UnusableExampleError as error:
+        note(str(error))
+        return None
+    choice = agree(lambda: task.wishes.choose(task.opened, tokenizer, len(prompt_ids)), group=ranks.control)
+    for line in choice.notes:
+        note(line)
+    if len(prompt_ids) > window:
+        note(
+            f"the conversation has more than {window} tokens, the last of which the model reads; {RESET} begins a new "
+            "one"
+        )
+    eos_ids = tuple(dict.fromkeys((*choice.eos_ids, *task.turn_ends)))
+    # Each turn's prompt begins with the turns before it, which are not read again.
+    new_ids, _ = write(
+        ranks, model, tokenizer, prompt_ids, choice, seed=seed, eos_ids=eos_ids, show=show, prefix=prefix
+    )
+    return tokenizer.decode(new_ids)
 
 
 def _next_turn(ranks: Ranks, left: Iterator[str]) -> str | None:

@@ -17,11 +17,11 @@ from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import TokenDataset, UnusableExampleError
 from shardwise.data.labelled import counted
 from shardwise.data.tokenizer import TextStream, Tokenizer
-from shardwise.models.generation import generate as generate_ids, on_layers
+from shardwise.models.generation import PrefixCache, generate as generate_ids, on_layers
 from shardwise.models.gpt import GPT
 from shardwise.run.commands.opened_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
 from shardwise.run.commands.train import recipe_of
-from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.run.settings import FinetuneSettings
 from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.finetuning import Finetuning
@@ -192,49 +192,51 @@ def generate(
         for line in (*task.notes(model.max_sequence_length), f"layers: {kind}"):
             note(line)
         show(prompt)
-        text = ShownText(TextStream(task.tokenizer, task.prompt_ids), show)
-        try:
-            # Not limited: the first rank waits with everybody for a terminal that is paused.
-            with ranks.phase("generating"):
-                generate_ids(
-                    model,
-                    task.prompt_ids,
-                    max_new_tokens=task.choice.max_new_tokens,
-                    sampling=task.choice.sampling,
-                    seed=seed,
-                    eos_id=task.choice.eos_ids,
-                    on_token=text.push,
-                )
-        finally:
-            # After Ctrl-C too, so that the shell's prompt begins a line of its own.
-            text.finish()
-        return str(text)
+        choice = task.choice
+        eos_ids = choice.eos_ids
+        return write(ranks, model, task.tokenizer, task.prompt_ids, choice, seed=seed, eos_ids=eos_ids, show=show)[1]
 
 
-class ShownText:
-    """A text that comes token by token: each piece is shown as soon as it is certain, and kept.
+def write(
+    ranks: Ranks,
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt_ids: list[int],
+    choice: GenerationChoice,
+    *,
+    seed: int,
+    eos_ids: tuple[int, ...],
+    show: Callable[[str], object],
+    prefix: PrefixCache | None = None,
+) -> tuple[list[int], str]:
+    """Generate, and show each piece of the text as soon as it is certain, and a line's end; every rank calls.
 
-    Args:
-        stream: makes text of the tokens.
-        show: given each piece.
+    Returns:
+        The new tokens, and the text.
     """
+    stream, pieces = TextStream(tokenizer, prompt_ids), list[str]()
 
-    def __init__(self, stream: TextStream, show: Callable[[str], object]) -> None:
-        self._stream, self._show = stream, show
-        self._pieces: list[str] = []
+    def add(piece: str, end: str = "") -> None:
+        pieces.append(piece)
+        show(piece + end)
 
-    def push(self, token: int) -> None:
-        """Show what a token adds."""
-        self._pieces.append(self._stream.push(token))
-        self._show(self._pieces[-1])
-
-    def finish(self) -> None:
-        """Show the rest, and a line's end."""
-        self._pieces.append(self._stream.finish())
-        self._show(f"{self._pieces[-1]}\n")
-
-    def __str__(self) -> str:
-        return "".join(self._pieces)
+    try:
+        # Not limited: the first rank waits with everybody for a terminal that is paused.
+        with ranks.phase("generating"):
+            new_ids = generate_ids(
+                model,
+                prompt_ids,
+                max_new_tokens=choice.max_new_tokens,
+                sampling=choice.sampling,
+                seed=seed,
+                eos_id=eos_ids,
+                on_token=lambda token: add(stream.push(token)),
+                prefix=prefix,
+            )
+    finally:
+        # After Ctrl-C too, so that the shell's prompt begins a line of its own.
+        add(stream.finish(), "\n")
+    return new_ids, "".join(pieces)
 
 
 # Of one sample: more are a wall of text.
