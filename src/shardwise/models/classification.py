@@ -112,17 +112,7 @@ class Classification:
 
 
 class Classifier(ReplicatedLinear):
-    """From hidden states to the numbers of labels. Every rank holds it whole.
-
-    Args:
-        config: width, initial values, and whether each rank has its shard of the sequence.
-        spec: the task.
-        tp_group: tensor-parallel group.
-
-    Attributes:
-        weight: ``[num_labels, h]``.
-        bias: ``[num_labels]``, or None.
-    """
+    """The linear layer ``[num_labels, h]`` from hidden states to logits of labels, whole on every rank."""
 
     def __init__(self, config: ModelConfig, spec: Classification, tp_group: ProcessGroup) -> None:
         assert config.init_method is not None

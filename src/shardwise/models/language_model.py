@@ -97,8 +97,7 @@ class LanguageModel(GroupModule):
 
         Args:
             labels: ``[b, s]`` global ids; -100 costs nothing.
-            logits: ``[s, b, v/t]``; not modified, unless ``inplace_``.
-            inplace_: the logits' memory may become their gradient's.
+            logits: ``[s, b, v/t]``; not modified, unless ``inplace_`` lets their memory become their gradient's.
             is_scaled: ``config.final_logit_softcap`` and ``config.logits_scaling`` are in the logits already.
 
         Returns:
@@ -133,11 +132,9 @@ class LanguageModel(GroupModule):
 
         Args:
             hidden: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism; not modified.
-            labels: ``[b, s]`` global ids.
-            weight: ``[v/t, h]``, the output layer's, or the embedding's that is tied to it.
-            bias: ``[v/t]`` or None, the output layer's.
+            labels: ``[b, s]`` global ids; ``ignore_index`` costs nothing.
+            weight, bias: ``[v/t, h]`` and ``[v/t]`` or None, the output layer's; or the weight of the tied embedding.
             sequence_parallel: ``hidden`` is a shard of the sequence.
-            ignore_index: the label that costs nothing.
             reduction: ``"none"``, ``"mean"`` or ``"sum"``.
 
         Returns:
@@ -200,7 +197,7 @@ class LanguageModel(GroupModule):
         return model.embedding.word_embeddings if self.pre_process else model.output_layer
 
     def setup_tied_weight(self) -> None:
-        """Make the copies of a weight that is tied over several stages equal, and state their replicas; else nothing.
+        """Make the copies of a weight that is tied over several stages equal, and state their replicas.
 
         Gradients are summed over the embedding group. The last stage's ``is_copy``, so that norms count one and
         checkpoints store one. Collective then: the copy is zero at first, and one all-reduce over the embedding group

@@ -28,14 +28,12 @@ class TokenEmbedding(GroupModule):
     Words are multiplied by ``config.embedding_multiplier``.
 
     Args:
-        config: width, dtype, dropout, norm and sequence parallelism.
-        vocab_size: number of token ids, of any size.
-        max_sequence_length: rows of the table of learned positions.
-        position_embedding_type: there is such a table for ``"learned_absolute"``; other kinds are attention's.
+        config, vocab_size, max_sequence_length: of the model.
+        position_embedding_type: there is a table of positions for ``"learned_absolute"``; other kinds are attention's.
         num_tokentypes: number of token types; 0 for none.
         scatter_to_sequence_parallel: with ``config.sequence_parallel``, return this rank's shard of the sequence.
         tp_group: tensor-parallel group.
-        position_offset: further rows of that table, before the row of position 0.
+        position_offset: further rows of the table, before the row of position 0.
 
     Attributes:
         word_embeddings: split over the vocabulary.

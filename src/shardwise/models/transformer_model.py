@@ -318,11 +318,9 @@ class TransformerModel(FixedTensors, LanguageModel):
                 yield (name,), child.final_layernorm
 
     def set_input_tensor(self, input_tensor: Tensor | Sequence[Tensor | None] | None) -> None:
-        """Give a stage that is not the first the hidden states of the one before it, for the forwards that follow.
+        """Give a later stage the hidden states of the one before it, for the forwards that follow; None on the first.
 
-        Args:
-            input_tensor: ``[s, b, h]``, with sequence parallelism this rank's shard, or a list of it alone; None on the
-                first stage.
+        They are ``[s, b, h]``, with sequence parallelism this rank's shard, or a list of one tensor.
 
         Raises:
             ShardingError: a list of several.

@@ -53,11 +53,9 @@ class HeadsRMSNorm(nn.Module):
     Args:
         width: of all heads together.
         heads: this rank's, as an interval of all heads.
-        num_counted: how many of them, the last ones, no rank before this one holds too.
+        num_counted: the number of them, the last ones, that no rank before this one holds too.
         head_dim: width of a head.
-        eps: added to the mean square.
-        zero_centered: keep the weight minus 1.
-        dtype: of the weight.
+        eps, zero_centered: added to the mean square; keep the weight minus 1.
 
     Attributes:
         weight: ``[width]``.

@@ -92,13 +92,9 @@ def _torchao(kind: str) -> Any:
 def encode(kind: Quantization, values: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """The codes of values, and the scales.
 
-    Args:
-        kind: of the codes.
-        values: ``[rows, columns]``.
-        largest: ``[rows, columns]``, or ``[rows, 1]`` for whole rows: the largest magnitude of each one's block.
-
-    Returns:
-        ``[rows, columns]`` int8, or uint8 of 0 to 15; and scales of ``largest``'s shape.
+    Of values ``[rows, columns]``, where ``largest``, ``[rows, columns]`` or for whole rows ``[rows, 1]``, is the
+    largest magnitude of each one's block: ``[rows, columns]`` int8, or uint8 of 0 to 15, and scales of ``largest``'s
+    shape.
 
     Raises:
         ConfigError: ``torchao`` is not there.
@@ -313,13 +309,8 @@ def _columns(layout: ParamLayout, rank: int) -> Tensor:
 def quantize_shard(kind: Quantization, values: Tensor, layout: ParamLayout, group: ProcessGroup) -> QuantizedTensor:
     """Quantise a weight that is split over ranks, as one rank would.
 
-    Where the ranks hold columns, one all-reduce takes the largest magnitudes of whole blocks; every rank calls then.
-
-    Args:
-        kind: of the codes.
-        values: this rank's part.
-        layout: where each rank's part lies.
-        group: the ranks.
+    ``values`` are this rank's part. Where the ranks hold columns, one all-reduce takes the largest magnitudes of whole
+    blocks; every rank calls then.
 
     Raises:
         ConfigError: ``torchao`` is not there.

@@ -55,12 +55,10 @@ class ReplicatedEmbedding(ShardedModule):
     """A table that every rank holds whole, such as that of learned positions.
 
     Args:
-        num_embeddings: number of rows.
-        embedding_dim: width of a row, ``h``.
-        what: what the row numbers are, for errors.
-        group: the ranks that hold the table.
+        num_embeddings, embedding_dim: number and width of rows.
+        what: name of the row numbers, for errors.
         init: fills the weight in place.
-        options: as for ``ColumnLinear``.
+        group, options: as for ``ShardedModule``.
 
     Attributes:
         weight: ``[num_embeddings, h]``.
@@ -98,17 +96,14 @@ class ReplicatedEmbedding(ShardedModule):
 
 
 class ReplicatedLinear(ShardedModule):
-    """A linear layer that every rank holds whole.
+    """A linear layer that every rank of ``group`` holds whole.
 
     Args:
-        in_features: width of the input, ``i``.
-        out_features: width of the output, ``o``.
-        group: the ranks that hold the layer.
+        in_features, out_features: widths of input and output, ``i`` and ``o``.
         init: fills the weight in place; the bias starts at 0.
         bias: there is one.
-        sequence_shards: each rank applies the layer to its own part of the sequence, so that gradients are partial
-            sums.
-        options: as for ``ColumnLinear``.
+        sequence_shards: each rank applies the layer to its part of the sequence, so that gradients are partial sums.
+        options: as for ``ShardedModule``.
 
     Attributes:
         weight: ``[o, i]``.

@@ -197,15 +197,9 @@ def compute_weight_gradients_(
 ) -> None:
     """Add the weight gradients of several calls of a linear layer, in order, and empty both lists.
 
-    An input that is a shard is gathered while the gradient before it is computed.
-
-    Args:
-        weight: the gradients are added to its ``main_grad`` with ``fuse``, else to its ``grad``.
-        inputs: ``[s, b, i]``, or ``[s/t, b, i]`` with a ``gather_group``; emptied.
-        grad_outputs: ``[s, b, o]``, in the same order; emptied.
-        fuse: see ``weight``.
-        gather_group: the ranks that hold the inputs' other shards, by the balanced rule; None if each input is whole.
-        products: makes the product.
+    They are added to ``weight.main_grad`` with ``fuse``, else to ``weight.grad``. Inputs are ``[s, b, i]``, or shards
+    ``[s/t, b, i]`` over ``gather_group`` by the balanced rule, which are gathered while the gradient before is
+    computed.
 
     Raises:
         ShardingError: the lists are not of the same length.

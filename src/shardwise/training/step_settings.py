@@ -185,46 +185,6 @@ Schedule = Literal["constant", "linear", "cosine", "wsd"]
 
 _DECAY_SHARE, _MOMENTUM = 0.2, 0.95
 
-
-def learning_rate_at(
-    step: int,
-    *,
-    schedule: Schedule = "cosine",
-    steps: int,
-    warmup_steps: int,
-    highest: float,
-    final_ratio: float,
-    decay_share: float | None = None,
-) -> float:
-    """Learning rate of step ``step`` (from 0) of ``steps``: a linear rise, and then what the schedule says.
-
-    >>> plan = {"schedule": "linear", "steps": 6, "warmup_steps": 2, "highest": 1.0, "final_ratio": 0.0}
-    >>> [learning_rate_at(step, **plan) for step in range(6)]
-    [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
-
-    Args:
-        step: number of the step; from ``steps`` on the rate stays as it was in the last.
-        schedule: "constant" stays at ``highest``; "linear" and "cosine" (Loshchilov and Hutter 2017, arXiv:1608.03983)
-            fall from the warm-up to the last step; "wsd" (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395)
-            stays, and falls linearly over the last ``decay_share`` of all steps.
-        steps: of the whole run.
-        warmup_steps: steps until ``highest`` is reached.
-        highest: largest learning rate.
-        final_ratio: the last step's, as a share of ``highest``; not read by "constant".
-        decay_share: share of ``steps``; read by "wsd" alone; 0.2 if None.
-    """
-    if step < warmup_steps:
-        return highest * (step + 1) / warmup_steps
-    if schedule == "constant":
-        return highest
-    falling = steps - warmup_steps
-    if schedule == "wsd":
-        falling = min(falling, round((_DECAY_SHARE if decay_share is None else decay_share) * steps))
-    progress = min(1.0, max(0.0, (step + 1 - (steps - falling)) / max(1, falling)))
-    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
-    return highest * (final_ratio + (1.0 - final_ratio) * left)
-
-
 # fp32 holds it, with room for a few products.
 _LARGE = 1e30
 RATE = Range(0, _LARGE, low_included=False)
@@ -284,16 +244,26 @@ class OptimizerSettings(Checked, prefix="optimizer."):
                 require(given == choice, words)
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """Of step ``step``, from 0, of a run of ``steps``."""
-        return learning_rate_at(
-            step,
-            schedule=self.schedule,
-            steps=steps,
-            warmup_steps=self.warmup_steps,
-            highest=self.learning_rate,
-            final_ratio=self.final_learning_rate_ratio,
-            decay_share=self.decay_share,
-        )
+        """Learning rate of step ``step`` (from 0) of ``steps``: a linear rise, and then the schedule.
+
+        "cosine" is Loshchilov and Hutter 2017 (arXiv:1608.03983), "wsd" Hu et al. 2024 (arXiv:2404.06395). From
+        ``steps`` on the rate stays as in the last step.
+
+        >>> plan = OptimizerSettings(learning_rate=1.0, schedule="linear", warmup_steps=2,
+        final_learning_rate_ratio=0.0) >>> [plan.learning_rate_at(step, 6) for step in range(6)] [0.5, 1.0, 0.75, 0.5,
+        0.25, 0.0]
+        """
+        highest, final_ratio = self.learning_rate, self.final_learning_rate_ratio
+        if step < self.warmup_steps:
+            return highest * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return highest
+        falling = steps - self.warmup_steps
+        if self.schedule == "wsd":
+            falling = min(falling, round((_DECAY_SHARE if self.decay_share is None else self.decay_share) * steps))
+        progress = min(1.0, max(0.0, (step + 1 - (steps - falling)) / max(1, falling)))
+        left = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1.0 - progress
+        return highest * (final_ratio + (1.0 - final_ratio) * left)
 
     def make(self, model: nn.Module) -> ShardedOptimizer:
         """The optimizer of ``model``: the one place that says which."""

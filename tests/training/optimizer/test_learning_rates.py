@@ -5,13 +5,12 @@ import math
 import pytest
 
 from shardwise.core.errors import ConfigError
-from shardwise.training.step_settings import OptimizerSettings, learning_rate_at
+from shardwise.training.step_settings import OptimizerSettings
 
 
 def rate(step, *, steps=100, warmup_steps=10, highest=2.0, final_ratio=0.1, **options):
-    return learning_rate_at(
-        step, steps=steps, warmup_steps=warmup_steps, highest=highest, final_ratio=final_ratio, **options
-    )
+    options |= {"learning_rate": highest, "warmup_steps": warmup_steps, "final_learning_rate_ratio": final_ratio}
+    return OptimizerSettings(**options).learning_rate_at(step, steps)
 
 
 def test_learning_rate_at_its_corners():

@@ -21,14 +21,10 @@ from shardwise.nn.parallel_linear import ParallelLinear
 
 
 def section_layout(section: Tensor, fused: ParamLayout, width: int) -> ParamLayout:
-    """Where each rank's rows lie in a tensor ``[len(section), width]`` that belongs to a section of a fused weight.
+    """Layout of a tensor ``[len(section), width]`` that belongs to a section of a weight with the layout ``fused``.
 
-    A rank holds the rows whose fused rows it holds, in ascending order.
-
-    Args:
-        section: ``[n]`` int64, for each row of the section its row in the fused weight.
-        fused: layout of the fused weight, or of its bias; split along dimension 0.
-        width: number of columns.
+    ``section`` has for each row its row in the fused weight. A rank holds the rows whose fused rows it holds,
+    ascending.
 
     Raises:
         ShardingError: the fused weight is not split along dimension 0, or has no such row.
@@ -104,10 +100,7 @@ class LoraAdapter(Adapter):
     Factors of a layer in half precision are kept in fp32, so that small updates are not lost, and multiplied in the
     layer's dtype.
 
-    Args:
-        layer: the linear layer that they adapt.
-        config: rank.
-        section: which rows of a column-parallel layer's output they add to, in their order; all in order if None.
+    ``section`` has the rows of a column-parallel layer's output that they add to, in their order; all in order if None.
 
     Attributes:
         r, scaling: rank, and factor of the product.

@@ -22,10 +22,6 @@ from shardwise.nn import VocabEmbedding, arithmetic_of
 class LoraEmbeddingAdapter(Adapter):
     """The two factors for an embedding.
 
-    Args:
-        layer: the embedding that they adapt.
-        config: rank, and whether columns have learned lengths.
-
     Attributes:
         r, scaling: rank, and factor of the product.
         lora_embedding_A: ``[r, v/t]``; starts as 0.

@@ -24,12 +24,9 @@ class PreallocatedCache:
 
     Args:
         num_layers: number of layers, which append as 1 to ``num_layers``.
-        num_groups: key-value heads of this rank.
-        head_dim: width of a head.
-        batch_size: number of sequences.
-        capacity: most tokens that it can hold of each sequence.
-        dtype: dtype of keys and values.
-        device: device of keys and values; the default device if None.
+        num_groups, head_dim: key-value heads of this rank, and their width.
+        batch_size, capacity: number of sequences, and of tokens that it can hold of each.
+        dtype, device: of keys and values; the default device if None.
 
     Raises:
         ConfigError: a size under 1.

@@ -25,11 +25,6 @@ def layers_of_this_stage(
 ) -> range:
     """The layers of the model, counted from 0, that this rank's stage, or its chunk ``vp_stage``, holds.
 
-    Args:
-        config: number of layers, and how they are dealt out to stages.
-        pp_group: pipeline-parallel group; may be None if there is one stage.
-        vp_stage: this part of the stage, with interleaving.
-
     Raises:
         TopologyError: there are several stages and no group, or one of another size.
         ConfigError: ``vp_stage`` is needed and not given, or is not one of the chunks.

@@ -93,11 +93,7 @@ def vocab_parallel_entropy(
 
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified. -inf forbids an id.
-        group: the ranks that split the vocabulary.
-        vocab_size: true size of the vocabulary.
-        softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
-        temperature: divides the (capped) logits.
-        padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
+        group, vocab_size, padded_vocab_size, softcap, temperature: as in ``vocab_parallel_cross_entropy``.
 
     Returns:
         ``[...]``, fp32 (fp64 for fp64 logits), the same on every rank.

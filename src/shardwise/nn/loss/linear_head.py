@@ -146,17 +146,9 @@ def finished_hidden_gradient(
 ) -> Tensor:
     """The hidden gradient from the product that was computed before the whole softmax was known.
 
-    ``factor · product + at_target · weight[target] - rest · sum_of_weight``, in the weight's dtype, each term with one
-    number per token.
-
-    Args:
-        product: ``[n, h]``, the exponentials times the weight, without the target's.
-        weight: ``[v, h]``.
-        target_local: ``[n]`` columns, -1 where the target is not among them.
-        factor: ``[n]``.
-        at_target: ``[n]``; not looked at where there is no target.
-        rest: ``[n]`` or None.
-        sum_of_weight: ``[h]``, or ``[n, h]``, or None: what ``rest`` multiplies.
+    ``factor · product + at_target · weight[target] - rest · sum_of_weight``, in the weight's dtype. ``product``, ``[n,
+    h]``, is the exponentials times the weight ``[v, h]``; ``target_local`` has columns, -1 for others' targets;
+    ``factor``, ``at_target`` and ``rest`` have a number per token; ``sum_of_weight`` is ``[h]`` or ``[n, h]``.
     """
     result = product if product.dtype == weight.dtype else torch.empty_like(product, dtype=weight.dtype)
     columns = target_local.clamp(min=0)

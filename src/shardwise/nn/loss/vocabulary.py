@@ -162,11 +162,8 @@ def gather_statistics(own: Tensor, group: ProcessGroup) -> Tensor:
 def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options: LossOptions) -> Combined:
     """The loss from all ranks' statistics.
 
-    Args:
-        every: ``[t, n, 3]``, or ``[t, n, 4]`` with label smoothing: each rank's ``row_statistics``.
-        ranges: every rank's ids.
-        ignored: ``[n]``, the tokens that cost nothing.
-        options: of the loss.
+    ``every`` is each rank's ``row_statistics``, ``[t, n, 3]`` or with label smoothing ``[t, n, 4]``; ``ranges`` are the
+    ranks' ids, and ``ignored``, ``[n]``, the tokens that cost nothing.
     """
     vocab_size, smoothing, z_loss = ranges[-1][1], options.label_smoothing, options.z_loss
     maximum = every[..., 0].amax(dim=0)
@@ -254,10 +251,8 @@ def vocab_parallel_topk(
 
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified.
-        k: how many; at most the size of the vocabulary.
-        group: the ranks that split the vocabulary.
-        vocab_size: true size of the vocabulary.
-        padded_vocab_size: size that was split, where padding was added; padded columns are left out.
+        k: number of logits; at most the size of the vocabulary.
+        group, vocab_size, padded_vocab_size: as in ``vocab_parallel_cross_entropy``.
 
     Returns:
         Values ``[..., k]``, fp32 (fp64 for fp64 logits), and int64 ids ``[..., k]``, the same on every rank.
@@ -286,9 +281,7 @@ def vocab_parallel_argmax(
 
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified.
-        group: the ranks that split the vocabulary.
-        vocab_size: true size of the vocabulary.
-        padded_vocab_size: size that was split, where padding was added; padded columns are left out.
+        group, vocab_size, padded_vocab_size: as in ``vocab_parallel_cross_entropy``.
 
     Returns:
         int64 ids ``[...]``, the same on every rank.
