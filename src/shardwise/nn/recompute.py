@@ -98,7 +98,7 @@ def recomputed(function: Callable[..., Any], *args: Any, early_stop: bool = True
         kwargs: its keyword arguments.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -256,7 +256,7 @@ class OutputRecomputation:
             args: its arguments, tensors or not.
 
         Returns:
-            What ``function`` returns.
+            The result of ``function``.
 
         Raises:
             ConfigError: an output shares its memory with an argument.

@@ -248,7 +248,7 @@ def kind_of(annotation: Any) -> Any:
 
 
 def _problem(value: Any, annotation: Any, limits: Range | None) -> str | None:
-    """What ``value`` must be and is not; None if it is valid."""
+    """The requirement that ``value`` breaks; None if it is valid."""
     kind = kind_of(annotation)
     if kind is not annotation and value is None:
         return None

@@ -1,7 +1,7 @@
 """Settings that a training step reads: how the model is split, which steps there are, and the optimizer of each.
 
-Each is a plain frozen dataclass, checked when made, and a table of a run's TOML file. Settings of a whole run, of which
-these are a part, are in ``shardwise.run.settings``.
+Each is a plain frozen dataclass, checked when made, and a table of a run's TOML file. Settings of a whole run are in
+``shardwise.run.settings``.
 """
 
 from __future__ import annotations
@@ -249,9 +249,10 @@ class OptimizerSettings(Checked, prefix="optimizer."):
         "cosine" is Loshchilov and Hutter 2017 (arXiv:1608.03983), "wsd" Hu et al. 2024 (arXiv:2404.06395). From
         ``steps`` on the rate stays as in the last step.
 
-        >>> plan = OptimizerSettings(learning_rate=1.0, schedule="linear", warmup_steps=2,
-        final_learning_rate_ratio=0.0) >>> [plan.learning_rate_at(step, 6) for step in range(6)] [0.5, 1.0, 0.75, 0.5,
-        0.25, 0.0]
+        >>> options = {"schedule": "linear", "warmup_steps": 2, "final_learning_rate_ratio": 0.0}
+        >>> plan = OptimizerSettings(learning_rate=1.0, **options)
+        >>> [plan.learning_rate_at(step, 6) for step in range(6)]
+        [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
         """
         highest, final_ratio = self.learning_rate, self.final_learning_rate_ratio
         if step < self.warmup_steps:

@@ -313,7 +313,7 @@ def test_settings_that_contradict_each_other():
         ({"lora_rank": 2, "lora_dropout": 1.0}, "--lora-dropout is 1.0"),
         ({"lora_rank": 2, "lora_targets": ()}, "--lora-targets names no layer"),
         ({"lora_merge": True}, "--lora-merge without --lora-rank"),
-        ({"lora_from": "x", "lora_rank": 2}, "--lora-rank beside --lora-from"),
+        ({"lora_from": "x", "lora_rank": 2}, "--lora-rank with --lora-from"),
         ({"lora_rank": 2, "lora_target_pattern": "("}, "'\\(' is no regular expression: missing \\)"),
         ({"lora_rank": 2, "lora_target_pattern": "a", "lora_targets": ("b",)}, "leave one out"),
         ({"lora_rank": 2, "lora_rank_pattern": ("q_proj",)}, "--lora-rank-pattern has 'q_proj'; write a name and"),

@@ -61,8 +61,8 @@ class RotaryScaling:
         factor: of the context's growth.
         original_max_position_embeddings: context of the first training; not read by ``"linear"``.
         short_factor, long_factor: ``"longrope"``: the divisors, one for each frequency.
-        low_freq_factor, high_freq_factor: ``"llama3"``: turns up to which a frequency is divided, and from which it is
-            left.
+        low_freq_factor, high_freq_factor: ``"llama3"``: a frequency of fewer turns than the first is divided, and one
+            of more than the second is left.
         beta_slow, beta_fast: ``"yarn"``: the same.
         attention_factor: ``"yarn"`` and ``"longrope"``: factor of cosine and sine, and so the square root of that of
             the scores; from ``mscale`` and ``mscale_all_dim``, or from ``factor``, if None.

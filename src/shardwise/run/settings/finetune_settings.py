@@ -56,7 +56,7 @@ class LoraSettings(Checked, prefix="--"):
         lora_from: start from the adapters of this folder, which say rank, strength and targets themselves.
         lora_rslora: divide the strength by the square root of the rank, so that high ranks learn as well.
         base_quantization: keep the frozen weights of linear layers in 8 bits (int8) or 4 (nf4); modules that are
-            trained whole stay as they are.
+            trained whole keep their dtype.
         lora_merge: write the whole model with the adapters merged into its weights, instead of the adapters.
     """
 
@@ -93,7 +93,9 @@ class LoraSettings(Checked, prefix="--"):
                 )
         if self.lora_from is not None:
             flags = ", ".join(changed)
-            require(not flags, f"{flags} beside --lora-from, whose folder says what its adapters are; leave them out")
+            require(
+                not flags, f"{flags} with --lora-from, whose folder has the settings of its adapters; leave them out"
+            )
         elif self.lora_rank is None:
             flags = ", ".join([*changed, "--lora-merge"] if self.lora_merge else changed)
             require(not flags, f"{flags} without --lora-rank: without a rank there are no adapters")
