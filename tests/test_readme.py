@@ -60,6 +60,12 @@ def test_links_and_files_named_in_the_documents_exist():
             assert (ROOT / named).exists(), f"{document.name} names {named}"
 
 
+def test_the_index_has_every_page():
+    docs = ROOT / "docs"
+    linked = {(docs / target).resolve() for target in re.findall(r"\]\(([^)#:]+)", (docs / "README.md").read_text())}
+    assert {path for path in docs.rglob("*.md") if path.parent.name != "decisions"} - linked == {docs / "README.md"}
+
+
 def test_the_two_commands_of_the_readme_are_the_makefiles():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make ([\w-]+)", README, re.MULTILINE):
