@@ -14,6 +14,7 @@ from common import Spread
 
 from gpus.measuring import Limits, Row, busy_share, synchronize
 from shardwise.core.topology import Groups
+from shardwise.data import Batch
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
 from shardwise.models.gpt import GPT
@@ -67,7 +68,7 @@ def measure_model(device: torch.device, sizes: ModelRunSizes, world: dist.Proces
     trainer = Trainer(settings, model, groups)
     num_parameters = sum(param.numel() for param in model.parameters())
     tokens = torch.randint(sizes.vocab_size, (sizes.samples, sizes.sequence_length + 1))
-    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     done = 0
 
     def step() -> None:

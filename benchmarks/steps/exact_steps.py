@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import NUM_RANKS, join_ranks, leave_ranks, seconds_of
 
 from shardwise.core.topology import Groups, Topology
+from shardwise.data import Batch
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.build import build_model
 from shardwise.run.exact_trials import check_device
@@ -106,7 +107,7 @@ class ExactRunner:
     def _step(self, variant: str, step: int) -> tuple[str, str]:
         trainer = self._trainers[variant]
         rows = self._ids.split(trainer.settings.micro_batch_size(1))
-        result = trainer.step(step, [(row[:, :-1], row[:, 1:]) for row in rows])
+        result = trainer.step(step, [Batch(row[:, :-1], row[:, 1:]) for row in rows])
         return result.loss.hex(), result.grad_norm.hex()
 
     def close(self) -> None:

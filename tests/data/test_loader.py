@@ -8,10 +8,10 @@ from shardwise.data import (
     IGNORE_INDEX,
     BatchSchedule,
     DataLoader,
-    EvaluationWindows,
-    TokenDataset,
+    HeldOut,
+    TokenRows,
     TokenStream,
-    evaluation_batches,
+    WindowRows,
 )
 
 FROZEN_ORDER = [[2, 3, 5, 0, 1, 6, 7, 4], [7, 3, 4, 6, 0, 5, 2, 1]]
@@ -27,12 +27,12 @@ def stream_of(num_tokens: int) -> TokenStream:
 
 def loader_of(global_batch_size: int, seed: int = 3) -> DataLoader:
     """A loader of 12 samples of 5 tokens."""
-    return DataLoader(TokenDataset(stream_of(64), 5), global_batch_size, seed)
+    return DataLoader(TokenRows(stream_of(64), 5), global_batch_size, seed)
 
 
 def rows(batches) -> list[list[int]]:
     """Tokens and labels of each sample, in order."""
-    return [row for tokens, labels in batches for row in torch.cat([tokens, labels], dim=1).tolist()]
+    return [row for batch in batches for row in torch.cat([batch.tokens, batch.labels], dim=1).tolist()]
 
 
 @given(num_samples=COUNTS, global_batch_size=COUNTS, seed=st.integers(0, 2**63))
@@ -65,7 +65,7 @@ def test_the_order_is_this_one_for_ever():
     # A run that is resumed under another version of NumPy must see the samples that it would have seen.
     schedule = BatchSchedule(8, 8, seed=42)
     assert [schedule.global_batch(step).tolist() for step in (0, 1)] == FROZEN_ORDER
-    assert [loader_of(12, seed=42)._offset(epoch) for epoch in range(6)] == FROZEN_OFFSETS
+    assert [loader_of(12).rows.in_epoch(42, epoch).offset for epoch in range(6)] == FROZEN_OFFSETS
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6, 12])
@@ -86,12 +86,14 @@ def test_a_batch_is_made_of_the_samples_of_the_schedule():
     loader = loader_of(5)
     for step in (0, 2):  # step 2 ends the first epoch and begins the second
         samples, epochs = loader.schedule.global_batch(step), loader.schedule.epochs(step)
-        ((tokens, labels),) = loader.batch(step)
+        (batch,) = loader.batch(step)
+        tokens, labels = batch.tokens, batch.labels
         assert tokens.dtype == labels.dtype == torch.int64
         assert tokens.shape == labels.shape == (5, 5)
         for row, (sample, epoch) in enumerate(zip(samples, epochs, strict=True)):
-            expected = loader.dataset.sample(int(sample), loader._offset(int(epoch)))
-            assert (tokens[row].tolist(), labels[row].tolist()) == (expected[0].tolist(), expected[1].tolist())
+            expected = loader.rows.in_epoch(loader.schedule.seed, int(epoch)).row(int(sample))
+            assert tokens[row].tolist() == expected["tokens"].tolist()
+            assert labels[row].tolist() == expected["labels"].tolist()
     assert set(epochs) == {0, 1}
 
 
@@ -105,15 +107,15 @@ def test_texts_are_cut_anew_in_each_epoch():
     loader = loader_of(12)
     starts = [{row[0] % 5 for row in rows(loader.batch(step))} for step in range(8)]
     assert len(set(map(frozenset, starts))) > 2
-    assert all(0 <= loader._offset(epoch) < 5 for epoch in range(100))
+    assert all(0 <= loader.rows.in_epoch(3, epoch).offset < 5 for epoch in range(100))
 
 
 def test_torch_may_write_into_a_batch():
     loader = loader_of(12)
     before = rows(loader.batch(0))
-    for tokens, labels in loader.batch(0):
-        tokens.zero_()
-        labels.zero_()
+    for batch in loader.batch(0):
+        batch.tokens.zero_()
+        batch.labels.zero_()
     assert rows(loader.batch(0)) == before
 
 
@@ -148,27 +150,27 @@ def test_impossible_schedules(sizes):
 
 @given(num_tokens=st.integers(1, 50), micro_batch_size=st.integers(1, 4), dp_size=st.integers(1, 4))
 def test_evaluation_has_every_token_as_a_label_once_over_all_ranks(num_tokens, micro_batch_size, dp_size):
-    windows = EvaluationWindows(stream_of(num_tokens), 4)
-    ranks = [list(evaluation_batches(windows, micro_batch_size, rank, dp_size)) for rank in range(dp_size)]
+    windows = HeldOut(WindowRows(stream_of(num_tokens), 4))
+    ranks = [list(windows.batches(micro_batch_size, rank, dp_size)) for rank in range(dp_size)]
     assert len({len(batches) for batches in ranks}) == 1
     batches = [batch for of_rank in ranks for batch in of_rank]
-    assert all(tensor.shape == (micro_batch_size, 4) for batch in batches for tensor in batch)
-    assert all(tensor.dtype == torch.int64 for batch in batches for tensor in batch)
-    labels = torch.cat([labels for _, labels in batches]).flatten()
+    assert all(tensor.shape == (micro_batch_size, 4) for batch in batches for tensor in batch.tensors.values())
+    assert all(tensor.dtype == torch.int64 for batch in batches for tensor in batch.tensors.values())
+    labels = torch.cat([batch.labels for batch in batches]).flatten()
     assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(1, num_tokens + 1))
     # No rank has a batch more than it must have.
     assert len(ranks[0]) == -(-len(windows) // (micro_batch_size * dp_size))
 
 
 def test_evaluation_on_one_rank_is_in_the_order_of_the_text():
-    windows = EvaluationWindows(stream_of(10), 4)
-    labels = torch.cat([labels for _, labels in evaluation_batches(windows, 2)]).flatten()
+    windows = HeldOut(WindowRows(stream_of(10), 4))
+    labels = torch.cat([batch.labels for batch in windows.batches(2)]).flatten()
     assert labels.tolist() == [*range(1, 11), *[IGNORE_INDEX] * 6]
 
 
 def test_impossible_evaluations():
-    windows = EvaluationWindows(stream_of(10), 4)
+    windows = HeldOut(WindowRows(stream_of(10), 4))
     with pytest.raises(ConfigError, match="micro_batch_size 0 must be at least 1"):
-        evaluation_batches(windows, 0)
+        windows.batches(0)
     with pytest.raises(ConfigError, match="data-parallel rank 1 is not one of 1"):
-        evaluation_batches(windows, 1, 1, 1)
+        windows.batches(1, 1, 1)

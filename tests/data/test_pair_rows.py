@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.data import PairDataset, PreferenceEncoder, TokenSamples, UnusableExampleError, preference_of
+from shardwise.data import PairRows, PreferenceEncoder, TokenSamples, UnusableExampleError, preference_of
 from shardwise.data.encoding import Encoded
 from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
@@ -121,11 +121,12 @@ def dataset_of(prompt, chosen, rejected, length, beginning=(), **options):
     """A pair whose tokens are numbered: the prompt's from 0, the answers' from 100 and 200."""
     ids = [np.r_[np.arange(prompt), np.arange(start, start + size)] for start, size in ((100, chosen), (200, rejected))]
     encoded = [Encoded(each, np.arange(len(each)) >= prompt, np.ones(len(each), np.int64)) for each in ids]
-    return PairDataset(TokenSamples.of("made", encoded, 9), length, beginning=beginning, **options)
+    return PairRows(TokenSamples.of("made", encoded, 9), length, beginning=beginning, **options)
 
 
 def rows_of(dataset):
-    tokens, labels, reference = dataset.row(0, dataset.width(slice(None)))
+    row = dataset.row(0, dataset.width(slice(None)))
+    tokens, labels, reference = row["tokens"], row["labels"], row["reference"]
     assert np.isnan(reference).all()
     assert tokens.shape == labels.shape
     return tokens.tolist(), [row[row != IGNORE_INDEX].tolist() for row in labels]

@@ -9,12 +9,11 @@ import torch
 from shardwise.core.errors import DataError
 from shardwise.data import (
     IGNORE_INDEX,
+    DataLoader,
     Encoded,
-    EvaluationSamples,
-    SampleDataset,
-    SampleLoader,
+    HeldOut,
+    SampleRows,
     TokenSamples,
-    evaluation_batches,
 )
 
 
@@ -29,16 +28,17 @@ def samples_of(lengths, masked=2):
 
 
 def labels_of(rows):
-    return sorted(int(label) for row in rows for label in row[1] if label != IGNORE_INDEX)
+    return sorted(int(label) for row in rows for label in row["labels"] if label != IGNORE_INDEX)
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_every_label_once_behind_its_token(packing):
     samples = samples_of([5, 9, 3, 7, 4, 13, 3])
-    dataset = SampleDataset(samples, 12, packing=packing)
+    dataset = SampleRows(samples, 12, packing=packing)
     rows = [dataset.row(index) for index in range(len(dataset))]
     assert labels_of(rows) == samples.tokens[samples.learned].tolist()
-    for index, (tokens, labels, *_) in enumerate(rows):
+    for index, row in enumerate(rows):
+        tokens, labels = row["tokens"], row["labels"]
         counts = labels != IGNORE_INDEX
         assert (labels[counts] == tokens[counts] + 1).all()
         assert counts.sum() == dataset.labels[index]
@@ -46,7 +46,8 @@ def test_every_label_once_behind_its_token(packing):
     # 37 places in rows of 12.
     assert len(dataset) == (4 if packing else 7)
     if packing:
-        for tokens, _, positions, documents in rows:
+        for row in rows:
+            tokens, positions, documents = row["tokens"], row["position_ids"], row["document_ids"]
             begins = np.flatnonzero(positions == 0)
             assert {int(tokens[begin]) for begin in begins} <= {0, *samples.starts + 1}
             assert len(set(documents[documents >= 0].tolist())) == len(begins)
@@ -57,32 +58,33 @@ def test_every_label_once_behind_its_token(packing):
     [("cut", [3, 4, 5, 14, 15]), ("split", [3, 4, 5, 6, 7, 8, 9, 10, 11, 14, 15]), ("drop", [14, 15])],
 )
 def test_samples_that_are_too_long(too_long, labels):
-    dataset = SampleDataset(samples_of([11, 4]), 4, too_long=too_long)
+    dataset = SampleRows(samples_of([11, 4]), 4, too_long=too_long)
     assert labels_of([dataset.row(index) for index in range(len(dataset))]) == labels
     assert (dataset.num_too_long, dataset.num_masked) == (1, 0)
     with pytest.raises(
         DataError, match=r"nothing of 'some' is left .* 1 of 1 samples are longer than .* 3 \+ 1 tokens"
     ):
-        SampleDataset(samples_of([11], masked=9), 3, too_long="cut" if too_long == "split" else too_long)
+        SampleRows(samples_of([11], masked=9), 3, too_long="cut" if too_long == "split" else too_long)
 
 
 def test_parts_in_which_nothing_is_learned():
-    dataset = SampleDataset(samples_of([11, 4], masked=6), 4, too_long="split")
+    dataset = SampleRows(samples_of([11, 4], masked=6), 4, too_long="split")
     assert dataset.num_masked == 2
     assert labels_of([dataset.row(index) for index in range(len(dataset))]) == [7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_batches_are_the_same_at_every_layout(packing):
-    dataset = SampleDataset(samples_of([5, 9, 3, 7, 4, 13, 3, 8, 8]), 12, packing=packing)
-    loader = SampleLoader(dataset, 4, seed=7)
+    dataset = SampleRows(samples_of([5, 9, 3, 7, 4, 13, 3, 8, 8]), 12, packing=packing)
+    loader = DataLoader(dataset, 4, seed=7)
     for step in range(3):
         (whole,) = loader.batch(step)
         parts = [batch for rank in range(2) for batch in loader.batch(step, rank, 2, 1)]
-        assert len(whole) == (4 if packing else 2)
-        assert all(tensor.equal(torch.cat(split)) for tensor, *split in zip(whole, *parts, strict=True))
-        assert (whole[1] != IGNORE_INDEX).sum() == loader.num_labels(step)
-    epoch = [label for step in range(len(dataset) // 4) for label in next(loader.batch(step))[1].flatten().tolist()]
+        assert len(whole.tensors) == (4 if packing else 2)
+        split = [torch.cat([batch.tensors[name] for batch in parts]) for name in whole.tensors]
+        assert all(tensor.equal(each) for tensor, each in zip(whole.tensors.values(), split, strict=True))
+        assert (whole.labels != IGNORE_INDEX).sum() == loader.num_labels(step)
+    epoch = [label for step in range(len(dataset) // 4) for label in next(loader.batch(step)).labels.flatten().tolist()]
     counted = [label for label in epoch if label != IGNORE_INDEX]
     assert len(set(counted)) == len(counted) > 20
 
@@ -90,16 +92,16 @@ def test_batches_are_the_same_at_every_layout(packing):
 @pytest.mark.parametrize("packing", [False, True])
 def test_measuring_counts_every_label_once(packing):
     samples = samples_of([5, 9, 3, 7, 4, 13, 3])
-    windows = EvaluationSamples(SampleDataset(samples, 12, packing=packing))
-    batches = [batch for rank in range(2) for batch in evaluation_batches(windows, 3, rank, 2)]
-    labels = sorted(label for batch in batches for label in batch[1].flatten().tolist() if label != IGNORE_INDEX)
+    windows = HeldOut(SampleRows(samples, 12, packing=packing))
+    batches = [batch for rank in range(2) for batch in windows.batches(3, rank, 2)]
+    labels = sorted(label for batch in batches for label in batch.labels.flatten().tolist() if label != IGNORE_INDEX)
     assert labels == samples.tokens[samples.learned].tolist()
     assert windows.num_labels == len(labels)
     assert windows.bits_per_byte(np.log(2) * 3 * len(labels)) == pytest.approx(1.0)
-    with_lengths = [batch for rank in range(2) for batch in evaluation_batches(windows, 3, rank, 2, with_lengths=True)]
-    for (tokens, _, *others), batch in zip(with_lengths, batches, strict=True):
-        assert len(others) == (2 if packing else 1)
-        assert torch.equal(tokens, batch[0])
+    with_lengths = [batch for rank in range(2) for batch in windows.batches(3, rank, 2, with_lengths=True)]
+    for batch_with_lengths, batch in zip(with_lengths, batches, strict=True):
+        assert len(batch_with_lengths.tensors) - 2 == (2 if packing else 1)
+        assert torch.equal(batch_with_lengths.tokens, batch.tokens)
     if not packing:
         # What only fills a batch has the last row's length.
-        assert [batch[2].flatten().tolist() for batch in with_lengths] == [[4, 8, 2], [2] * 3, [6, 3, 12], [2] * 3]
+        assert [batch.lengths.tolist() for batch in with_lengths] == [[4, 8, 2], [2] * 3, [6, 3, 12], [2] * 3]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from run.test_state_within_a_limit import within
 
 from shardwise.core.topology import Groups, Topology
+from shardwise.data import Batch
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.run.plan.fit import is_out_of_memory
@@ -67,7 +68,7 @@ def finetune(folder, out, groups, *, adapters):
         add_lora_(model, settings.lora.config(), architecture)
     trainer = Trainer(settings, model, groups)
     tokens = torch.arange(SEQUENCE).unsqueeze(0)
-    losses = [trainer.step(step, [(tokens, tokens + 1)], SEQUENCE).loss for step in range(2)]
+    losses = [trainer.step(step, [Batch(tokens, tokens + 1)], SEQUENCE).loss for step in range(2)]
     if adapters:
         save_adapter(model, out, architecture)
     return losses

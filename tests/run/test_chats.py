@@ -15,7 +15,7 @@ from storage.adapters.tiny_models import save_model
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import Example, SampleDataset, SampleLoader
+from shardwise.data import DataLoader, Example, SampleRows
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
@@ -124,8 +124,9 @@ def loss_by_transformers(session):
     total = 0.0
     with torch.no_grad():
         for index in session.loader.schedule.global_batch(0).tolist():
-            tokens, labels, *places = map(torch.from_numpy, session.loader.dataset.row(index))
-            documents = places[1] if places else torch.zeros_like(labels)
+            row = session.loader.rows.row(index)
+            tokens, labels = torch.from_numpy(row["tokens"]), torch.from_numpy(row["labels"])
+            documents = torch.from_numpy(row["document_ids"]) if "document_ids" in row else torch.zeros_like(labels)
             for document in range(int(documents.max()) + 1):
                 here = documents == document
                 logits = model(tokens[here][None]).logits[0]
@@ -173,11 +174,11 @@ def test_packed_is_unpacked(group, root, tmp_path, monkeypatch):
             settings = settings_of(root, tmp_path / "run", kind, parallel=ParallelSettings(tp=2), samples=samples)
             session = open_run(settings, root, monkeypatch)
             # One step of all rows.
-            loader = SampleLoader(session.loader.dataset, len(session.loader.dataset), seed=0)
+            loader = DataLoader(session.loader.rows, len(session.loader.rows), seed=0)
             steps = recorded(session.trainer)
-            everything = dataclasses.replace(settings.training, global_batch_size=len(loader.dataset))
+            everything = dataclasses.replace(settings.training, global_batch_size=len(loader.rows))
             session.trainer.settings = dataclasses.replace(settings, training=everything)
-            results.append((session.trainer.train_step(0, loader).loss, steps[0], len(loader.dataset)))
+            results.append((session.trainer.train_step(0, loader).loss, steps[0], len(loader.rows)))
             session.topology.destroy()
         (loss, gradients, num_samples), (packed_loss, packed, num_rows) = results
         assert num_rows < 0.8 * num_samples
@@ -192,13 +193,13 @@ def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
     settings = settings_of(root, tmp_path / "run", samples=SampleSettings(packing=True))
     settings = dataclasses.replace(settings, data=(str(root / "texts.jsonl"),))
     session = open_run(settings, root, monkeypatch)
-    dataset, texts = session.loader.dataset, (root / "texts.jsonl").read_text().splitlines()
+    dataset, texts = session.loader.rows, (root / "texts.jsonl").read_text().splitlines()
     encoded = {
         tuple(session.recipe.encoder().encode(Example("", None, json.loads(each)["text"])).ids) for each in texts
     }
     found = set()
     for index in range(len(dataset)):
-        tokens, labels, positions, documents = dataset.row(index)
+        tokens, labels, positions, documents = dataset.row(index).values()
         for document in range(documents.max() + 1):
             here = documents == document
             found.add((*tokens[here], labels[here][-1]))
@@ -212,12 +213,12 @@ def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
     results = []
     for trainer, rows in (
         (session.trainer, dataset),
-        (one, SampleDataset(dataset.samples, dataset.sequence_length, packing=False)),
+        (one, SampleRows(dataset.samples, dataset.sequence_length, packing=False)),
     ):
         steps = recorded(trainer)
         everything = dataclasses.replace(settings.training, global_batch_size=len(rows))
         trainer.settings = dataclasses.replace(settings, training=everything)
-        results.append((trainer.train_step(0, SampleLoader(rows, len(rows), seed=0)).loss, steps[0]))
+        results.append((trainer.train_step(0, DataLoader(rows, len(rows), seed=0)).loss, steps[0]))
     (loss, packed), (loss_apart, apart) = results
     assert loss == pytest.approx(loss_apart, rel=1e-12)
     for name, gradient in apart.items():
@@ -252,11 +253,11 @@ def test_a_run_resumes_with_its_samples_only(group, root, tmp_path, monkeypatch)
 def test_epochs_are_steps(group, root, tmp_path, monkeypatch, packing):
     samples = SampleSettings(packing=packing, epochs=1.5, held_out=(str(root / "chats.jsonl"),))
     session = open_run(settings_of(root, tmp_path / "run", samples=samples, steps=200), root, monkeypatch)
-    rows = len(session.loader.dataset)
+    rows = len(session.loader.rows)
     assert session.settings.training.steps == -(-3 * rows // 8)
     assert rows == 24 if not packing else rows < 18
     # Held out are all samples of the other file.
-    assert session.windows.num_labels == session.loader.dataset.labels.sum()
+    assert session.held_out.num_labels == session.loader.rows.labels.sum()
     session.topology.destroy()
 
 

@@ -15,7 +15,7 @@ from storage.adapters.tiny_models import config_of
 
 from shardwise.cli.main import main
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.data import LabelledText, Labels, labels_of
+from shardwise.data import Batch, LabelledText, Labels, labels_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import Classification
 from shardwise.run.processes.ranks import Ranks
@@ -127,9 +127,10 @@ def open_run(settings, root, monkeypatch):
 
 
 def loss_by_transformers(model, batch):
-    ids, labels, *others = batch
-    options = dict(zip(("token_type_ids", "attention_mask"), others, strict=False)) or {"attention_mask": ids != 1}
-    return model(input_ids=ids, labels=labels[:, 0], **options).loss
+    options = {"token_type_ids": batch.tokentype_ids, "attention_mask": batch.attention_mask}
+    if batch.attention_mask is None:
+        options = {"attention_mask": batch.tokens != 1}
+    return model(input_ids=batch.tokens, labels=batch.labels[:, 0], **options).loss
 
 
 @pytest.mark.slow
@@ -151,7 +152,7 @@ def test_ten_steps_are_those_of_transformers(group, root, tmp_path, monkeypatch,
             expected = reference_losses(model.eval(), batches, loss_by_transformers)
         losses = [session.trainer.train_step(step, session.loader).loss for step in range(STEPS)]
         assert losses == pytest.approx(expected, rel=2e-6), parallel
-        assert set(session.trainer.evaluate(session.windows)) == {"held_out_accuracy", "held_out_f1", "held_out_loss"}
+        assert set(session.trainer.evaluate(session.held_out)) == {"held_out_accuracy", "held_out_f1", "held_out_loss"}
 
 
 @pytest.mark.slow
@@ -199,7 +200,7 @@ def test_accuracy_and_f1():
     head = Classification("sequence-classification", 4, "single_label_classification")
     objective = HeldOutLabels(head)
     logits = torch.eye(4)[[0, 1, 1, 2, 0]] * 3
-    batch = (None, torch.tensor([[0], [1], [0], [2], [-100]]))
+    batch = Batch(None, torch.tensor([[0], [1], [0], [2], [-100]]))
     with torch.no_grad():
         loss, counts = objective.sums(logits, batch)
     found = objective.scores([float(loss), *counts.tolist()])

@@ -17,7 +17,7 @@ from storage.adapters.reference_steps import CLIP, DECAY, RATE, STEPS, WARMUP, r
 from storage.adapters.tiny_models import save_model
 
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
-from shardwise.data import ExampleEncoder, SampleDataset, SampleLoader, TokenSamples, example_of
+from shardwise.data import DataLoader, ExampleEncoder, SampleRows, TokenSamples, example_of
 from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.metrics import read_metrics
@@ -75,8 +75,8 @@ def root(tmp_path_factory):
     (root / "labels" / "config.json").write_text(json.dumps(config))
     encoder = ExampleEncoder(tokenizer, None)
     encoded = [encoder.encode(example_of(Record("here", record), "text")) for record in records]
-    dataset = SampleDataset(TokenSamples.of("texts", encoded, tokenizer.eos_id), LENGTH, packing=False)
-    schedule = SampleLoader(dataset, BATCH, TrainingSettings().seed).schedule
+    dataset = SampleRows(TokenSamples.of("texts", encoded, tokenizer.eos_id), LENGTH, packing=False)
+    schedule = DataLoader(dataset, BATCH, TrainingSettings().seed).schedule
     batches = [schedule.global_batch(step) for step in range(STEPS)]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -97,10 +97,8 @@ def dense_steps(root, dataset, batches, settings):
     t, steps = settings.temperature, []
 
     def loss_of(model, batch):
-        tokens, labels = (
-            torch.stack(each)
-            for each in zip(*(map(torch.from_numpy, dataset.row(index)) for index in batch.tolist()), strict=True)
-        )
+        rows = [dataset.row(index) for index in batch.tolist()]
+        tokens, labels = (torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in ("tokens", "labels"))
         counts = labels != -100
         logits = model(tokens).logits[counts]
         with torch.no_grad():
@@ -188,8 +186,8 @@ def test_packed_adapters_and_a_narrow_teacher(group, root, tmp_path, monkeypatch
         samples = SampleSettings(packing=packing)
         settings = settings_of(root, tmp_path / "run", parallel=ParallelSettings(tp=2), samples=samples)
         session = open_run(settings, root, monkeypatch)
-        loader = SampleLoader(session.loader.dataset, len(session.loader.dataset), seed=0)
-        everything = dataclasses.replace(settings.training, global_batch_size=len(loader.dataset))
+        loader = DataLoader(session.loader.rows, len(session.loader.rows), seed=0)
+        everything = dataclasses.replace(settings.training, global_batch_size=len(loader.rows))
         session.trainer.settings = dataclasses.replace(settings, training=everything)
         result = session.trainer.train_step(0, loader)
         losses.append([result.loss, *result.others, result.grad_norm])

@@ -21,7 +21,7 @@ from storage.adapters.tiny_models import save_model
 
 from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.core.files import write_atomically
-from shardwise.data import PairDataset, PreferenceEncoder, SampleLoader, TokenSamples, preference_of
+from shardwise.data import DataLoader, PairRows, PreferenceEncoder, TokenSamples, preference_of
 from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.nn.loss import preference_loss
@@ -77,10 +77,8 @@ def root(tmp_path_factory):
         (root / kind / "chat_template.jinja").write_text(TEMPLATE)
     encoder = PreferenceEncoder(tokenizer, ChatTemplate(TEMPLATE))
     encoded = [each for pair in pairs for each in encoder.encode_all(preference_of(Record("here", pair)))]
-    dataset = PairDataset(TokenSamples.of("pairs", encoded, tokenizer.eos_id), 60)
-    batches = [
-        SampleLoader(dataset, BATCH, TrainingSettings().seed).schedule.global_batch(step) for step in range(STEPS)
-    ]
+    dataset = PairRows(TokenSamples.of("pairs", encoded, tokenizer.eos_id), 60)
+    batches = [DataLoader(dataset, BATCH, TrainingSettings().seed).schedule.global_batch(step) for step in range(STEPS)]
     # For models as small as these, more only wait for each other.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -93,7 +91,8 @@ def root(tmp_path_factory):
 
 def dense_log_probs(model, dataset, index):
     """Of both answers of a pair, each by itself, and how many tokens they have."""
-    tokens, labels, _ = map(torch.from_numpy, dataset.row(index))
+    row = dataset.row(index)
+    tokens, labels = torch.from_numpy(row["tokens"]), torch.from_numpy(row["labels"])
     of_labels = model(tokens).logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return of_labels.masked_fill(labels < 0, 0.0).sum(1), (labels >= 0).sum(1)
 
@@ -233,11 +232,11 @@ def test_a_resumed_run_keeps_its_reference(group, root, tmp_path, monkeypatch):
     """What is read again is what the first start computed, at any layout; the steps and what is measured are equal."""
     whole = settings_of(root, tmp_path / "whole", parallel=ParallelSettings(tp=2), steps=6, save_every=2, eval_every=3)
     session = open_run(whole, root, monkeypatch)
-    reference = session.loader.dataset.reference
+    reference = session.loader.rows.reference
     assert np.isfinite(reference).all()
     assert (reference < 0).all()
     uninterrupted = train(session)
-    assert not np.allclose(log_probs(session.trainer, session.loader.dataset), reference)
+    assert not np.allclose(log_probs(session.trainer, session.loader.rows), reference)
     session.topology.destroy()
     broken = dataclasses.replace(whole, out=str(tmp_path / "broken"))
     session = open_run(broken, root, monkeypatch)
@@ -245,7 +244,7 @@ def test_a_resumed_run_keeps_its_reference(group, root, tmp_path, monkeypatch):
     session.topology.destroy()
     dist.barrier(group=group)
     session = open_run(dataclasses.replace(broken, resume="auto"), root, monkeypatch)
-    assert np.array_equal(session.loader.dataset.reference, reference)
+    assert np.array_equal(session.loader.rows.reference, reference)
     resumed = train(session)
     dist.barrier(group=group)
     assert resumed.held_out == uninterrupted.held_out
@@ -262,7 +261,7 @@ def test_a_resumed_run_keeps_its_reference(group, root, tmp_path, monkeypatch):
     for parallel in (ParallelSettings(), ParallelSettings(pp=2)):
         other = settings_of(root, tmp_path / f"other-{parallel.pp}", parallel=parallel)
         session = open_run(other, root, monkeypatch)
-        np.testing.assert_allclose(session.loader.dataset.reference, reference, rtol=1e-12)
+        np.testing.assert_allclose(session.loader.rows.reference, reference, rtol=1e-12)
         session.topology.destroy()
     other = dataclasses.replace(broken, resume="auto", preference=PreferenceSettings(beta=0.2))
     session = open_run(other, root, monkeypatch)

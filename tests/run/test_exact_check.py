@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.core.errors import ConfigError, OutOfMemoryError
 from shardwise.core.random import streams
 from shardwise.core.topology import Topology
-from shardwise.data import Encoded, SampleDataset, SampleLoader, TokenSamples
+from shardwise.data import DataLoader, Encoded, SampleRows, TokenSamples
 from shardwise.exact import products as exact_products
 from shardwise.exact.products import ExactProducts
 from shardwise.models.transformer.attention import SelfAttention
@@ -282,7 +282,7 @@ def test_a_session_tells_of_packing_and_explains_what_runs_out_of_memory(group, 
     encoded = Encoded(np.arange(1, 6), np.full(5, True), np.full(5, 3))
     samples = TokenSamples.of("some", [encoded] * 4, eos_id=0)
     for packing in (True, False):
-        loader, told = SampleLoader(SampleDataset(samples, LENGTH, packing=packing), 2, seed=0), []
+        loader, told = DataLoader(SampleRows(samples, LENGTH, packing=packing), 2, seed=0), []
 
         def check_device(*_, told=told, **options):
             told.append(options["is_packed"])

@@ -54,9 +54,9 @@ def test_the_text_reaches_what_faults_hide_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     settings = settings_of(tmp_path, "one", LLAMA)
     texts = prepare_texts(settings)
-    windows = texts.windows(settings)
+    windows = texts.held_out_rows(settings)
     assert len(windows) % 2 == 1
-    ids = set(np.concatenate([windows[index][0] for index in range(len(windows))]).tolist())
+    ids = set(np.concatenate([windows.rows.row(index)["tokens"] for index in range(len(windows))]).tolist())
     for num_ranks in (2, 4):
         for rank in range(1, num_ranks):
             bound = texts.tokenizer.vocab_size * rank // num_ranks

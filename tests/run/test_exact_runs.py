@@ -11,6 +11,7 @@ from shardwise.core.communication.collectives import all_gather
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
+from shardwise.data import Batch
 from shardwise.run.build import build_model
 from shardwise.run.settings import (
     ModelSettings,
@@ -62,7 +63,7 @@ def train(settings, groups, steps=range(STEPS), begin=lambda trainer: None, prep
     for step in steps:
         ids = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
         rows = [ids[place : place + 1] for place in range(first, first + per_rank)]
-        result = trainer.step(step, [(row[:, :-1], row[:, 1:]) for row in rows])
+        result = trainer.step(step, [Batch(row[:, :-1], row[:, 1:]) for row in rows])
         numbers.append((result.loss.hex(), result.grad_norm.hex()))
     return trainer, numbers
 

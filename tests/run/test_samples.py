@@ -12,7 +12,7 @@ from run.tiny_layouts import trainer_of, whole_weights
 
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import Encoded, Example, ExampleEncoder, SampleDataset, SampleLoader, TokenSamples
+from shardwise.data import DataLoader, Encoded, Example, ExampleEncoder, SampleRows, TokenSamples
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.run.settings import SampleSettings
 from shardwise.run.tasks.samples import check_template, prepare_samples
@@ -73,17 +73,18 @@ def test_rows_of_a_multiple_of_places(tokenizer):
     encoder = encoder_of(tokenizer, "eos_token")
     encoded = [encoder.encode(chat(number, "I am" + " I" * number + ".")) for number in range(9)]
     samples = TokenSamples.of("a.jsonl", encoded, tokenizer.eos_id)
-    rows, padded = (SampleDataset(samples, 40, packing=False, multiple_of=number) for number in (1, 8))
+    rows, padded = (SampleRows(samples, 40, packing=False, multiple_of=number) for number in (1, 8))
     assert {rows.width(slice(number, number + 1)) % 8 for number in range(9)} != {0}
     for number in range(9):
         width = padded.width(slice(number, number + 1))
         assert 0 <= width - rows.width(slice(number, number + 1)) < 8
         assert width % 8 == 0
-        tokens, labels = padded.row(number, width)
+        row = padded.row(number, width)
+        tokens, labels = row["tokens"], row["labels"]
         assert (labels != -100).sum() == padded.labels[number]
         assert len(tokens) == width
     with pytest.raises(ConfigError, match="sequence_length 40 must be a multiple of 16"):
-        SampleDataset(samples, 40, multiple_of=16)
+        SampleRows(samples, 40, multiple_of=16)
 
 
 @pytest.mark.ranks(2)
@@ -96,8 +97,8 @@ def test_the_loss_is_a_mean_over_the_labels_of_all_ranks(group, tmp_path, micro_
         for ids, count in rows
     ]
     samples = TokenSamples.of("a.jsonl", encoded, 0)
-    loader = SampleLoader(SampleDataset(samples, 11, packing=False), 4, seed=3)
-    own = [int((labels != -100).sum()) for _, labels, *_ in loader.batch(0, group.rank(), 2, 2)]
+    loader = DataLoader(SampleRows(samples, 11, packing=False), 4, seed=3)
+    own = [int((batch.labels != -100).sum()) for batch in loader.batch(0, group.rank(), 2, 2)]
     counts = [None, None]
     torch.distributed.all_gather_object(counts, own, group=group)
     assert counts[0] != counts[1]
@@ -119,7 +120,7 @@ def test_a_share_is_held_out_whole_and_equal_ones_together(tokenizer, monkeypatc
     for order in (examples, examples[::-1]):
         samples = prepared(order, encoder, monkeypatch, tmp_path)
         texts = [
-            {tokenizer.decode(dataset.row(index)[0]) for index in range(len(dataset))}
+            {tokenizer.decode(dataset.row(index)["tokens"]) for index in range(len(dataset))}
             for dataset in (samples.train, samples.held_out)
         ]
         assert [len(each) for each in texts] == [6, 1]

@@ -17,6 +17,7 @@ from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ParityError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
+from shardwise.data import Batch
 from shardwise.run.build import build_model
 from shardwise.run.metrics import read_metrics
 from shardwise.run.parity import check_parity
@@ -57,7 +58,7 @@ def curve(trainer, steps=STEPS):
         start = torch.randint(VOCAB, (4, 1), generator=generator)
         ids = (start + torch.arange(trainer.settings.model.sequence_length + 1) * 7) % VOCAB
         tokens, labels = ids[mine, :-1], ids[mine, 1:]
-        result = trainer.step(step, zip(tokens.split(1), labels.split(1), strict=True))
+        result = trainer.step(step, map(Batch, tokens.split(1), labels.split(1)))
         results.append((result.loss, result.grad_norm))
     return torch.tensor(results, dtype=torch.float64)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shardwise.core.topology import Groups, Topology
+from shardwise.data import Batch
 from shardwise.run.build import config_fields, describe
 from shardwise.run.plan.fit import is_out_of_memory
 from shardwise.run.plan.plan import make_plan
@@ -77,11 +78,11 @@ def test_state_that_does_not_fit_trains_with_zero(group):
     tokens = torch.randint(301, (1, 4))
     failing = made(zero_settings(0), groups)
     with within(limit), pytest.raises((RuntimeError, MemoryError)) as failure:
-        failing.step(0, [(tokens, tokens)])
+        failing.step(0, [Batch(tokens, tokens)])
     assert is_out_of_memory(failure.value)
     del failing, failure
     training = made(zero_settings(1), groups)
     with within(limit):
-        results = [training.step(step, [(tokens, tokens)]) for step in range(2)]
+        results = [training.step(step, [Batch(tokens, tokens)]) for step in range(2)]
     assert all(math.isfinite(result.loss) for result in results)
     assert results[0].loss != results[1].loss

@@ -14,6 +14,7 @@ from run.test_dpo import pairs_of, write_lines
 from storage.adapters.tiny_models import config_of, save_model
 
 from shardwise.cli.main import main
+from shardwise.data import Batch
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
@@ -106,15 +107,15 @@ def open_run(root, out, what, parallel, micro_batch_size, monkeypatch):
 
 def texts_of(batch, what):
     """Each text of a batch as a batch of its own, without anything behind it."""
-    tokens, labels, *others = batch
+    tokens, labels = batch.tokens, batch.labels
     for row in range(len(tokens)):
         if what != "packed":
-            length = int(others[-1][row])
-            yield tokens[row : row + 1, :length], labels[row : row + 1, : length if what != "labels" else None]
+            length = int(batch.lengths[row])
+            yield Batch(tokens[row : row + 1, :length], labels[row : row + 1, : length if what != "labels" else None])
             continue
-        documents = others[1][row]
+        documents = batch.document_ids[row]
         for number in documents[documents >= 0].unique():
-            yield tokens[row : row + 1, documents == number], labels[row : row + 1, documents == number]
+            yield Batch(tokens[row : row + 1, documents == number], labels[row : row + 1, documents == number])
 
 
 @pytest.mark.ranks(2)
@@ -128,7 +129,7 @@ def test_losses_are_those_of_texts_alone(group, root, tmp_path, monkeypatch, wha
         if expected is None:
             (batch,) = session.loader.batch(0, with_lengths=True)
             texts = list(texts_of(batch, what))
-            assert {len(tokens[0]) > (6 if what == "labels" else CONTEXT) for tokens, _ in texts} == {False, True}
+            assert {len(text.tokens[0]) > (6 if what == "labels" else CONTEXT) for text in texts} == {False, True}
             with torch.no_grad():
                 alone = sum(objective.sums(trainer.model(**objective.inputs(text)), text)[0] for text in texts)
             expected = float(alone) / session.loader.num_labels(0)
@@ -139,15 +140,16 @@ def test_losses_are_those_of_texts_alone(group, root, tmp_path, monkeypatch, wha
 @pytest.mark.ranks(2)
 def test_answers_are_as_likely_as_alone(group, root, tmp_path, monkeypatch):
     session = open_run(root, tmp_path / "run", "pairs", ParallelSettings(), 2, monkeypatch)
-    dataset, trainer = session.loader.dataset, session.trainer
-    lengths = np.concatenate([dataset.text_lengths(index)[0] for index in range(len(dataset))])
+    dataset, trainer = session.loader.rows, session.trainer
+    lengths = np.concatenate([dataset.row(index)["lengths"] for index in range(len(dataset))])
     assert lengths.min() <= CONTEXT < lengths.max()
     found = log_probs(trainer, dataset)
     alone = np.empty_like(found)
     with torch.no_grad():
         for index in range(len(dataset)):
-            tokens, labels, _ = map(torch.from_numpy, dataset.row(index))
-            for side, length in enumerate(dataset.text_lengths(index)[0].flatten().tolist()):
+            row = dataset.row(index)
+            tokens, labels = torch.from_numpy(row["tokens"]), torch.from_numpy(row["labels"])
+            for side, length in enumerate(row["lengths"].tolist()):
                 loss = trainer.model(tokens[side : side + 1, :length], labels=labels[side : side + 1, :length])
                 alone[index, side] = -loss.sum()
     np.testing.assert_allclose(found, alone, rtol=1e-11)

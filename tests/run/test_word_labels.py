@@ -17,7 +17,7 @@ from storage.adapters.tiny_models import config_of
 
 from shardwise.cli.main import main
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.data import LabelledText, Labels, encode_labelled, labelled_words_of, labels_of
+from shardwise.data import Batch, LabelledText, Labels, encode_labelled, labelled_words_of, labels_of
 from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import Classification
@@ -63,9 +63,10 @@ def root(tmp_path_factory):
 
 
 def loss_by_transformers(model, batch):
-    ids, labels, *others = batch
-    options = dict(zip(("token_type_ids", "attention_mask"), others, strict=False)) or {"attention_mask": ids != 1}
-    return model(input_ids=ids, labels=labels, **options).loss
+    options = {"token_type_ids": batch.tokentype_ids, "attention_mask": batch.attention_mask}
+    if batch.attention_mask is None:
+        options = {"attention_mask": batch.tokens != 1}
+    return model(input_ids=batch.tokens, labels=batch.labels, **options).loss
 
 
 @pytest.mark.slow
@@ -85,7 +86,7 @@ def test_ten_steps_are_those_of_transformers(group, root, tmp_path, monkeypatch,
             expected = reference_losses(model.eval(), batches, loss_by_transformers)
         losses = [session.trainer.train_step(step, session.loader).loss for step in range(STEPS)]
         assert losses == pytest.approx(expected, rel=2e-6), parallel
-        assert set(session.trainer.evaluate(session.windows)) == {"held_out_accuracy", "held_out_f1", "held_out_loss"}
+        assert set(session.trainer.evaluate(session.held_out)) == {"held_out_accuracy", "held_out_f1", "held_out_loss"}
 
 
 @pytest.mark.ranks(2)
@@ -118,8 +119,8 @@ def check_labels(tokenizer, batches, data):
         ]
         wanted.add((*encoded["input_ids"], "labels", *labels))
     seen = 0
-    for ids, labels, *_ in batches:
-        for row, numbers in zip(ids.tolist(), labels.tolist(), strict=True):
+    for batch in batches:
+        for row, numbers in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
             length = max(
                 end for end in range(1, len(row) + 1) if (*row[:end], "labels", *numbers[:end]) in wanted or end == 1
             )
@@ -210,7 +211,7 @@ def test_accuracy_and_f1(names):
     mine = torch.tensor([[1, 2, 0, 0], [1, 0, 0, 0]])
     logits = torch.nn.functional.one_hot(mine, 4).double() * 2
     with torch.no_grad():
-        loss, counts = objective.sums(logits, (None, truth))
+        loss, counts = objective.sums(logits, Batch(None, truth))
     found = objective.scores([float(loss), *counts.tolist()])
     assert found["held_out_accuracy"] == 2 / 4
     # Of entities one is found, two are wrongly, one is missed. Of labels F1 is 0, 2/3, 1 and 0.

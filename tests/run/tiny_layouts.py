@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
+from shardwise.data import Batch
 from shardwise.run.build import build_model
 from shardwise.run.checkpoints import run_state
 from shardwise.run.settings import ParallelSettings, RecomputeSettings
@@ -57,7 +58,7 @@ def losses_of(trainer: Trainer, steps: int, first: int = 0) -> Tensor:
         start = torch.randint(VOCAB, (batch, 1), generator=torch.Generator().manual_seed(step))
         ids = (start + torch.arange(length + 1) * 7) % VOCAB
         tokens, labels = ids[mine, :-1], ids[mine, 1:]
-        losses.append(trainer.step(step, zip(tokens.split(micro), labels.split(micro), strict=True)).loss)
+        losses.append(trainer.step(step, map(Batch, tokens.split(micro), labels.split(micro))).loss)
     return torch.tensor(losses, dtype=torch.float64)
 
 

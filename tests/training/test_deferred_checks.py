@@ -8,6 +8,7 @@ from training.test_trainer import batches, make_trainer
 
 from shardwise.core.errors import DivergenceError, VocabularyError
 from shardwise.core.topology import Topology
+from shardwise.data import Batch
 
 
 def trainer_of(group, folder, **options):
@@ -31,7 +32,7 @@ def test_an_id_out_of_range_is_an_error_on_every_rank_before_any_weight_changes(
     if trainer.dp_group.rank() == 1:
         (tokens if what == "token id" else labels)[1, 2] = 7654
     before = [param.detach().clone() for param in trainer.model.parameters()]
-    halves = list(zip(tokens.split(1), labels.split(1), strict=True))
+    halves = list(map(Batch, tokens.split(1), labels.split(1)))
     with pytest.raises(
         VocabularyError, match=rf"^{what} 7654 at position \[\d, \d\] is outside the vocabulary of 301 "
     ):
@@ -47,7 +48,7 @@ def test_a_step_is_the_same_where_checks_are_deferred(group, tmp_path):
         trainer = trainer_of(group, tmp_path)
         trainer.defers_checks = defers
         tokens, labels = next(iter(batches(trainer.settings)))
-        result = trainer.step(0, [(tokens[my_rows(trainer)], labels[my_rows(trainer)])])
+        result = trainer.step(0, [Batch(tokens[my_rows(trainer)], labels[my_rows(trainer)])])
         results.append((result, [param.detach() for param in trainer.model.parameters()]))
     (own, weights), (other, expected) = results
     assert own == other
@@ -62,10 +63,10 @@ def test_wishes_travel_with_the_loss_and_a_divergence_comes_first(group, tmp_pat
     trainer.wishes = lambda: [0.0, 15.0 * dist.get_rank()]
     trainer.before_update = lambda step, wishes: heard.append((step, list(wishes)))
     tokens, labels = (ids[my_rows(trainer)] for ids in next(iter(batches(trainer.settings))))
-    trainer.step(3, [(tokens, labels)])
+    trainer.step(3, [Batch(tokens, labels)])
     assert heard == [(3, [0.0, 15.0])]
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(torch.nan)
     with pytest.raises(DivergenceError, match="the loss is nan at step 4"):
-        trainer.step(4, [(tokens, labels)])
+        trainer.step(4, [Batch(tokens, labels)])
     assert len(heard) == 1

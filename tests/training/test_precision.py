@@ -18,6 +18,7 @@ from training.test_trainer import batches, curve, make_trainer
 
 from shardwise.core.errors import DivergenceError
 from shardwise.core.topology import Topology
+from shardwise.data import Batch
 from shardwise.run.run import train
 from shardwise.storage import checkpoint
 from shardwise.training.optimizer.mixed_precision import MasterWeights
@@ -86,14 +87,14 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_run_ends_where_fp32_d
             handle = output.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], torch.inf),))
         before = weight.detach().clone()
         rows = slice(trainer.dp_group.rank() * 2, trainer.dp_group.rank() * 2 + 2)
-        result = trainer.step(step, [(tokens[rows], labels[rows])])
+        result = trainer.step(step, [Batch(tokens[rows], labels[rows])])
         assert result.is_skipped == (step == broken)
         assert result.loss_scale == (65536.0 if step <= broken else 32768.0)
         assert torch.equal(weight, before) == (step == broken)
         if handle is not None:
             handle.remove()
         if step != broken:
-            exact.step(step, [(tokens[rows], labels[rows])])
+            exact.step(step, [Batch(tokens[rows], labels[rows])])
     assert trainer.num_skipped == 1
     ends = zip(trainer.model.parameters(), exact.model.parameters(), start, strict=True)
     differences = [(trainer.optimizer.weight_of(param) - end, end - begin) for param, end, begin in ends]

@@ -11,6 +11,7 @@ from run.tiny import tiny_settings
 from shardwise.core.errors import DesyncError
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups, Topology
+from shardwise.data import Batch
 from shardwise.run.build import build_model
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.trainer import Trainer
@@ -47,7 +48,7 @@ def curve(trainer, *, micro_batch_size=4):
     for step, (tokens, labels) in enumerate(batches(trainer.settings)):
         per_rank = 4 // trainer.dp_group.size()
         mine = slice(trainer.dp_group.rank() * per_rank, (trainer.dp_group.rank() + 1) * per_rank)
-        micro = zip(tokens[mine].split(micro_batch_size), labels[mine].split(micro_batch_size), strict=True)
+        micro = map(Batch, tokens[mine].split(micro_batch_size), labels[mine].split(micro_batch_size))
         result = trainer.step(step, micro)
         results.append((result.loss, result.grad_norm))
     return torch.tensor(results, dtype=torch.float64)

@@ -15,6 +15,7 @@ from run.tiny import tiny_settings
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
+from shardwise.data import Batch
 from shardwise.run.build import build_model
 from shardwise.run.checkpoints import run_state, start_or_resume
 from shardwise.run.run import train
@@ -50,7 +51,7 @@ def batches_of(trainer, steps=STEPS):
     for step in range(steps):
         start = torch.randint(VOCAB, (4, 1), generator=generator)
         ids = (start + torch.arange(trainer.settings.model.sequence_length + 1) * 7) % VOCAB
-        yield step, zip(ids[mine, :-1].split(1), ids[mine, 1:].split(1), strict=True)
+        yield step, map(Batch, ids[mine, :-1].split(1), ids[mine, 1:].split(1))
 
 
 def curve(trainer, steps=STEPS):

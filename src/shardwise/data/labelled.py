@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError, DataError
+from shardwise.data.batch import IGNORE_INDEX
 from shardwise.data.json_records import Record, check_text, kind_of, text_of
-from shardwise.data.tokens import IGNORE_INDEX
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 

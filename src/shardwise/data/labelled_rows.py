@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import DataError
+from shardwise.data.batch import IGNORE_INDEX, Row
 from shardwise.data.labelled import LabelledText, Labels, counted
+from shardwise.data.loader import Rows
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.data.tokens import IGNORE_INDEX
 
 
-class LabelledRows:
+class LabelledRows(Rows):
     """Rows of tokens, each with a label, or with one for each of its tokens.
 
     Args:
@@ -52,21 +53,19 @@ class LabelledRows:
         """Number of rows."""
         return len(self._tokens)
 
-    def width(self, rows: NDArray[np.int64] | slice) -> int:
-        """Places that all of ``rows`` have in a batch."""
-        return int(self.lengths[rows].max())
+    def width(self, indices: NDArray[np.int64]) -> int:
+        """The longest of these rows."""
+        return int(self.lengths[indices].max())
 
-    def text_lengths(self, index: int) -> tuple[NDArray[Any], ...]:
-        """``(lengths [1],)``: tokens of a row; nothing of one with a mask, which says it."""
-        return () if self._kinds is not None else (self.lengths[index : index + 1],)
+    def row(self, index: int, length: int | None = None) -> Row:
+        """``tokens [s]`` and ``labels [1, n or s]``; with token types ``tokentype_ids [s]`` and ``attention_mask [s]``,
+        else ``lengths []``.
+        """
+        kinds = None if self._kinds is None else self._kinds[index]
+        row = self._filled(self._tokens[index], kinds, self._values[index], length)
+        return row if kinds is not None else row | {"lengths": self.lengths[index]}
 
-    def row(self, index: int, length: int | None = None) -> tuple[NDArray[Any], ...]:
-        """``(tokens [s], label [1, n or s])``, with token types also ``kinds [s]`` and ``mask [s]``; new arrays."""
-        return self._filled(
-            self._tokens[index], None if self._kinds is None else self._kinds[index], self._values[index], length
-        )
-
-    def padding(self, length: int) -> tuple[NDArray[Any], ...]:
+    def padding(self, length: int) -> Row:
         """A row whose label counts for nothing: -100, or NaN."""
         value = self._values[0][:1] if self._of_tokens else self._values[0]
         nothing = np.full_like(value, IGNORE_INDEX if value.dtype == np.int64 else np.nan)
@@ -74,46 +73,19 @@ class LabelledRows:
 
     def _filled(
         self, tokens: NDArray[np.int64], kinds: NDArray[np.int64] | None, value: NDArray[Any], length: int | None
-    ) -> tuple[NDArray[Any], ...]:
+    ) -> Row:
         length = len(tokens) if length is None else length
-        row = np.full(length, self._pad_id, dtype=np.int64)
-        row[: len(tokens)] = tokens
-        value = (
-            np.pad(value, (0, length - len(value)), constant_values=IGNORE_INDEX) if self._of_tokens else value.copy()
-        )
-        if kinds is None:
-            return row, value
-        types, mask = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64)
-        types[: len(kinds)], mask[: len(tokens)] = kinds, 1
-        return row, value, types, mask
 
+        def filled(array: NDArray[Any], filling: int) -> NDArray[Any]:
+            return np.pad(array, (0, length - len(array)), constant_values=filling)
 
-class EvaluationRows:
-    """Labelled rows of one length, to measure on.
-
-    Args:
-        rows: all of them.
-    """
-
-    def __init__(self, rows: LabelledRows) -> None:
-        self.rows = rows
-        self._length = rows.width(slice(None))
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> tuple[NDArray[Any], ...]:
-        """One row."""
-        return self.rows.row(index, self._length)
-
-    def text_lengths(self, index: int) -> tuple[NDArray[Any], ...]:
-        """See ``LabelledRows.text_lengths``."""
-        return self.rows.text_lengths(index)
-
-    def padding(self) -> tuple[NDArray[Any], ...]:
-        """A row whose label counts for nothing."""
-        return self.rows.padding(self._length)
+        row = {
+            "tokens": filled(tokens, self._pad_id),
+            "labels": filled(value, IGNORE_INDEX) if self._of_tokens else value.copy(),
+        }
+        if kinds is not None:
+            row |= {"tokentype_ids": filled(kinds, 0), "attention_mask": filled(np.ones_like(tokens), 0)}
+        return row
 
 
 @dataclass(frozen=True)

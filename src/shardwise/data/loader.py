@@ -1,56 +1,63 @@
 """Which samples make up which batch: a pure function of the seed and the step, the same at every layout.
 
 Nothing is remembered between batches, so a run resumes at any step, and on any number of ranks, with the samples that
-it would have seen. ``BatchMover`` takes the batches to a device while it computes on others.
+it would have seen.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from shardwise.core.errors import ConfigError
-from shardwise.data.tokens import TokenDataset
-
-Batch = tuple[Tensor, ...]
-"""``(tokens [b, s], labels [b, s])``, of packed samples also ``position_ids`` and ``document_ids`` ``[b, s]``, and of
-others on request ``lengths`` ``[b, 1]``, places that each takes; int64, on the CPU."""
+from shardwise.data.batch import Batch, Row, stack
 
 
-class Windows(Protocol):
-    """What is measured on: rows of one length, or several at a time, in which every label counts once."""
+class Rows(Protocol):
+    """Samples to make batches of, each a row or several rows that stay together.
+
+    Attributes:
+        lengths: ``[rows]``: tokens of each, filling left out.
+        labels: ``[rows]``: how many there are in each of what a loss is the mean over.
+        num_bytes: size in UTF-8 of the text behind all labels; 0 if they are no text.
+    """
+
+    lengths: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    num_bytes: int = 0
 
     def __len__(self) -> int:
         """Number of rows."""
 
-    def __getitem__(self, index: int) -> Sequence[NDArray[Any]]:
-        """A row: tokens, labels, and what else a ``Batch`` has."""
+    def width(self, indices: NDArray[np.int64]) -> int:
+        """Places that all of these rows have in a batch."""
 
-    def text_lengths(self, index: int) -> Sequence[NDArray[Any]]:
-        """How many places the text of a row takes, as ``Rows.text_lengths``; nothing if the row says it otherwise."""
+    def row(self, index: int, length: int | None = None) -> Row:
+        """One row in new arrays, filled up to ``length`` places, or with as many as its kind has by itself.
 
-    def padding(self) -> Sequence[NDArray[Any]]:
+        It has ``lengths`` if nothing else in it says where its text ends. Raises IndexError: there is no such row.
+        """
+
+    def padding(self, length: int) -> Row:
         """A row in which no label counts."""
 
-
-class TextWindows(Windows, Protocol):
-    """What is measured on, of which every token has a share of a text."""
-
-    def bits_per_byte(self, total_nll: float) -> float:
-        """Bits that the model spends on a byte of the text, if it spends ``total_nll`` on all labels, in nats."""
+    def in_epoch(self, seed: int, epoch: int) -> Rows:
+        """The rows of an epoch: the same in all, unless a text is cut anew in each."""
+        return self
 
 
 # An epoch's numbers are drawn for a purpose each, so that its order and its offset are independent.
-_FOR_ORDER = 0
-_FOR_OFFSET = 1
+_FOR_ORDER, FOR_OFFSET = 0, 1
 
 
-def _random_uint64(seed: int, epoch: int, purpose: int, count: int) -> NDArray[np.uint64]:
+def random_uint64(seed: int, epoch: int, purpose: int, count: int) -> NDArray[np.uint64]:
+    """Raw numbers of an epoch, for one purpose."""
     # NumPy guarantees a bit generator's raw numbers across versions, but not what Generator derives from them.
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch, purpose)))
     return np.asarray(bits.random_raw(count), dtype=np.uint64)
@@ -58,7 +65,7 @@ def _random_uint64(seed: int, epoch: int, purpose: int, count: int) -> NDArray[n
 
 @lru_cache(maxsize=2)
 def _epoch_order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
-    order = np.argsort(_random_uint64(seed, epoch, _FOR_ORDER, num_samples), kind="stable").astype(np.int64)
+    order = np.argsort(random_uint64(seed, epoch, _FOR_ORDER, num_samples), kind="stable").astype(np.int64)
     order.setflags(write=False)
     return order
 
@@ -149,47 +156,49 @@ class BatchSchedule:
 
 
 class DataLoader:
-    """The batches of a dataset. In each epoch all samples are shifted by another offset, so texts are cut anew.
+    """The batches of rows.
 
     Args:
-        dataset: gives the samples.
+        rows: gives the samples.
         global_batch_size: samples in a step, over all data-parallel ranks.
-        seed: seed of the order and the offsets.
+        seed: seed of the order, and of what rows change in each epoch.
 
     Raises:
         ConfigError: ``global_batch_size`` is less than 1, or the seed negative.
     """
 
-    def __init__(self, dataset: TokenDataset, global_batch_size: int, seed: int) -> None:
-        self.dataset = dataset
-        self.schedule = BatchSchedule(len(dataset), global_batch_size, seed)
+    def __init__(self, rows: Rows, global_batch_size: int, seed: int) -> None:
+        self.rows = rows
+        self.schedule = BatchSchedule(len(rows), global_batch_size, seed)
 
     def num_labels(self, step: int) -> int:
-        """Labels that count in a step, over all data-parallel ranks: all of them."""
-        return self.num_tokens(step)
+        """Labels that count in a step, over all data-parallel ranks."""
+        return int(self.rows.labels[self.schedule.global_batch(step)].sum())
 
     def num_tokens(self, step: int) -> int:
-        """Tokens in a step, over all data-parallel ranks."""
-        return self.schedule.global_batch_size * self.dataset.sequence_length
-
-    def _offset(self, epoch: int) -> int:
-        draw = _random_uint64(self.schedule.seed, epoch, _FOR_OFFSET, 1)[0]
-        return int(draw) % self.dataset.sequence_length
+        """Tokens in a step, over all data-parallel ranks, filling left out."""
+        return int(self.rows.lengths[self.schedule.global_batch(step)].sum())
 
     def batch(
-        self, step: int, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int | None = None
+        self,
+        step: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        micro_batch_size: int | None = None,
+        *,
+        with_lengths: bool = False,
     ) -> Iterator[Batch]:
-        """The micro-batches of one rank in one step.
+        """The micro-batches of one rank in one step, all with the places that the step's longest sample takes.
 
         Args:
             step: the step, from 0; steps may be asked for in any order.
             dp_rank: data-parallel rank.
             dp_size: number of data-parallel ranks.
             micro_batch_size: ``b``, samples in one forward pass; all that the rank has if None.
+            with_lengths: give batches their ``lengths``, where rows have any.
 
         Returns:
-            ``global_batch_size / (dp_size * b)`` pairs ``(tokens [b, s], labels [b, s])``, int64, made as they are
-            asked for.
+            ``global_batch_size / (dp_size * b)`` batches, made as they are asked for.
 
         Raises:
             ConfigError: the global batch does not divide into micro-batches of all ranks, no such rank, or a negative
@@ -198,99 +207,81 @@ class DataLoader:
         if micro_batch_size is None:
             micro_batch_size = max(1, self.schedule.global_batch_size // max(1, dp_size))
         slices = self.schedule.micro_batches(dp_rank, dp_size, micro_batch_size)
-        samples = self.schedule.global_batch(step)
-        epochs = self.schedule.epochs(step)
-        offsets = {epoch: self._offset(epoch) for epoch in set(epochs.tolist())}
+        indices, epochs = self.schedule.global_batch(step), self.schedule.epochs(step)
+        rows = {epoch: self.rows.in_epoch(self.schedule.seed, epoch) for epoch in set(epochs.tolist())}
+        length = self.rows.width(indices)
         return (
             stack(
-                self.dataset.sample(index, offsets[epoch])
-                for index, epoch in zip(samples[part].tolist(), epochs[part].tolist(), strict=True)
+                (
+                    rows[epoch].row(index, length)
+                    for index, epoch in zip(indices[part].tolist(), epochs[part].tolist(), strict=True)
+                ),
+                with_lengths=with_lengths,
             )
             for part in slices
         )
 
 
-def evaluation_batches(
-    windows: Windows, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1, *, with_lengths: bool = False
-) -> Iterator[Batch]:
-    """The evaluation windows of one rank, in batches of one size.
-
-    Every rank gets the same number of batches, filled up with windows in which no label counts. Over all ranks, every
-    token is a label exactly once.
+class HeldOut:
+    """Rows to measure on, all of one length; every label counts once.
 
     Args:
-        windows: all windows.
-        micro_batch_size: ``b``, windows in one forward pass.
-        dp_rank: data-parallel rank.
-        dp_size: number of data-parallel ranks.
-        with_lengths: a batch of windows that have lengths of their own ends with these, ``[b, 1]``.
+        rows: gives the rows.
+        indices: ``[n]``, which of them; all if None.
 
-    Returns:
-        Pairs ``(tokens [b, s], labels [b, s])``, int64, made as they are asked for.
-
-    Raises:
-        ConfigError: ``micro_batch_size`` is less than 1, or no such rank.
-    """
-    _check_rank(dp_rank, dp_size, micro_batch_size)
-    together = dp_size * micro_batch_size
-    firsts = range(dp_rank * micro_batch_size, -(-len(windows) // together) * together, together)
-
-    def row(index: int) -> Sequence[NDArray[Any]]:
-        values = windows[index] if index < len(windows) else windows.padding()
-        # What only fills a batch has a length, too, that of the last window.
-        return (*values, *windows.text_lengths(min(index, len(windows) - 1))) if with_lengths else values
-
-    return (stack(map(row, range(first, first + micro_batch_size))) for first in firsts)
-
-
-def stack(rows: Iterable[Sequence[NDArray[Any]]]) -> Batch:
-    """Rows of one length as a batch; arrays ``[k, s]`` are ``k`` rows each."""
-    return tuple(
-        torch.from_numpy(np.stack(arrays) if arrays[0].ndim == 1 else np.concatenate(arrays))
-        for arrays in zip(*rows, strict=True)
-    )
-
-
-class BatchMover:
-    """Copies batches to a device on a stream of its own, from pinned memory, so that neither host nor device waits.
-
-    On a CPU batches stay where they are.
-
-    Args:
-        device: where they are wanted.
+    Attributes:
+        rows: likewise.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+    def __init__(self, rows: Rows, indices: NDArray[np.int64] | None = None) -> None:
+        self.rows = rows
+        self._indices = np.arange(len(rows)) if indices is None else indices
+        self._length = rows.width(self._indices)
 
-    def start(self, batch: Batch) -> Batch:
-        """Start to move a batch; what is launched after ``wait`` may use the result."""
-        if self._stream is None or not any(tensor.is_cpu for tensor in batch):
-            return batch
-        computing = torch.accelerator.current_stream(self._device)
-        with self._stream:
-            return tuple(self._copied(tensor, computing) for tensor in batch)
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._indices)
 
-    def _copied(self, tensor: Tensor, computing: torch.Stream) -> Tensor:
-        copied = tensor.pin_memory().to(self._device, non_blocking=True)
-        # Its memory is the other stream's, and must not be given away before this one has used it.
-        copied.record_stream(computing)
-        return copied
+    @property
+    def num_labels(self) -> int:
+        """Labels that count."""
+        return int(self.rows.labels[self._indices].sum())
 
-    def wait(self) -> None:
-        """Let what the device is given from now on wait until every batch that was started is there."""
-        if self._stream is not None:
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+    def bits_per_byte(self, total_nll: float) -> float:
+        """Bits that a model spends on a byte of the text behind all rows, the ends of documents and turns included.
 
-    def moved(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Each batch, while the one behind it is on its way."""
-        before: Batch | None = None
-        for batch in batches:
-            started = self.start(batch)
-            if before is not None:
-                yield before
-            self.wait()
-            before = started
-        if before is not None:
-            yield before
+        Args:
+            total_nll: sum over all labels that count of ``-ln p(label)``.
+        """
+        return total_nll / math.log(2) / max(1, self.rows.num_bytes)
+
+    def batches(
+        self, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1, *, with_lengths: bool = False
+    ) -> Iterator[Batch]:
+        """The rows of one rank, in batches of one size.
+
+        Every rank gets the same number of batches, filled up with rows in which no label counts.
+
+        Args:
+            micro_batch_size: ``b``, rows in one forward pass.
+            dp_rank: data-parallel rank.
+            dp_size: number of data-parallel ranks.
+            with_lengths: give batches their ``lengths``, where rows have any. A row that only fills up has the last
+                one's.
+
+        Returns:
+            The batches, made as they are asked for.
+
+        Raises:
+            ConfigError: ``micro_batch_size`` is less than 1, or no such rank.
+        """
+        _check_rank(dp_rank, dp_size, micro_batch_size)
+        together = dp_size * micro_batch_size
+        firsts = range(dp_rank * micro_batch_size, -(-len(self) // together) * together, together)
+        return (
+            stack(map(self._row, range(first, first + micro_batch_size)), with_lengths=with_lengths) for first in firsts
+        )
+
+    def _row(self, number: int) -> Row:
+        row = self.rows.row(int(self._indices[min(number, len(self) - 1)]), self._length)
+        return row if number < len(self) else row | self.rows.padding(self._length)

@@ -17,22 +17,23 @@ and ``chat_template_kwargs`` are those of ``examples``.
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError, DataError
+from shardwise.data.batch import IGNORE_INDEX, Row
 from shardwise.data.encoding import Encoded, ExampleEncoder, UnusableExampleError, common_length
 from shardwise.data.examples import Example, Messages, messages_of, tools_of, variables_of, with_system
 from shardwise.data.json_records import Record, check_text
+from shardwise.data.loader import Rows
 from shardwise.data.sample_rows import TokenSamples
-from shardwise.data.tokens import IGNORE_INDEX
 
 _Ids = NDArray[np.int64]
 
 
-class PairDataset:
+class PairRows(Rows):
     """Pairs of samples that begin with the same prompt.
 
     A pair of which a sample takes more than ``sequence_length`` places is cut or dropped. If it is cut, the prompt
@@ -140,70 +141,33 @@ class PairDataset:
                 digest.update(f"{prompt} {len(ids)} ".encode() + ids.astype("<i8").tobytes())
         return digest.hexdigest()
 
-    def row(self, index: int, length: int | None = None) -> tuple[NDArray[Any], ...]:
-        """``(tokens [2, s], labels [2, s], reference [2, 1])`` of one pair, filled up to ``length`` places.
+    def row(self, index: int, length: int | None = None) -> Row:
+        """``tokens [2, s]``, ``labels [2, s]``, ``lengths [2]`` and ``reference [2]`` of one pair.
 
-        Labels count where they are tokens of an answer.
+        It is filled up to ``length`` places, or to ``sequence_length``. Labels are the tokens of the answers.
         """
         row = self.padding(self.sequence_length if length is None else length)
+        row |= {"lengths": self._sizes[index], "reference": self.reference[index]}
         prompt = self._kept[index][1]
         for side, ids in enumerate(self._ids(index)):
-            row[0][side, : len(ids) - 1] = ids[:-1]
+            row["tokens"][side, : len(ids) - 1] = ids[:-1]
             begin = max(prompt, 1)
-            row[1][side, begin - 1 : len(ids) - 1] = ids[begin:]
-        row[2][:, 0] = self.reference[index]
+            row["labels"][side, begin - 1 : len(ids) - 1] = ids[begin:]
         return row
 
-    def text_lengths(self, index: int) -> tuple[NDArray[Any], ...]:
-        """``(lengths [2, 1],)``: places that each sample of a pair takes."""
-        return (self._sizes[index][:, None],)
-
-    def width(self, rows: NDArray[np.int64] | slice) -> int:
-        """Places that all of ``rows`` have in a batch."""
-        return int(self._sizes[rows].max())
+    def width(self, indices: NDArray[np.int64]) -> int:
+        """The longest sample of these pairs."""
+        return int(self._sizes[indices].max())
 
     def by_width(self, count: int) -> list[NDArray[np.int64]]:
         """The indices of all pairs in ``count`` parts of about one size, those that need the fewest places first."""
         order = np.argsort(self._sizes.max(axis=1), kind="stable")
         return [np.sort(part) for part in np.array_split(order, count)]
 
-    def padding(self, length: int) -> tuple[NDArray[Any], ...]:
+    def padding(self, length: int) -> Row:
         """A pair in which no label counts."""
         tokens = np.full((2, length), self.samples.eos_id, dtype=np.int64)
-        return tokens, np.full_like(tokens, IGNORE_INDEX), np.zeros((2, 1))
-
-
-class EvaluationPairs:
-    """The pairs of a dataset, for measuring: each counts once.
-
-    Args:
-        dataset: gives the pairs.
-        indices: ``[n]``, which of them; all if None.
-
-    Attributes:
-        dataset: likewise.
-    """
-
-    def __init__(self, dataset: PairDataset, indices: NDArray[np.int64] | None = None) -> None:
-        self.dataset = dataset
-        self._indices = np.arange(len(dataset)) if indices is None else indices
-        self._length = dataset.width(self._indices)
-
-    def __len__(self) -> int:
-        """Number of pairs."""
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> tuple[NDArray[Any], ...]:
-        """One pair, all of them of one length."""
-        return self.dataset.row(int(self._indices[index]), self._length)
-
-    def text_lengths(self, index: int) -> tuple[NDArray[Any], ...]:
-        """See ``PairDataset.text_lengths``."""
-        return self.dataset.text_lengths(int(self._indices[index]))
-
-    def padding(self) -> tuple[NDArray[Any], ...]:
-        """A pair in which no label counts."""
-        return self.dataset.padding(self._length)
+        return {"tokens": tokens, "labels": np.full_like(tokens, IGNORE_INDEX), "reference": np.zeros(2)}
 
 
 _KEYS = ("chosen", "rejected")

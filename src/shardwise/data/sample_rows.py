@@ -1,26 +1,22 @@
-"""Samples of different lengths: fitted to the sequence length, packed into rows, batched, measured."""
+"""Samples of different lengths: fitted to the sequence length, and packed into rows."""
 
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError, DataError
+from shardwise.data.batch import IGNORE_INDEX, Row
 from shardwise.data.encoding import Encoded
-from shardwise.data.loader import Batch, BatchSchedule, stack
-from shardwise.data.tokens import IGNORE_INDEX
+from shardwise.data.loader import Rows
 
 TooLong = Literal["cut", "split", "drop"]
 """What becomes of a sample that is longer than a sequence: its beginning, parts of it, or nothing."""
-
-Row = tuple[NDArray[np.int64], ...]
-"""``(tokens [s], labels [s])``, of several samples also ``position_ids [s]`` and ``document_ids [s]``; int64."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class TokenSamples:
         return len(self.starts) - 1
 
 
-class SampleDataset:
+class SampleRows(Rows):
     """Rows of samples, each row one sample or several.
 
     A sample of ``n`` tokens takes ``n - 1`` places of a row, each with the next token as its label. One that takes more
@@ -144,40 +140,38 @@ class SampleDataset:
         return len(self._rows)
 
     def row(self, index: int, length: int | None = None) -> Row:
-        """One row, filled up to ``length`` places, or to ``sequence_length``; new arrays.
+        """``tokens [s]`` and ``labels [s]``; packed ``position_ids [s]`` and ``document_ids [s]``, else ``lengths []``.
 
-        What it is filled with has labels that count for nothing, and in a packed row a number of its own.
+        It is filled up to ``length`` places, or to ``sequence_length``, with labels that count for nothing, and in a
+        packed row with a number of its own.
         """
-        length = self.sequence_length if length is None else length
-        row = self.padding(length)
+        row = self.padding(self.sequence_length if length is None else length)
+        if not self.packing:
+            row["lengths"] = self.lengths[index]
         place = 0
         for number, (start, stop) in enumerate(self._rows[index]):
             here = slice(place, place + stop - start - 1)
             ids = self.samples.tokens[start:stop].astype(np.int64)
-            row[0][here] = ids[:-1]
-            row[1][here] = np.where(self.samples.learned[start + 1 : stop], ids[1:], IGNORE_INDEX)
+            row["tokens"][here] = ids[:-1]
+            row["labels"][here] = np.where(self.samples.learned[start + 1 : stop], ids[1:], IGNORE_INDEX)
             if self.packing:
-                row[2][here] = np.arange(stop - start - 1)
-                row[3][here] = number
+                row["position_ids"][here] = np.arange(stop - start - 1)
+                row["document_ids"][here] = number
             place = here.stop
         return row
 
-    def text_lengths(self, index: int) -> tuple[NDArray[np.int64], ...]:
-        """``(lengths [1],)``: places that a row's sample takes; nothing of a packed row, whose numbers say it."""
-        return () if self.packing else (self.lengths[index : index + 1],)
-
-    def width(self, rows: NDArray[np.int64] | slice) -> int:
-        """Places that all of ``rows`` have in a batch."""
+    def width(self, indices: NDArray[np.int64]) -> int:
+        """``sequence_length`` if packed; else the longest of these rows, as a multiple of ``multiple_of``."""
         if self.packing:
             return self.sequence_length
-        return -(-int(self.lengths[rows].max()) // self._multiple_of) * self._multiple_of
+        return -(-int(self.lengths[indices].max()) // self._multiple_of) * self._multiple_of
 
     def padding(self, length: int) -> Row:
         """A row in which no label counts."""
-        row = [np.full(length, self.samples.eos_id, np.int64), np.full(length, IGNORE_INDEX, np.int64)]
+        row = {"tokens": np.full(length, self.samples.eos_id, np.int64), "labels": np.full(length, IGNORE_INDEX)}
         if self.packing:
-            row += [np.arange(length, dtype=np.int64), np.full(length, -1, np.int64)]
-        return tuple(row)
+            row |= {"position_ids": np.arange(length, dtype=np.int64), "document_ids": np.full(length, -1)}
+        return row
 
 
 _PAST = {"cut": "cut", "split": "split", "drop": "dropped"}
@@ -198,118 +192,3 @@ def _packed(pieces: Sequence[tuple[int, int]], length: int) -> list[list[tuple[i
         if left > size:
             bisect.insort(room, (left - size, row))
     return rows
-
-
-class Rows(Protocol):
-    """Rows of different lengths, one sample or several in each.
-
-    Attributes:
-        lengths: ``[rows]``: places that samples take.
-        labels: ``[rows]``: of what a step's loss is the mean over, how many there are.
-    """
-
-    lengths: NDArray[np.int64]
-    labels: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        """Number of rows."""
-
-    def row(self, index: int, length: int | None = None) -> Sequence[NDArray[Any]]:
-        """One row, filled up to ``length`` places."""
-
-    def text_lengths(self, index: int) -> tuple[NDArray[Any], ...]:
-        """``(lengths [1],)`` of the text in a row, or ``[k, 1]`` of ``k`` rows; nothing if a row says it otherwise."""
-
-    def width(self, rows: NDArray[np.int64] | slice) -> int:
-        """Places that all of ``rows`` have in a batch."""
-
-
-class SampleLoader:
-    """The batches of samples; which rows make up which batch is a pure function of the seed and the step.
-
-    Args:
-        dataset: gives the rows.
-        global_batch_size: rows in a step, over all data-parallel ranks.
-        seed: seed of the order.
-
-    Raises:
-        ConfigError: ``global_batch_size`` is less than 1, or the seed negative.
-    """
-
-    def __init__(self, dataset: Rows, global_batch_size: int, seed: int) -> None:
-        self.dataset = dataset
-        self.schedule = BatchSchedule(len(dataset), global_batch_size, seed)
-
-    def num_labels(self, step: int) -> int:
-        """Labels that count in a step, over all data-parallel ranks."""
-        return int(self.dataset.labels[self.schedule.global_batch(step)].sum())
-
-    def num_tokens(self, step: int) -> int:
-        """Tokens in a step, over all data-parallel ranks; what rows are filled with left out."""
-        return int(self.dataset.lengths[self.schedule.global_batch(step)].sum())
-
-    def batch(
-        self,
-        step: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        micro_batch_size: int | None = None,
-        *,
-        with_lengths: bool = False,
-    ) -> Iterator[Batch]:
-        """The micro-batches of one rank in one step; see ``DataLoader.batch``.
-
-        Packed rows have ``sequence_length`` places. Others have as many as the step's longest sample takes, or so many
-        more as the dataset adds; ``with_lengths`` a batch of them ends with ``[b, 1]``, how many each sample takes.
-        """
-        if micro_batch_size is None:
-            micro_batch_size = max(1, self.schedule.global_batch_size // max(1, dp_size))
-        slices = self.schedule.micro_batches(dp_rank, dp_size, micro_batch_size)
-        rows = self.schedule.global_batch(step)
-        length = self.dataset.width(rows)
-
-        def row(index: int) -> Sequence[NDArray[Any]]:
-            return (*self.dataset.row(index, length), *(self.dataset.text_lengths(index) if with_lengths else ()))
-
-        return (stack(map(row, rows[part].tolist())) for part in slices)
-
-
-class EvaluationSamples:
-    """The rows of a dataset, for measuring: every label counts once.
-
-    Args:
-        dataset: gives the rows.
-    """
-
-    def __init__(self, dataset: SampleDataset) -> None:
-        self.dataset = dataset
-        self._length = dataset.width(slice(None))
-
-    @property
-    def num_labels(self) -> int:
-        """Labels that count."""
-        return int(self.dataset.labels.sum())
-
-    def bits_per_byte(self, total_nll: float) -> float:
-        """Bits that the model spends on a byte of the text that is learned, the ends of turns included.
-
-        Args:
-            total_nll: sum over all labels that count of ``-ln p(label)``.
-        """
-        return total_nll / math.log(2) / max(1, self.dataset.num_bytes)
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Row:
-        """One row, all of them of one length."""
-        return self.dataset.row(index, self._length)
-
-    def text_lengths(self, index: int) -> tuple[NDArray[np.int64], ...]:
-        """See ``SampleDataset.text_lengths``."""
-        return self.dataset.text_lengths(index)
-
-    def padding(self) -> Row:
-        """A row in which no label counts."""
-        return self.dataset.padding(self._length)

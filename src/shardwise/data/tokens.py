@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +18,9 @@ from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.files import open_regular, read_json, write_atomically
+from shardwise.data.batch import IGNORE_INDEX, Row
 from shardwise.data.corpus import Corpus
+from shardwise.data.loader import FOR_OFFSET, Rows, random_uint64
 from shardwise.data.tokenizer import Tokenizer
 
 _CACHE_FORMAT = 3
@@ -140,76 +141,70 @@ def _map_cached(path: Path, identity: dict[str, Any], dtype: np.dtype[Any]) -> N
         return None
 
 
-IGNORE_INDEX = -100
-"""The label of a position that counts for nothing."""
-
-Sample = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""``(tokens [s], labels [s])``, each label the token that follows."""
-
-
 def _check_sequence_length(sequence_length: int) -> None:
     if sequence_length < 1:
         raise ConfigError(f"sequence_length {sequence_length} must be at least 1")
 
 
-class TokenDataset:
-    """A token stream cut into samples of one length.
+class TokenRows(Rows):
+    """A token stream cut into samples of one length, to learn from.
 
     The stream is read as a ring: it ends with the end of a document and goes on with the start of one. So a sample may
-    start anywhere, and shifting all samples by an offset gives each the same length.
+    start anywhere, and shifting all samples by an offset gives each the same length. Each epoch has another offset, so
+    that texts are cut anew.
 
     Args:
         stream: the tokens.
         sequence_length: ``s``, tokens in a sample.
+        offset: tokens by which all samples are shifted.
 
     Raises:
         ConfigError: ``sequence_length`` is less than 1.
         DataError: the stream is shorter than one sample and the label behind it.
     """
 
-    def __init__(self, stream: TokenStream, sequence_length: int) -> None:
+    def __init__(self, stream: TokenStream, sequence_length: int, offset: int = 0) -> None:
         _check_sequence_length(sequence_length)
         if stream.num_tokens < sequence_length + 1:
             raise DataError(
                 f"the corpus {stream.name!r} has {stream.num_tokens} tokens, fewer than one sample of sequence_length "
                 f"{sequence_length} and 1; use a sequence_length of at most {stream.num_tokens - 1}, or more text"
             )
-        self.stream = stream
-        self.sequence_length = sequence_length
+        self.stream, self.sequence_length, self.offset = stream, sequence_length, offset
+        self.num_bytes = stream.num_bytes
+        self.lengths = self.labels = np.broadcast_to(np.int64(sequence_length), len(self))
 
     def __len__(self) -> int:
         """Number of samples that do not overlap."""
         return self.stream.num_tokens // self.sequence_length
 
-    def __getitem__(self, index: int) -> Sample:
-        """Sample ``index`` of the stream as it is."""
-        return self.sample(index)
+    def width(self, indices: NDArray[np.int64]) -> int:
+        """``s``, of all samples."""
+        return self.sequence_length
 
-    def sample(self, index: int, offset: int = 0) -> Sample:
-        """One sample.
-
-        Args:
-            index: the sample's index, less than ``len``.
-            offset: tokens by which all samples are shifted.
-
-        Returns:
-            ``(tokens [s], labels [s])``, int64, new arrays.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
+    def row(self, index: int, length: int | None = None) -> Row:
+        """``tokens [s]``, and the token behind each as ``labels [s]``."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is not one of {len(self)}")
-        start = (index * self.sequence_length + offset) % self.stream.num_tokens
+        start = (index * self.sequence_length + self.offset) % self.stream.num_tokens
         window = self.stream.tokens[start : start + self.sequence_length + 1]
         missing = self.sequence_length + 1 - len(window)
         if missing:
             window = np.concatenate([window, self.stream.tokens[:missing]])
-        return window[:-1].astype(np.int64), window[1:].astype(np.int64)
+        return {"tokens": window[:-1].astype(np.int64), "labels": window[1:].astype(np.int64)}
+
+    def padding(self, length: int) -> Row:
+        """A sample in which no label counts."""
+        return _padding(self.stream, length)
+
+    def in_epoch(self, seed: int, epoch: int) -> TokenRows:
+        """The samples by the offset of an epoch."""
+        offset = int(random_uint64(seed, epoch, FOR_OFFSET, 1)[0]) % self.sequence_length
+        return TokenRows(self.stream, self.sequence_length, offset)
 
 
-class EvaluationWindows:
-    """Windows of a token stream in which every token is a label exactly once.
+class WindowRows(Rows):
+    """Windows of a token stream in which every token is a label exactly once, to judge by.
 
     The first token is predicted from an end-of-text token in front of it. The last window is filled with tokens whose
     labels count for nothing.
@@ -224,48 +219,35 @@ class EvaluationWindows:
 
     def __init__(self, stream: TokenStream, sequence_length: int) -> None:
         _check_sequence_length(sequence_length)
-        self.stream = stream
-        self.sequence_length = sequence_length
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the text behind the labels in UTF-8, in bytes."""
-        return self.stream.num_bytes
-
-    def bits_per_byte(self, total_nll: float) -> float:
-        """Bits that the model spends on a byte of the text, the ends of documents included.
-
-        Args:
-            total_nll: sum over all labels that count of ``-ln p(label)``.
-        """
-        return total_nll / math.log(2) / self.num_bytes
+        self.stream, self.sequence_length, self.num_bytes = stream, sequence_length, stream.num_bytes
+        starts = np.arange(0, stream.num_tokens, sequence_length)
+        self.lengths = self.labels = np.minimum(sequence_length, stream.num_tokens - starts)
 
     def __len__(self) -> int:
         """Number of windows."""
-        return -(-self.stream.num_tokens // self.sequence_length)
+        return len(self.labels)
 
-    def __getitem__(self, index: int) -> Sample:
-        """Window ``index``: ``(tokens [s], labels [s])``, int64, new arrays.
+    def width(self, indices: NDArray[np.int64]) -> int:
+        """``s``, of all windows."""
+        return self.sequence_length
 
-        Raises:
-            IndexError: there is no such window.
-        """
+    def row(self, index: int, length: int | None = None) -> Row:
+        """``tokens [s]``, and the token behind each as ``labels [s]``."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} is not one of {len(self)}")
-        tokens, labels = self.padding()
+        row = self.padding(self.sequence_length)
         start = index * self.sequence_length
         targets = self.stream.tokens[start : start + self.sequence_length]
-        labels[: len(targets)] = targets
-        tokens[1 : len(targets)] = targets[:-1]
+        row["labels"][: len(targets)] = targets
+        row["tokens"][1 : len(targets)] = targets[:-1]
         if index > 0:
-            tokens[0] = self.stream.tokens[start - 1]
-        return tokens, labels
+            row["tokens"][0] = self.stream.tokens[start - 1]
+        return row
 
-    def text_lengths(self, index: int) -> tuple[()]:
-        """Nothing: every window is as long as all others."""
-        return ()
-
-    def padding(self) -> Sample:
+    def padding(self, length: int) -> Row:
         """A window of end-of-text tokens in which no label counts."""
-        shape = (self.sequence_length,)
-        return np.full(shape, self.stream.eos_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
+        return _padding(self.stream, length)
+
+
+def _padding(stream: TokenStream, length: int) -> Row:
+    return {"tokens": np.full(length, stream.eos_id, np.int64), "labels": np.full(length, IGNORE_INDEX, np.int64)}

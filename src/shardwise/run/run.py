@@ -242,7 +242,7 @@ class _Training:
 
     def _evaluate(self, done: int) -> dict[str, float]:
         with self.signals.unhurried(), self.session.ranks.phase("measuring", limited=True):
-            values = self.session.trainer.evaluate(self.session.windows)
+            values = self.session.trainer.evaluate(self.session.held_out)
         for value in values.values():
             if not math.isfinite(value):
                 raise DivergenceError(f"the loss on held-out text is {value} after {done} steps")

@@ -11,8 +11,7 @@ from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.communication.overlap import Pass, Way, ways_of_layers
 from shardwise.core.communication.transports import transport_name
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import DataLoader, SampleLoader
-from shardwise.data.sample_rows import SampleDataset
+from shardwise.data import DataLoader, SampleRows
 from shardwise.kernels.dispatch import agree_on_kernels
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks, ModelDescription
@@ -50,7 +49,7 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
     settings.check_world(ranks.world_size)
     if settings.parallel.exact:
         use_deterministic_algorithms(ranks.device)
-    loader, windows = texts.loader(settings), texts.windows(settings)
+    loader, held_out = texts.loader(settings), texts.held_out_rows(settings)
     topology = Topology.create(tp=settings.parallel.tp, pp=settings.parallel.pp, validate=settings.validate)
     groups = Groups.of(topology)
     torch.default_generator.manual_seed(settings.training.seed)
@@ -74,7 +73,7 @@ def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any],
         topology,
         texts,
         loader,
-        windows,
+        held_out,
         trainer,
         ways=_ways(model.config, settings, groups, ranks) if settings.parallel.tp_comm_overlap else [],
         transport=transport_name(groups.tp, ranks.device),
@@ -88,16 +87,15 @@ def _try_device(
     settings: RunSettings,
     model: TransformerModel | ModelChunks,
     dp: int,
-    loader: DataLoader | SampleLoader,
+    loader: DataLoader,
     shortage: Shortage,
 ) -> None:
-    dataset = loader.dataset if isinstance(loader, SampleLoader) else None
     with shortage.explained():
         check_device(
             model,
             micro_batch_size=settings.micro_batch_size(dp),
             sequence_length=settings.sequence_length,
-            is_packed=isinstance(dataset, SampleDataset) and dataset.packing,
+            is_packed=isinstance(loader.rows, SampleRows) and loader.rows.packing,
         )
         check_updates(model, settings)
 

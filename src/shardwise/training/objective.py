@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from shardwise.data import Batch, TextWindows, Windows
+from shardwise.data import Batch, HeldOut
+from shardwise.data.batch import BatchMover
+from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients.gradients import Gradients
 
 
@@ -63,7 +64,7 @@ class Objective:
         """
         return dict(zip(("loss", *self.names), means, strict=True))
 
-    def held_out(self, sums: Sequence[float], windows: Windows) -> dict[str, float]:
+    def held_out(self, sums: Sequence[float], held_out: HeldOut) -> dict[str, float]:
         """What the metrics say of held-out data, of ``sums`` over all of it; what matters most comes first."""
         raise NotImplementedError
 
@@ -90,9 +91,9 @@ class CrossEntropy(Objective):
         """The loss, in nats per token and in bits per byte."""
         return super().reported(means, bits_per_nat) | {"bits_per_byte": means[0] * bits_per_nat}
 
-    def held_out(self, sums: Sequence[float], windows: Windows) -> dict[str, float]:
+    def held_out(self, sums: Sequence[float], held_out: HeldOut) -> dict[str, float]:
         """Bits per byte of held-out text."""
-        return {"held_out_bits_per_byte": cast(TextWindows, windows).bits_per_byte(sums[0])}
+        return {"held_out_bits_per_byte": held_out.bits_per_byte(sums[0])}
 
     def outcome(self, held_out: dict[str, float]) -> str:
         """Bits per byte."""
@@ -100,9 +101,45 @@ class CrossEntropy(Objective):
 
 
 def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
-    """The arguments with which a model gives the loss of each token; a stage that is not the last what it gives on."""
-    tokens, labels, *others = batch
-    if len(others) == 1:
-        return {"input_ids": tokens, "labels": labels, "lengths": others[0].squeeze(1)}
-    positions, documents = others or (None, None)
-    return {"input_ids": tokens, "position_ids": positions, "labels": labels, "document_ids": documents}
+    """The arguments with which a model gives the loss of each token."""
+    return {
+        "input_ids": batch.tokens,
+        "position_ids": batch.position_ids,
+        "labels": batch.labels,
+        "document_ids": batch.document_ids,
+        "lengths": batch.lengths,
+    }
+
+
+@torch.no_grad()
+def outputs_of(
+    model: TransformerModel,
+    batches: Iterable[Batch],
+    inputs: Callable[[Batch], dict[str, Tensor | None]],
+    mover: BatchMover,
+) -> Iterator[tuple[Tensor, Batch]]:
+    """The output of a whole model in evaluation mode for each batch, and the batch on its device."""
+    model.eval()
+    for batch in mover.moved(batches):
+        yield model(**inputs(batch)), batch
+
+
+def means_of(
+    objective: Objective, output: Tensor, batch: Batch, num_labels: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """A micro-batch's sums over ``num_labels``: the loss to call the backward on; and all of them, without gradient."""
+    loss, others = objective.sums(output, batch, dtype)
+    loss = loss / num_labels
+    alone = loss.detach().view(1)
+    return loss, alone if others is None else torch.cat([alone.to(others.dtype), others / num_labels])
+
+
+def measure(model: TransformerModel, objective: Objective, held_out: HeldOut, batch_size: int) -> list[float]:
+    """The sums of the loss and of ``objective.names`` over held-out rows, by a model that is in no stages."""
+    device = next(model.parameters()).device
+    total = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=device)
+    batches = held_out.batches(batch_size, with_lengths=model.depends_on_length)
+    for output, batch in outputs_of(model, batches, objective.inputs, BatchMover(device)):
+        total += means_of(objective, output, batch, 1, torch.float64)[1]
+    sums: list[float] = total.tolist()
+    return sums

@@ -21,13 +21,13 @@ from shardwise.core.errors import DivergenceError
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
 from shardwise.core.validation import DeferredChecks
-from shardwise.data import Batch, DataLoader, SampleLoader, Windows, evaluation_batches
-from shardwise.data.loader import BatchMover
+from shardwise.data import Batch, DataLoader, HeldOut
+from shardwise.data.batch import BatchMover
 from shardwise.models.description import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import Total
 from shardwise.training.gradients.replicas import check_replicas
-from shardwise.training.objective import CrossEntropy, Objective
+from shardwise.training.objective import CrossEntropy, Objective, means_of, outputs_of
 from shardwise.training.optimization import build_optimizer
 from shardwise.training.optimizer.gradients import (
     clip_grad_norm_,
@@ -45,7 +45,7 @@ from shardwise.training.step_settings import StepSettings
 _BATCHES_PER_STAGE = 8
 
 # A step, where its samples come from, and its micro-batches on their way to the device.
-_Prepared = tuple[int, DataLoader | SampleLoader, list[Batch]]
+_Prepared = tuple[int, DataLoader, list[Batch]]
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Trainer:
                     self._seed_micro_batch(number - 1)
                     with no_sync() if number < len(batches) else contextlib.nullcontext():
                         output = self.model(**self.objective.inputs(batch))
-                        loss, means = _means(self.objective, output, batch, num_labels)
+                        loss, means = means_of(self.objective, output, batch, num_labels)
                         (loss if self.loss_scale is None else loss * scale).backward()
                     total.add(means)
             else:
@@ -184,7 +184,7 @@ class Trainer:
                 schedule = make_schedule(name, self._pipeline.group.size(), len(batches), len(self._chunks))
 
                 def scaled(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-                    loss, means = _means(self.objective, output, batch, num_labels)
+                    loss, means = means_of(self.objective, output, batch, num_labels)
                     return (loss if self.loss_scale is None else loss * scale), means
 
                 for means in self._run_pipeline(
@@ -253,7 +253,7 @@ class Trainer:
             return results(output, moved[micro_batch])
 
         moved = list(self._mover.moved(batches))
-        config, (b, s) = self._chunks[0].config, batches[0][0].shape
+        config, (b, s) = self._chunks[0].config, batches[0].tokens.shape
 
         def forward(micro_batch: int, chunk: int) -> Tensor:
             if torch.is_grad_enabled():
@@ -310,7 +310,7 @@ class Trainer:
         if self.zero is not None:
             self.zero.parameters.wait()
 
-    def train_step(self, step: int, loader: DataLoader | SampleLoader) -> StepResult:
+    def train_step(self, step: int, loader: DataLoader) -> StepResult:
         """``step`` on this rank's samples of ``loader``; a GPU is given those of the next step meanwhile."""
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[:2] != (step, loader):
@@ -324,42 +324,40 @@ class Trainer:
         meanwhile = None if self.device.type == "cpu" else prepare_next
         return self.step(step, prepared[2], loader.num_labels(step), meanwhile=meanwhile)
 
-    def _prepare(self, step: int, loader: DataLoader | SampleLoader) -> _Prepared:
+    def _prepare(self, step: int, loader: DataLoader) -> _Prepared:
         rank, num_ranks = self.dp_group.rank(), self.dp_group.size()
-        # Samples of a text stream are all of one length.
-        options = {"with_lengths": True} if self._needs_lengths and isinstance(loader, SampleLoader) else {}
-        batches = loader.batch(step, rank, num_ranks, self.settings.micro_batch_size(num_ranks), **options)
+        micro = self.settings.micro_batch_size(num_ranks)
+        batches = loader.batch(step, rank, num_ranks, micro, with_lengths=self._needs_lengths)
         return step, loader, [self._mover.start(batch) for batch in batches]
 
-    def evaluate(self, windows: Windows) -> dict[str, float]:
-        """What the objective measures of held-out data, by name, the same on every rank."""
+    def evaluate(self, held_out: HeldOut) -> dict[str, float]:
+        """What the objective measures of held-out rows, by name, the same on every rank."""
         objective = self.objective.of_evaluation
         total = self._new_total(objective)
         with self._deferred_checks() as checks:
             self.measure(
-                windows, lambda output, batch: total.add(_means(objective, output, batch, 1, torch.float64)[1])
+                held_out, lambda output, batch: total.add(means_of(objective, output, batch, 1, torch.float64)[1])
             )
-        return objective.held_out(self._read(total, None, checks)[0], windows)
+        return objective.held_out(self._read(total, None, checks)[0], held_out)
 
     @torch.no_grad()
-    def measure(self, windows: Windows, each: Callable[[Tensor, Batch], None]) -> None:
-        """Hand the model's output for each batch of this rank's windows, in evaluation mode, to ``each``.
+    def measure(self, held_out: HeldOut, each: Callable[[Tensor, Batch], None]) -> None:
+        """Hand the model's output for each batch of this rank's held-out rows, in evaluation mode, to ``each``.
 
         Args:
-            windows: all of them, in the order of ``evaluation_batches``.
+            held_out: the rows of all ranks.
             each: called on the last stage, with the output and the batch.
         """
         self.wait_for_weights()
-        self.model.eval()
         inputs = self.objective.of_evaluation.inputs
-        micro = self.settings.micro_batch_size(self.dp_group.size())
-        batches = evaluation_batches(
-            windows, micro, self.dp_group.rank(), self.dp_group.size(), with_lengths=self._needs_lengths
-        )
+        rank, num_ranks = self.dp_group.rank(), self.dp_group.size()
+        micro = self.settings.micro_batch_size(num_ranks)
+        batches = held_out.batches(micro, rank, num_ranks, with_lengths=self._needs_lengths)
         if self._pipeline is None:
-            for batch in self._mover.moved(batches):
-                each(self.model(**inputs(batch)), batch)
+            for output, batch in outputs_of(self._chunks[0], batches, inputs, self._mover):
+                each(output, batch)
             return
+        self.model.eval()
 
         def handed(output: Tensor, batch: Batch) -> tuple[None, Tensor]:
             each(output, batch)
@@ -370,16 +368,6 @@ class Trainer:
         while several := list(itertools.islice(batches, _BATCHES_PER_STAGE * num_stages)):
             schedule = forward_only(num_stages, len(several), num_chunks)
             self._run_pipeline(self._pipeline, schedule, several, inputs, handed)
-
-
-def _means(
-    objective: Objective, output: Tensor, batch: Batch, num_labels: int, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """A micro-batch's sums over ``num_labels``: the loss to call the backward on; and all of them, without gradient."""
-    loss, others = objective.sums(output, batch, dtype)
-    loss = loss / num_labels
-    alone = loss.detach().view(1)
-    return loss, alone if others is None else torch.cat([alone.to(others.dtype), others / num_labels])
 
 
 def _draw_on(micro_batch: int) -> None:

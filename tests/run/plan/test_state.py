@@ -16,6 +16,7 @@ from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
+from shardwise.data import Batch
 from shardwise.models.description import chunks_of
 from shardwise.nn import named_param_layouts
 from shardwise.run.build import build_model as build_new_model, describe
@@ -149,7 +150,7 @@ def a_step(settings):
     micro, size = settings.micro_batch_size(groups.dp.size()), settings.training.global_batch_size // groups.dp.size()
     tokens = torch.randint(settings.model.vocab_size, (micro, settings.sequence_length))
     with CollectiveCounter() as counter:
-        trainer.step(0, [(tokens, tokens)] * (size // micro))
+        trainer.step(0, [Batch(tokens, tokens)] * (size // micro))
         if trainer.zero is not None:
             # Gathers of updated parameters that the next forward would start.
             trainer.zero.parameters.wait()

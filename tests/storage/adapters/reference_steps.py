@@ -11,8 +11,7 @@ STEPS, WARMUP, RATE, CLIP, DECAY = 10, 3, 1e-2, 0.7, 0.1
 
 
 def cross_entropy(model, batch):
-    tokens, labels = batch
-    return F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+    return F.cross_entropy(model(batch.tokens).logits.flatten(0, 1), batch.labels.flatten())
 
 
 def reference_losses(model, batches, loss_of=cross_entropy):

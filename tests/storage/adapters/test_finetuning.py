@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from harness.parity import gather_shards
 from run.test_run import interrupted_at
 from safetensors.torch import load_file
-from storage.adapters.reference_steps import CLIP, DECAY, RATE, STEPS, WARMUP, reference_losses
+from storage.adapters.reference_steps import CLIP, DECAY, RATE, STEPS, WARMUP, cross_entropy, reference_losses
 from storage.adapters.tiny_models import save_model, with_adapters
 
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
-from shardwise.data import DataLoader, TokenDataset
+from shardwise.data import DataLoader, TokenRows
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
@@ -85,7 +84,7 @@ def root(tmp_path_factory):
     (root / "text.txt").write_text(text)
     tokenizer = Tokenizer.train([text], 290)
     stream = encode_texts_in(root, tokenizer)
-    loader = DataLoader(TokenDataset(stream, LENGTH), BATCH, seed=1234)
+    loader = DataLoader(TokenRows(stream, LENGTH), BATCH, seed=1234)
     batches = [next(loader.batch(step)) for step in range(STEPS)]
     expected = {}
     for kind, dtype in KINDS.items():
@@ -93,7 +92,7 @@ def root(tmp_path_factory):
         model = save_model(kind, root / kind, dtype=dtype, vocab_size=301)
         tokenizer.save(root / kind)
         with torch.no_grad():
-            still = [F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten()).item() for x, y in batches]
+            still = [cross_entropy(model, batch).item() for batch in batches]
         adapted = with_adapters(model, r=3, lora_alpha=7)
         for name, param in adapted.named_parameters():
             if "lora_B" in name:

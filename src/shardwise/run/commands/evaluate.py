@@ -2,23 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from typing import Annotated, Literal
 
-import torch
-
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.errors import DivergenceError
 from shardwise.data import (
-    EvaluationSamples,
-    EvaluationWindows,
     ExampleEncoder,
-    SampleDataset,
-    TextWindows,
+    HeldOut,
+    SampleRows,
     TokenStream,
-    evaluation_batches,
+    WindowRows,
     example_of,
     read_records,
 )
@@ -35,26 +30,7 @@ from shardwise.run.settings import CorpusSettings
 from shardwise.run.tasks.samples import encode_examples, left_out_notes
 from shardwise.run.tasks.texts import STDLIB, read_data
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, SEQUENCE, TIMEOUT, checks_arguments
-from shardwise.training.objective import model_inputs
-
-
-@dataclass(frozen=True)
-class _Measure:
-    """What is measured on.
-
-    Attributes:
-        name: what people call it.
-        windows: of the tokens.
-        num_labels: tokens whose loss counts.
-        num_bytes: of their text in UTF-8.
-        notes: what was left out, and why.
-    """
-
-    name: str
-    windows: TextWindows
-    num_labels: int
-    num_bytes: int
-    notes: tuple[str, ...] = ()
+from shardwise.training.objective import CrossEntropy, measure
 
 
 def _open_data(
@@ -66,8 +42,8 @@ def _open_data(
     mask_prompts: bool,
     special_tokens: bool,
     text_key: str,
-) -> _Measure:
-    """Read and encode the data. Raises DataError: it cannot be read, or nothing in it counts."""
+) -> tuple[str, HeldOut, tuple[str, ...]]:
+    """The data's name, its rows and what was left out. Raises DataError: it cannot be read, or nothing in it counts."""
     if STDLIB in data:
         corpus = read_data(data)
     else:
@@ -81,15 +57,12 @@ def _open_data(
             )
             examples = [example_of(record, text_key) for record in records]
             samples, left_out = encode_examples(examples, encoder, name)
-            dataset = SampleDataset(samples, length, packing=True, too_long="split")
-            windows = EvaluationSamples(dataset)
+            rows = SampleRows(samples, length, packing=True, too_long="split")
             notes = tuple(left_out_notes(examples, left_out, "to measure on"))
-            return _Measure(
-                f"{name}, {counted(len(samples), 'sample')}", windows, windows.num_labels, dataset.num_bytes, notes
-            )
+            return f"{name}, {counted(len(samples), 'sample')}", HeldOut(rows), notes
         corpus = corpus_of(name, records, text_key)
     stream = TokenStream.from_corpus(corpus, tokenizer, parse_special=special_tokens)
-    return _Measure(corpus.name, EvaluationWindows(stream, length), stream.num_tokens, stream.num_bytes)
+    return corpus.name, HeldOut(WindowRows(stream, length)), ()
 
 
 def open_to_measure(
@@ -159,7 +132,7 @@ def evaluate(
             )
         opened, tokenizer = found
         with ranks.phase("reading the data"):
-            measure = agree(
+            name, held_out, notes = agree(
                 lambda: _open_data(
                     files,
                     opened,
@@ -171,23 +144,19 @@ def evaluate(
                 ),
                 group=ranks.control,
             )
-            check_same((measure.name, measure.num_labels, measure.num_bytes), "the data", group=ranks.control)
+            num_labels, num_bytes = held_out.num_labels, held_out.rows.num_bytes
+            check_same((name, num_labels, num_bytes), "the data", group=ranks.control)
         model = opened.load_model(ranks)
         assert isinstance(model, GPT)
-        model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-        with torch.no_grad(), ranks.phase("measuring", limited=True):
-            for batch in evaluation_batches(measure.windows, batch_size):
-                moved = tuple(tensor.to(ranks.device) for tensor in batch)
-                total += model(**model_inputs(moved)).sum(dtype=torch.float64)
-        nats = float(total)
+        with ranks.phase("measuring", limited=True):
+            (nats,) = measure(model, CrossEntropy(), held_out, batch_size)
         if not math.isfinite(nats):
-            raise DivergenceError(f"the loss on {measure.name} is {nats}: the model's weights have diverged")
-        loss = nats / measure.num_labels
+            raise DivergenceError(f"the loss on {name} is {nats}: the model's weights have diverged")
+        loss = nats / num_labels
         metrics = {
             "loss": loss,
             "perplexity": math.exp(min(loss, 700)),
-            "bits per byte": measure.windows.bits_per_byte(nats),
+            "bits per byte": held_out.bits_per_byte(nats),
         }
-        size = f"{measure.num_labels:,} tokens, {measure.num_bytes:,} bytes"
-        return Evaluation(f"{measure.name}: {size}", metrics, measure.notes)
+        size = f"{num_labels:,} tokens, {num_bytes:,} bytes"
+        return Evaluation(f"{name}: {size}", metrics, notes)

@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Annotated, Literal
 
-import torch
 from torch import Tensor
 
 from shardwise.core.communication.agreement import agree, check_same, gather_objects
 from shardwise.core.errors import ConfigError, DataError, DivergenceError
 from shardwise.data import (
-    EvaluationRows,
+    Batch,
+    EncodedTexts,
+    HeldOut,
     LabelledText,
     Labels,
     encode_labelled,
-    evaluation_batches,
     labelled_text_of,
     labelled_words_of,
     read_records,
 )
+from shardwise.data.batch import BatchMover
 from shardwise.data.labelled import ProblemType, counted
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import IGNORED_LABEL, Classification
@@ -39,6 +40,7 @@ from shardwise.run.tasks.labelling import HeldOutLabels
 from shardwise.storage.huggingface.architectures.architecture import label_names
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, SEQUENCE, TIMEOUT, checks_arguments
+from shardwise.training.objective import measure, outputs_of
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,9 @@ def classify(
             # A blank line of which nothing can be said has an answer too, so that these keep their numbers.
             rest = _after_none_for(texts, kept, say)
         reading = _Reading(sequence_length, batch_size, special_tokens, ranks.on_first(on_note))
-        for logits, (_, numbers, *_) in _outputs(opened, ranks, reading, kept, None) if kept else ():
-            for row, words, labelled in zip(logits.double().cpu(), numbers.tolist(), rest, strict=False):
+        for logits, batch in _outputs(opened, ranks, reading, kept) if kept else ():
+            # Rows that only fill up a batch come after all texts.
+            for row, words, labelled in zip(logits.double().cpu(), batch.labels.tolist(), rest, strict=False):
                 if labelled.words is None:
                     say(answer(opened.head, opened.names, row))
                 else:
@@ -263,15 +266,11 @@ def named(names: Sequence[str], logits: Tensor) -> dict[str, object]:
     return {"label": names[best], "score": float(scores[best])}
 
 
-def _outputs(
-    opened: OpenClassifier,
-    ranks: Ranks,
-    reading: _Reading,
-    texts: Sequence[LabelledText],
-    labels: Labels | None,
-) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """The logits of each batch, of texts and no filling, and the batch."""
-    encoded = agree(
+def _encoded(
+    opened: OpenClassifier, ranks: Ranks, reading: _Reading, texts: Sequence[LabelledText], labels: Labels | None
+) -> HeldOut:
+    """The rows of texts. Raises ConfigError: longer than the model's longest; DataError: see ``encode_labelled``."""
+    encoded: EncodedTexts = agree(
         lambda: encode_labelled(
             texts,
             tokenizer=opened.tokenizer,
@@ -285,18 +284,18 @@ def _outputs(
     )
     for note in encoded.notes("--sequence-length"):
         reading.note(note)
+    return HeldOut(encoded.rows)
+
+
+def _outputs(
+    opened: OpenClassifier, ranks: Ranks, reading: _Reading, texts: Sequence[LabelledText]
+) -> Iterator[tuple[Tensor, Batch]]:
+    """The logits of each batch, and the batch."""
+    rows = _encoded(opened, ranks, reading, texts, None)
     model = opened.model.load_model(ranks)
-    model.eval()
-    objective = HeldOutLabels(opened.head)
-    windows = EvaluationRows(encoded.rows)
-    left = len(windows)
-    with torch.no_grad(), ranks.phase("labelling", limited=True):
-        batches = evaluation_batches(windows, min(reading.batch_size, left), with_lengths=model.depends_on_length)
-        for batch in batches:
-            moved = tuple(tensor.to(ranks.device) for tensor in batch)
-            logits: Tensor = model(**objective.inputs(moved))
-            yield logits[:left], tuple(tensor[:left] for tensor in moved)
-            left -= min(left, len(logits))
+    batches = rows.batches(min(reading.batch_size, len(rows)), with_lengths=model.depends_on_length)
+    with ranks.phase("labelling", limited=True):
+        yield from outputs_of(model, batches, HeldOutLabels(opened.head).inputs, BatchMover(ranks.device))
 
 
 def evaluate_labels(
@@ -332,13 +331,11 @@ def evaluate_labels(
     else:
         problem = agree(lambda: problem_of(opened.head, texts), group=ranks.control)
         objective = HeldOutLabels(opened.head.with_problem(problem))
-    sums = torch.zeros(1 + len(objective.names), dtype=torch.float64)
     reading = _Reading(sequence_length, batch_size, special_tokens, ranks.on_first(on_note))
-    for logits, batch in _outputs(opened, ranks, reading, texts, Labels(opened.names, problem)):
-        loss, counts = objective.sums(logits, batch, torch.float64)
-        assert counts is not None
-        sums += torch.cat([loss.view(1), counts]).cpu()
-    measured = objective.scores(sums.tolist())
+    rows = _encoded(opened, ranks, reading, texts, Labels(opened.names, problem))
+    model = opened.model.load_model(ranks)
+    with ranks.phase("labelling", limited=True):
+        measured = objective.scores(measure(model, objective, rows, min(batch_size, len(rows))))
     if not math.isfinite(measured["held_out_loss"]):
         raise DivergenceError(f"the loss on {name} is {measured['held_out_loss']}: the model's weights have diverged")
     titles = {key: objective.titles.get(key, key.removeprefix("held_out_")) for key in measured}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.data import TokenDataset, UnusableExampleError
+from shardwise.data import TokenRows, UnusableExampleError
 from shardwise.data.labelled import counted
 from shardwise.data.tokenizer import TextStream, Tokenizer
 from shardwise.models.generation import PrefixCache, generate as generate_ids, on_layers
@@ -301,14 +301,14 @@ def _samples(recipe: Finetuning, count: int, colours: bool) -> Iterator[str]:
 
 def _stream(texts: Texts, length: int, count: int, key: str, colours: bool) -> Iterator[str]:
     """Samples of so many tokens, cut from texts one after the other."""
-    dataset = TokenDataset(texts.train_tokens, length)
+    rows = TokenRows(texts.train_tokens, length)
     yield (
-        f"{texts.name}: texts one after the other, cut into {counted(len(dataset), 'sample')} of "
+        f"{texts.name}: texts one after the other, cut into {counted(len(rows), 'sample')} of "
         f"{counted(length, 'token')}, elsewhere in each pass over them (--packing keeps them apart); {key}"
     )
-    for number in range(min(count, len(dataset))):
-        ids, labels = dataset[number]
-        ids = np.append(ids, labels[-1:])
+    for number in range(min(count, len(rows))):
+        row = rows.row(number)
+        ids = np.append(row["tokens"], row["labels"][-1:])
         learned = np.arange(len(ids)) > 0
         yield f"\nsample {number + 1}:\n{_tokens(ids, learned, texts.tokenizer, colours)}"
 
@@ -320,9 +320,10 @@ def _labelled(recipe: Classifying, count: int) -> Iterator[str]:
     yield f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}"
     encoded = recipe.encoded(texts[:count], labels)
     for index, text in enumerate(encoded.texts):
-        ids, label, *_ = encoded.rows.row(index)
-        shown = _printable(recipe.tokenizer.decode(ids.tolist()))
-        yield f"\nsample {index + 1} ({_printable(text.where)}): label {label.tolist()}\n{shown}\n{ids.tolist()}"
+        row = encoded.rows.row(index)
+        ids, label = row["tokens"].tolist(), row["labels"].tolist()
+        shown = _printable(recipe.tokenizer.decode(ids))
+        yield f"\nsample {index + 1} ({_printable(text.where)}): label {label}\n{shown}\n{ids}"
 
 
 def _tokens(ids: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Tokenizer, colours: bool) -> str:

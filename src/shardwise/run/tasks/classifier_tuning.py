@@ -14,12 +14,12 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.files import write_atomically
 from shardwise.core.topology import Groups
 from shardwise.data import (
+    DataLoader,
     EncodedTexts,
-    EvaluationRows,
+    HeldOut,
     LabelledRows,
     LabelledText,
     Labels,
-    SampleLoader,
     encode_labelled,
     labelled_text_of,
     labelled_words_of,
@@ -82,13 +82,13 @@ class LabelledTexts:
         """Nothing: no text is predicted."""
         return 0.0
 
-    def loader(self, settings: RunSettings) -> SampleLoader:
+    def loader(self, settings: RunSettings) -> DataLoader:
         """The training batches."""
-        return SampleLoader(self.train, settings.training.global_batch_size, settings.training.seed)
+        return DataLoader(self.train, settings.training.global_batch_size, settings.training.seed)
 
-    def windows(self, settings: RunSettings) -> EvaluationRows:
+    def held_out_rows(self, settings: RunSettings) -> HeldOut:
         """The held-out rows."""
-        return EvaluationRows(self.held_out)
+        return HeldOut(self.held_out)
 
 
 class Classifying(Finetuning):

@@ -54,7 +54,7 @@ class DistillationObjective(Objective):
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """Sums over labels that count, of which the divergence is reported without ``T²``. See ``Objective``."""
-        settings, labels = self.settings, batch[1].t().contiguous()
+        settings, labels = self.settings, batch.labels.t().contiguous()
         with torch.no_grad():
             taught: Tensor = self.teacher(**self.inputs(batch))
         pair = (output, taught) if settings.divergence == "forward" else (taught, output)

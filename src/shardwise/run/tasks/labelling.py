@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.data import Batch, Windows
+from shardwise.data import Batch, HeldOut
 from shardwise.models.classification import IGNORED_LABEL, Classification
 from shardwise.training.objective import Objective
 
@@ -68,12 +68,14 @@ class Labelling(Objective):
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
         """Ids and, of a model that sees all of a row, token types and mask; logits come back."""
-        ids, _, *others = batch
-        if len(others) < 2:
+        if batch.attention_mask is None:
             # Padding is on the right, which nobody before it sees.
-            return {"input_ids": ids, **({"lengths": others[0].squeeze(1)} if others else {})}
-        kinds, mask = others
-        return {"input_ids": ids, "tokentype_ids": kinds, "attention_mask": mask}
+            return {"input_ids": batch.tokens, "lengths": batch.lengths}
+        return {
+            "input_ids": batch.tokens,
+            "tokentype_ids": batch.tokentype_ids,
+            "attention_mask": batch.attention_mask,
+        }
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """See ``Objective``."""
@@ -89,7 +91,7 @@ class Labelling(Objective):
 
     def _counted(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The texts, or tokens, that are no filling, and their labels; in training tokens without a label too."""
-        labels = batch[1]
+        labels = batch.labels
         if self.head.is_of_tokens:
             logits, labels = logits.flatten(0, 1), labels.reshape(-1, 1)
         if torch.is_grad_enabled():
@@ -143,7 +145,7 @@ class HeldOutLabels(Labelling):
         mine, truth = chosen(self.head, logits), _truth(self.head, labels)
         counts = [(mine == truth).all(dim=-1).sum().view(1)]
         if self._marks_entities:
-            counts.append(self._count_entities(output, batch[1]))
+            counts.append(self._count_entities(output, batch.labels))
         else:
             counts += self._count_labels(mine, truth)
         return loss, torch.cat([texts, *(each.double() for each in counts)])
@@ -160,7 +162,7 @@ class HeldOutLabels(Labelling):
             counts += torch.tensor([len(mine & truth), len(mine - truth), len(truth - mine)])
         return counts.to(logits.device)
 
-    def held_out(self, sums: Sequence[float], windows: Windows) -> dict[str, float]:
+    def held_out(self, sums: Sequence[float], held_out: HeldOut) -> dict[str, float]:
         """See ``Objective``."""
         return self.scores(sums)
 

@@ -25,12 +25,11 @@ from shardwise.core.topology import Groups
 from shardwise.data import (
     IGNORE_INDEX,
     Batch,
-    EvaluationPairs,
+    DataLoader,
     Example,
-    PairDataset,
+    HeldOut,
+    PairRows,
     PreferenceEncoder,
-    SampleLoader,
-    Windows,
     preference_of,
     read_records,
 )
@@ -42,7 +41,7 @@ from shardwise.run.settings import DpoSettings, PreferenceSettings, RunSettings,
 from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.run.tasks.recipe import Session
 from shardwise.run.tasks.samples import LOOKED_AT, encode_parts, template_digest
-from shardwise.training.objective import Objective, model_inputs
+from shardwise.training.objective import Objective
 from shardwise.training.trainer import Trainer
 
 FILE_NAME = "reference_log_probs.safetensors"
@@ -66,10 +65,10 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
         DivergenceError: the model gives an answer no finite log-probability.
         UnwritableError: they cannot be kept.
     """
-    loader, windows = session.loader, session.windows
-    assert isinstance(windows, EvaluationPairs)
-    assert isinstance(loader.dataset, PairDataset)
-    datasets = dict(zip(_PARTS, (loader.dataset, windows.dataset), strict=True))
+    train, held_out = session.loader.rows, session.held_out.rows
+    assert isinstance(train, PairRows)
+    assert isinstance(held_out, PairRows)
+    datasets = dict(zip(_PARTS, (train, held_out), strict=True))
     path, control = session.out / FILE_NAME, session.ranks.control
     shapes = {name: dataset.reference.shape for name, dataset in datasets.items()}
     identity = dict(model) | {name: dataset.sha256 for name, dataset in datasets.items()}
@@ -99,7 +98,7 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
         dataset.reference = values[name]
 
 
-def log_probs(trainer: Trainer, dataset: PairDataset) -> NDArray[np.float64]:
+def log_probs(trainer: Trainer, dataset: PairRows) -> NDArray[np.float64]:
     """Log-probability of both answers of each pair, by the trainer's model as it is; every rank calls.
 
     Returns:
@@ -110,11 +109,11 @@ def log_probs(trainer: Trainer, dataset: PairDataset) -> NDArray[np.float64]:
     values = np.empty((len(dataset), 2))
     # Pairs that need few places are not filled up to those of the longest, if there are batches enough.
     for part in dataset.by_width(min(_WIDTHS, max(1, len(dataset) // (_BATCHES_OF_A_WIDTH * together)))):
-        values[part] = _log_probs(trainer, EvaluationPairs(dataset, part), micro)
+        values[part] = _log_probs(trainer, HeldOut(dataset, part), micro)
     return values
 
 
-def _log_probs(trainer: Trainer, pairs: EvaluationPairs, micro: int) -> NDArray[np.float64]:
+def _log_probs(trainer: Trainer, pairs: HeldOut, micro: int) -> NDArray[np.float64]:
     own: list[Tensor] = []
 
     def add(output: Tensor, _: Batch) -> None:
@@ -186,20 +185,20 @@ class Pairs:
     name: str
     sha256: str
     tokenizer: Tokenizer
-    train: PairDataset
-    held_out: PairDataset
+    train: PairRows
+    held_out: PairRows
     notes: tuple[str, ...]
     identity: Mapping[str, Any]
     held_out_bytes: bytes = b""
     bits_per_nat: float = 0.0
 
-    def loader(self, settings: RunSettings) -> SampleLoader:
+    def loader(self, settings: RunSettings) -> DataLoader:
         """The training batches."""
-        return SampleLoader(self.train, settings.training.global_batch_size, settings.training.seed)
+        return DataLoader(self.train, settings.training.global_batch_size, settings.training.seed)
 
-    def windows(self, settings: RunSettings) -> EvaluationPairs:
+    def held_out_rows(self, settings: RunSettings) -> HeldOut:
         """The held-out pairs."""
-        return EvaluationPairs(self.held_out)
+        return HeldOut(self.held_out)
 
 
 def prepare_pairs(
@@ -217,9 +216,7 @@ def prepare_pairs(
     notes, datasets = [*parts.notes, *_notes_on_prompts(encoder, examples)], []
     assert settings.too_long != "split"
     for samples, what in zip(parts.samples, ("to train on", "held out"), strict=True):
-        dataset = PairDataset(
-            samples, sequence_length, too_long=settings.too_long, beginning=encoder.tokenizer.beginning
-        )
+        dataset = PairRows(samples, sequence_length, too_long=settings.too_long, beginning=encoder.tokenizer.beginning)
         datasets.append(dataset)
         if dataset.num_too_long:
             past = "cut" if settings.too_long == "cut" else "dropped"
@@ -265,18 +262,13 @@ class PreferenceObjective(Objective):
     curves = ("loss", "held_out_loss")
     unit = "loss of a pair"
 
-    def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
-        """What gives minus the log-probability of each token of the answers."""
-        tokens, labels, _, *lengths = batch
-        return model_inputs((tokens, labels, *lengths))
-
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """Sums over pairs; a pair without labels is filling and counts for nothing. See ``Objective``."""
-        _, labels, reference, *_ = batch
+        assert batch.reference is not None
         # Whole answers are sums of many numbers, of which small differences are taken.
-        ratios = -output.sum(-1, dtype=torch.float64) - reference.squeeze(1)
+        ratios = -output.sum(-1, dtype=torch.float64) - batch.reference
         chosen, rejected = ratios.view(-1, 2).unbind(1)
-        num_chosen, num_rejected = (labels != IGNORE_INDEX).sum(-1).view(-1, 2).unbind(1)
+        num_chosen, num_rejected = (batch.labels != IGNORE_INDEX).sum(-1).view(-1, 2).unbind(1)
         settings, is_filling = self.settings, num_chosen == 0
         loss = preference_loss(
             chosen,
@@ -292,9 +284,9 @@ class PreferenceObjective(Objective):
         numbers = torch.cat([rewards, margins.unsqueeze(0), (margins > 0).double().unsqueeze(0)])
         return loss.sum(), numbers.masked_fill(is_filling, 0.0).sum(1)
 
-    def held_out(self, sums: Sequence[float], windows: Windows) -> dict[str, float]:
+    def held_out(self, sums: Sequence[float], held_out: HeldOut) -> dict[str, float]:
         """The same means of held-out pairs."""
-        means = self.reported([each / len(windows) for each in sums], 0.0)
+        means = self.reported([each / len(held_out) for each in sums], 0.0)
         return {f"held_out_{name}": value for name, value in means.items()}
 
     def outcome(self, held_out: dict[str, float]) -> str:

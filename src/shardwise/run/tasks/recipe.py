@@ -11,7 +11,7 @@ import torch
 
 from shardwise.core.communication.overlap import Pass, Way
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import DataLoader, SampleLoader, Windows
+from shardwise.data import DataLoader, HeldOut
 from shardwise.models.description import ModelDescription
 from shardwise.run.build import build_model, describe
 from shardwise.run.plan.fit import Shortage
@@ -93,7 +93,7 @@ class Session:
         topology: the groups.
         texts: what is trained and measured on.
         loader: training batches.
-        windows: held-out windows.
+        held_out: what is measured on.
         trainer: model and optimizer.
         ways: how each pass of the layers goes together with its collective, with ``parallel.tp_comm_overlap``.
         transport: how the tensor-parallel ranks' tensors travel.
@@ -107,8 +107,8 @@ class Session:
     ranks: Ranks
     topology: Topology
     texts: TrainingData
-    loader: DataLoader | SampleLoader
-    windows: Windows
+    loader: DataLoader
+    held_out: HeldOut
     trainer: Trainer
     ways: list[tuple[Pass, Way]]
     transport: str

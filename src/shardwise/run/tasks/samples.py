@@ -19,13 +19,13 @@ from shardwise.core.errors import DataError
 from shardwise.core.files import write_atomically
 from shardwise.data import (
     Corpus,
+    DataLoader,
     Encoded,
-    EvaluationSamples,
     Example,
     ExampleEncoder,
+    HeldOut,
     Preference,
-    SampleDataset,
-    SampleLoader,
+    SampleRows,
     TokenSamples,
     UnusableExampleError,
 )
@@ -61,8 +61,8 @@ class Samples:
     name: str
     sha256: str
     tokenizer: Tokenizer
-    train: SampleDataset
-    held_out: SampleDataset
+    train: SampleRows
+    held_out: SampleRows
     notes: tuple[str, ...]
     identity: Mapping[str, Any]
     held_out_bytes: bytes = b""
@@ -72,13 +72,13 @@ class Samples:
         """Bits per byte of what is learned that a loss of one nat per token is."""
         return float(self.train.labels.sum()) / max(1, self.train.num_bytes) / math.log(2)
 
-    def loader(self, settings: RunSettings) -> SampleLoader:
+    def loader(self, settings: RunSettings) -> DataLoader:
         """The training batches."""
-        return SampleLoader(self.train, settings.training.global_batch_size, settings.training.seed)
+        return DataLoader(self.train, settings.training.global_batch_size, settings.training.seed)
 
-    def windows(self, settings: RunSettings) -> EvaluationSamples:
+    def held_out_rows(self, settings: RunSettings) -> HeldOut:
         """The held-out rows."""
-        return EvaluationSamples(self.held_out)
+        return HeldOut(self.held_out)
 
 
 class Documents(NamedTuple):
@@ -137,7 +137,7 @@ def prepare_samples(
     parts = encode_parts(name, examples, held_out, encoder, held_out_fraction)
     notes, datasets = [*parts.notes], []
     for samples, what in zip(parts.samples, _PARTS, strict=True):
-        dataset = SampleDataset(
+        dataset = SampleRows(
             samples,
             sequence_length,
             packing=settings.packing,
@@ -354,7 +354,7 @@ def left_out_notes(examples: Sequence[Example], left_out: _Left, what: str) -> l
     return [f"{total} of {counted(len(examples), 'sample')} {what} left out: {_reasons(examples, left_out)}"]
 
 
-def _notes_on_lengths(dataset: SampleDataset, settings: SampleSettings, what: str) -> list[str]:
+def _notes_on_lengths(dataset: SampleRows, settings: SampleSettings, what: str) -> list[str]:
     notes = []
     if dataset.num_too_long:
         past = {"cut": "cut", "split": "split", "drop": "dropped"}[settings.too_long]

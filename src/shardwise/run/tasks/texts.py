@@ -13,11 +13,10 @@ from shardwise.core.folder_lock import check_folder
 from shardwise.data import (
     Corpus,
     DataLoader,
-    EvaluationWindows,
-    SampleLoader,
-    TokenDataset,
+    HeldOut,
+    TokenRows,
     TokenStream,
-    Windows,
+    WindowRows,
     read_corpus,
     stdlib_corpus,
 )
@@ -58,10 +57,10 @@ class TrainingData(Protocol):
     def bits_per_nat(self) -> float:
         """Bits per byte of the training text that a loss of one nat per token is."""
 
-    def loader(self, settings: RunSettings) -> DataLoader | SampleLoader:
+    def loader(self, settings: RunSettings) -> DataLoader:
         """The training batches."""
 
-    def windows(self, settings: RunSettings) -> Windows:
+    def held_out_rows(self, settings: RunSettings) -> HeldOut:
         """What is measured on."""
 
 
@@ -112,12 +111,12 @@ class Texts:
 
     def loader(self, settings: RunSettings) -> DataLoader:
         """The training batches; DataError if the text is too short for one sample."""
-        dataset = TokenDataset(self.train_tokens, settings.sequence_length)
+        dataset = TokenRows(self.train_tokens, settings.sequence_length)
         return DataLoader(dataset, settings.training.global_batch_size, settings.training.seed)
 
-    def windows(self, settings: RunSettings) -> EvaluationWindows:
+    def held_out_rows(self, settings: RunSettings) -> HeldOut:
         """Windows that cover the held-out text once."""
-        return EvaluationWindows(self.held_out_tokens, settings.sequence_length)
+        return HeldOut(WindowRows(self.held_out_tokens, settings.sequence_length))
 
 
 def cache_folder() -> Path:
