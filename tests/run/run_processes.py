@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from shardwise.run.metrics import read_metrics
 from shardwise.run.processes import ranks as ranks_module
 from shardwise.run.processes.ranks import process_group_of
 from shardwise.run.settings import RunSettings
-from shardwise.run.tasks.recipe import Recipe
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint
 from shardwise.training.trainer import Trainer
 
@@ -30,7 +28,6 @@ def run_in_processes(
     folder: Path,
     *,
     killed_at: int | None = None,
-    recipe: Callable[[Any], Recipe] = Recipe,
 ) -> str:
     """Run in so many processes, which end with the run.
 
@@ -39,13 +36,12 @@ def run_in_processes(
         world_size: number of processes.
         folder: new, for what they print and where they meet.
         killed_at: the step in which the last of them ends by SIGKILL.
-        recipe: makes the recipe from the settings.
 
     Returns:
         What the first of them printed.
     """
     folder.mkdir()
-    calls = [(settings, rank, world_size, folder / "store", killed_at, recipe) for rank in range(world_size)]
+    calls = [(settings, rank, world_size, folder / "store", killed_at) for rank in range(world_size)]
     done = run_forked(_run_rank, calls, folder)
     if killed_at is None:
         assert [code for code, _ in done] == [0] * world_size, done
@@ -75,7 +71,6 @@ def _run_rank(
     world_size: int,
     store: Path,
     killed_at: int | None,
-    recipe: Callable[[Any], Recipe],
 ) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "unused"}
@@ -98,4 +93,4 @@ def _run_rank(
         return step(self, number, *arguments, **options)
 
     Trainer.step = step_or_die  # type: ignore[method-assign]
-    run_module.run(settings, recipe)
+    run_module.run(settings)

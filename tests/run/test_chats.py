@@ -28,7 +28,6 @@ from shardwise.run.settings import (
     SampleSettings,
     TrainingSettings,
 )
-from shardwise.run.tasks.finetuning import Finetuning
 from shardwise.training.trainer import Trainer
 
 TEMPLATE = (
@@ -84,7 +83,7 @@ def settings_of(root, out, kind="llama", *, parallel=None, samples=None, resume=
 def open_run(settings, root, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(root / f"cache-{dist.get_world_size()}"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    return open_session(settings, ranks, Finetuning)
+    return open_session(settings, ranks)
 
 
 def recorded(trainer):
@@ -111,8 +110,7 @@ def on_one_rank(session):
     groups = Groups(tp=alone.group("tp"), dp=alone.group("tp"))
     torch.default_generator.manual_seed(session.settings.training.seed)
     settings = FinetuneSettings.from_json(session.settings.to_json() | {"parallel": {}})
-    vocab_size = session.texts.tokenizer.vocab_size
-    model = session.recipe.build_model(settings, vocab_size, groups=groups, device=torch.device("cpu"))
+    model = session.task.source.build(settings, session.data, groups=groups, device=torch.device("cpu"))
     return Trainer(settings, model, groups), alone
 
 
@@ -195,7 +193,7 @@ def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
     session = open_run(settings, root, monkeypatch)
     dataset, texts = session.loader.rows, (root / "texts.jsonl").read_text().splitlines()
     encoded = {
-        tuple(session.recipe.encoder().encode(Example("", None, json.loads(each)["text"])).ids) for each in texts
+        tuple(session.task.method.encoder().encode(Example("", None, json.loads(each)["text"])).ids) for each in texts
     }
     found = set()
     for index in range(len(dataset)):
@@ -257,7 +255,7 @@ def test_epochs_are_steps(group, root, tmp_path, monkeypatch, packing):
     assert session.settings.training.steps == -(-3 * rows // 8)
     assert rows == 24 if not packing else rows < 18
     # Held out are all samples of the other file.
-    assert session.held_out.num_labels == session.loader.rows.labels.sum()
+    assert session.data.held_out.num_labels == session.loader.rows.labels.sum()
     session.topology.destroy()
 
 

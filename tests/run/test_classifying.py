@@ -27,7 +27,6 @@ from shardwise.run.settings import (
     ParallelSettings,
     TrainingSettings,
 )
-from shardwise.run.tasks.classifier_tuning import Classifying
 from shardwise.run.tasks.labelling import HeldOutLabels
 
 WORDS = {"bad": ("poor", "dull"), "good": ("fine", "great"), "so": ("plain", "usual")}
@@ -123,7 +122,7 @@ def settings_of(root, out, kind, parallel=None, **changes):
 def open_run(settings, root, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(root / "cache"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    return open_session(settings, ranks, Classifying)
+    return open_session(settings, ranks)
 
 
 def loss_by_transformers(model, batch):
@@ -152,7 +151,11 @@ def test_ten_steps_are_those_of_transformers(group, root, tmp_path, monkeypatch,
             expected = reference_losses(model.eval(), batches, loss_by_transformers)
         losses = [session.trainer.train_step(step, session.loader).loss for step in range(STEPS)]
         assert losses == pytest.approx(expected, rel=2e-6), parallel
-        assert set(session.trainer.evaluate(session.held_out)) == {"held_out_accuracy", "held_out_f1", "held_out_loss"}
+        assert set(session.trainer.evaluate(session.data.held_out)) == {
+            "held_out_accuracy",
+            "held_out_f1",
+            "held_out_loss",
+        }
 
 
 @pytest.mark.slow

@@ -34,7 +34,6 @@ from shardwise.run.settings import (
     TeacherSettings,
     TrainingSettings,
 )
-from shardwise.run.tasks.distillation import Distillation
 
 LENGTH = 40
 # What is taught how, and with which tolerance: the rotary angles of transformers are of fp32 whatever the weights are.
@@ -139,7 +138,7 @@ def settings_of(
 def open_run(settings, root, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(root / f"cache-{dist.get_world_size()}"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    return open_session(settings, ranks, Distillation)
+    return open_session(settings, ranks)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ from shardwise.run.settings import (
     SampleSettings,
     TrainingSettings,
 )
-from shardwise.run.tasks.preference import FILE_NAME, PreferenceTuning, log_probs
+from shardwise.run.tasks.preference import FILE_NAME, log_probs
 
 BATCH = 4
 
@@ -156,9 +156,9 @@ def settings_of(root, out, kind="gpt2", *, parallel=None, preference=None, resum
 def open_run(settings, root, monkeypatch, *, with_reference=True):
     monkeypatch.setenv("SHARDWISE_CACHE", str(root / f"cache-{dist.get_world_size()}"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    session = open_session(settings, ranks, PreferenceTuning)
+    session = open_session(settings, ranks)
     if with_reference:
-        session.recipe.before(session)
+        session.task.method.before(session)
     return session
 
 
@@ -218,7 +218,7 @@ def test_adapters_begin_at_their_reference(group, root, tmp_path, monkeypatch):
         settings = settings_of(root, out, "llama", parallel=ParallelSettings(tp=tp), lora=lora)
         session = open_run(settings, root, monkeypatch)
         results[out.name] = steps_of(session)
-        session.recipe.after(session)
+        session.task.leave(session)
         session.topology.destroy()
         loss, *rewards, _ = results[out.name][0]
         assert [loss, *rewards] == pytest.approx([np.log(2), 0, 0, 0], abs=1e-12)
@@ -255,7 +255,7 @@ def test_a_resumed_run_keeps_its_reference(group, root, tmp_path, monkeypatch):
     ]
     assert {f"held_out_{name}" for name in reported} == uninterrupted.held_out.keys() < rows["whole"][-1].keys()
     assert "bits_per_byte" not in rows["whole"][0]
-    assert "held-out pairs: loss 0." in session.recipe.report(session, resumed)
+    assert "held-out pairs: loss 0." in session.task.report(session, resumed)
     session.topology.destroy()
     # Computed anew over data-parallel ranks, and over stages.
     for parallel in (ParallelSettings(), ParallelSettings(pp=2)):
@@ -306,7 +306,7 @@ def test_a_reference_of_something_else_is_refused(group, root, tmp_path, monkeyp
     )
     next(session.trainer.model.parameters()).data.fill_(torch.nan)
     with pytest.raises(DivergenceError, match=r"gives 18 of 18 pairs \(train\) no finite log-probability"):
-        session.recipe.before(session)
+        session.task.method.before(session)
     assert not (tmp_path / "nan" / FILE_NAME).exists()
     session.topology.destroy()
 

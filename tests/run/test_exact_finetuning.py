@@ -17,7 +17,6 @@ from shardwise.run.settings import (
     SampleSettings,
     TrainingSettings,
 )
-from shardwise.run.tasks.finetuning import Finetuning
 
 SIZES = {"hidden_size": 64, "intermediate_size": 136, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
 
@@ -68,7 +67,7 @@ def test_layouts(root, tmp_path, packing, lora_rank, parallel):
             samples=SampleSettings(packing=packing),
             lora=LoraSettings(lora_rank=lora_rank),
         )
-        run_in_processes(settings, world_size, tmp_path / f"{name}-ranks", recipe=Finetuning)
+        run_in_processes(settings, world_size, tmp_path / f"{name}-ranks")
         return hashes(tmp_path / name)
 
     expected = run("one", 1)

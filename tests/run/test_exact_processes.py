@@ -54,7 +54,7 @@ def test_the_text_reaches_what_faults_hide_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     settings = settings_of(tmp_path, "one", LLAMA)
     texts = prepare_texts(settings)
-    windows = texts.held_out_rows(settings)
+    windows = texts.held_out
     assert len(windows) % 2 == 1
     ids = set(np.concatenate([windows.rows.row(index)["tokens"] for index in range(len(windows))]).tolist())
     for num_ranks in (2, 4):

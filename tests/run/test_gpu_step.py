@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,15 +17,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwise.core import initialization
 from shardwise.core.communication.accounting import CollectiveCounter
-from shardwise.data import Corpus, TokenStream
+from shardwise.data import Corpus, HeldOut, TokenRows, TokenStream, WindowRows
 from shardwise.models.adapters import LoraConfig, adapter
 from shardwise.models.gpt import GPT
 from shardwise.run import run
+from shardwise.run.build import NewModel
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
 from shardwise.run.settings import ModelSettings, OptimizerSettings, ParallelSettings, Settings, TrainingSettings
-from shardwise.run.tasks.recipe import Recipe
-from shardwise.run.tasks.texts import Texts
+from shardwise.run.tasks.task import Method, Task
+from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage.adapters import add_lora_, model
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 
@@ -42,25 +44,28 @@ class Tokens:
         """There is nothing to save."""
 
 
-class OnMadeUpTokens(Recipe):
-    """A run as `shardwise train` starts it, but for the text; with adapters as `shardwise finetune` adds them."""
+class MadeUpTokens(Method):
+    """In the place of a text."""
 
-    lora = False
-
-    def read_texts(self, ranks):
+    def read(self, ranks):
         corpus = Corpus("zeros", ("0",))
-        streams = (TokenStream("zeros", np.zeros(n * S + 1, dtype=np.uint32), 0, 4 * n * S) for n in (20, 2))
-        return Texts(corpus, corpus, Tokens(), *streams)
+        train, held_out = (TokenStream("zeros", np.zeros(n * S + 1, dtype=np.uint32), 0, 4 * n * S) for n in (20, 2))
+        held_out = HeldOut(WindowRows(held_out, S))
+        return TaskData(corpus.name, corpus.sha256, Tokens(), TokenRows(train, S), held_out)
 
-    def build_model(self, settings, vocab_size, *, groups, device):
-        model = super().build_model(settings, vocab_size, groups=groups, device=device)
-        if self.lora:
-            add_lora_(model, LoraConfig(r=16, lora_alpha=32, target_modules=("all-linear",)), ARCHITECTURES["llama"])
+
+class WithAdapters(NewModel):
+    """Adapters as `shardwise finetune` adds them."""
+
+    def build(self, settings, data, *, groups, device):
+        model = super().build(settings, data, groups=groups, device=device)
+        add_lora_(model, LoraConfig(r=16, lora_alpha=32, target_modules=("all-linear",)), ARCHITECTURES["llama"])
         return model
 
 
-class WithAdapters(OnMadeUpTokens):
-    lora = True
+def task_of(source, settings):
+    """A run as `shardwise train` starts it, but for the text."""
+    return Task(settings, source(settings), MadeUpTokens())
 
 
 class Part:
@@ -142,7 +147,7 @@ def a_step(folder, num_layers, parallel, training, adapters, world_size, *, opti
     ranks = Ranks(0, 0, world_size, torch.device("cuda", 0))
     try:
         with pytest.raises(InterruptedError):
-            run.train(open_session(settings, ranks, WithAdapters if adapters else OnMadeUpTokens))
+            run.train(open_session(settings, ranks, partial(task_of, WithAdapters if adapters else NewModel)))
     finally:
         run._Training._step, GPT.forward, torch.Tensor.backward = own
     step = parts["step"].recorder
@@ -205,7 +210,7 @@ def test_a_layer_launches_what_the_page_says_and_a_step_waits_once(pretended_gpu
     # The next step's ids and labels.
     assert [(way, count) for (way, _), count in step["copies"].items()] == [("cpu to cuda", 2 * MICRO_BATCHES)]
     assert step["pageable copies"] == {}
-    assert {made[-1].partition(":")[0] for made in step["made on the CPU"]} <= {"data/loader.py"}
+    assert {made[-1].partition(":")[0] for made in step["made on the CPU"]} <= {"data/batch.py"}
     page = table("layer", "gpu")
     group = SimpleNamespace(size=lambda: parallel["tp"])
     sizes = {"s": S, "b": B, "h": H, "f": F, "a": A, "g": 8, "d": H // A}

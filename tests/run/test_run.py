@@ -20,7 +20,7 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
 from shardwise.run.saves import compressed_bits_per_byte
 from shardwise.run.session import open_session
-from shardwise.run.tasks.recipe import Session
+from shardwise.run.tasks.task import Session
 from shardwise.storage import checkpoint
 
 

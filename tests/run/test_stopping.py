@@ -255,7 +255,7 @@ def test_a_checkpoint_of_a_run_that_had_diverged_is_refused(group, tmp_path, mon
         state[name].data.detach().view(-1)[0] = math.nan
     assert first_not_finite(state) == (name if group.rank() == 1 else None)
     meta = read_meta(session.checkpoints / "step-00000001")
-    checkpoint.save(session.checkpoints, 1, state, meta, group=group, extra_files=session.texts.tokenizer.save)
+    checkpoint.save(session.checkpoints, 1, state, meta, group=group, extra_files=session.data.tokenizer.save)
     with pytest.raises(CheckpointError, match=r"step-00000001 is of a run that had diverged: .* remove it to go on"):
         train(open_tiny(dataclasses.replace(settings, resume="auto"), monkeypatch, tmp_path))
 

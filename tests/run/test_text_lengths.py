@@ -29,10 +29,7 @@ from shardwise.run.settings import (
     TeacherSettings,
     TrainingSettings,
 )
-from shardwise.run.tasks.classifier_tuning import Classifying
-from shardwise.run.tasks.distillation import Distillation
-from shardwise.run.tasks.finetuning import Finetuning
-from shardwise.run.tasks.preference import PreferenceTuning, log_probs
+from shardwise.run.tasks.preference import log_probs
 
 CONTEXT = 19
 LONGROPE = {
@@ -89,11 +86,10 @@ def open_run(root, out, what, parallel, micro_batch_size, monkeypatch):
         "parallel": parallel,
         "training": TrainingSettings(steps=2, global_batch_size=4, micro_batch_size=micro_batch_size, dtype="float64"),
     }
-    kind, recipe = {
-        "pairs": (DpoSettings, PreferenceTuning),
-        "taught": (DistillSettings, Distillation),
-        "labels": (FinetuneSettings, Classifying),
-    }.get(what, (FinetuneSettings, Finetuning))
+    kind = {
+        "pairs": DpoSettings,
+        "taught": DistillSettings,
+    }.get(what, FinetuneSettings)
     if what == "taught":
         options["distillation"] = TeacherSettings(teacher=str(root / "llama"))
     if what == "labels":
@@ -102,7 +98,7 @@ def open_run(root, out, what, parallel, micro_batch_size, monkeypatch):
         options["samples"] = SampleSettings(packing=what == "packed") if what != "pairs" else SampleSettings()
     monkeypatch.setenv("SHARDWISE_CACHE", str(root / f"cache-{dist.get_world_size()}"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    return open_session(kind(**options), ranks, recipe)
+    return open_session(kind(**options), ranks)
 
 
 def texts_of(batch, what):

@@ -93,7 +93,7 @@ def test_metrics_have_both_of_all_ranks(group, tmp_path, monkeypatch):
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 3
     # The ranks' peaks are 0.5 TFLOP/s each; a step is 4 samples of 24 tokens.
-    flops = 4 * 24 * model_flops_per_token(session.recipe.describe(301), 24)
+    flops = 4 * 24 * model_flops_per_token(session.task.source.describe(session.data), 24)
     for row in rows:
         assert row["peak_resident_bytes"] > 256 << 20
         assert row["mfu"] == pytest.approx(flops * row["tokens_per_second"] / (4 * 24) / 1e12)

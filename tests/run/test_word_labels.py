@@ -86,7 +86,11 @@ def test_ten_steps_are_those_of_transformers(group, root, tmp_path, monkeypatch,
             expected = reference_losses(model.eval(), batches, loss_by_transformers)
         losses = [session.trainer.train_step(step, session.loader).loss for step in range(STEPS)]
         assert losses == pytest.approx(expected, rel=2e-6), parallel
-        assert set(session.trainer.evaluate(session.held_out)) == {"held_out_accuracy", "held_out_f1", "held_out_loss"}
+        assert set(session.trainer.evaluate(session.data.held_out)) == {
+            "held_out_accuracy",
+            "held_out_f1",
+            "held_out_loss",
+        }
 
 
 @pytest.mark.ranks(2)
@@ -102,7 +106,7 @@ def test_no_dropout_is_none_of_the_head_either(group, root, tmp_path, monkeypatc
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     own = dataclasses.replace(settings, model=PretrainedSettings(dropout=0.25))
     session = open_run(own, root, monkeypatch)
-    head = session.recipe.head
+    head = session.data.head
     assert (head.dropout, session.trainer.model.classifier.spec.dropout) == (0.25, 0.25)
 
 
@@ -295,7 +299,7 @@ def test_names_for_integers(group, root, tmp_path, monkeypatch):
     settings = dataclasses.replace(settings, data=(str(tmp_path / "numbers.jsonl"),))
     session = open_run(settings, root, monkeypatch)
     assert session.trainer.objective.label_names == names
-    assert "the tokenizer puts no blank between words" in " ".join(session.texts.notes)
+    assert "the tokenizer puts no blank between words" in " ".join(session.data.notes)
     session.topology.destroy()
     settings = settings_of(root, tmp_path / "run", "llama", labels=given)
     with pytest.raises(

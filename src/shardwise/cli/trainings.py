@@ -82,9 +82,9 @@ class FinetuneArguments(RunArguments):
         """Fine-tune, or show."""
         if self.show:
             return partial(_print_samples, self.settings, self.show)
-        from shardwise.run.commands.train import run_settings
+        from shardwise.run.run import run
 
-        return partial(run_settings, self.settings)
+        return partial(run, self.settings)
 
 
 def _print_samples(settings: FinetuneSettings, count: int) -> None:
@@ -164,10 +164,10 @@ class DemoArguments(LaunchArguments):
 
     def work(self) -> Callable[[], object]:
         """Prove, train and report."""
-        from shardwise.run.parity import Demo
+        from shardwise.run.parity import demo_task
         from shardwise.run.run import run
 
-        return partial(run, demo_settings(self), Demo)
+        return partial(run, demo_settings(self), demo_task)
 
 
 def demo_settings(arguments: DemoArguments) -> Settings:

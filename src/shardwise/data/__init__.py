@@ -16,9 +16,15 @@ from shardwise.data.corpus import Corpus as Corpus, stdlib_corpus as stdlib_corp
 from shardwise.data.encoding import (
     Encoded as Encoded,
     ExampleEncoder as ExampleEncoder,
+    PreferenceEncoder as PreferenceEncoder,
     UnusableExampleError as UnusableExampleError,
 )
-from shardwise.data.examples import Example as Example, example_of as example_of
+from shardwise.data.examples import (
+    Example as Example,
+    Preference as Preference,
+    example_of as example_of,
+    preference_of as preference_of,
+)
 from shardwise.data.labelled import (
     LabelledText as LabelledText,
     Labels as Labels,
@@ -37,12 +43,7 @@ from shardwise.data.loader import (
     HeldOut as HeldOut,
     Rows as Rows,
 )
-from shardwise.data.pair_rows import (
-    PairRows as PairRows,
-    Preference as Preference,
-    PreferenceEncoder as PreferenceEncoder,
-    preference_of as preference_of,
-)
+from shardwise.data.pair_rows import PairRows as PairRows
 from shardwise.data.reading import read_corpus as read_corpus, read_records as read_records
 from shardwise.data.sample_rows import SampleRows as SampleRows, TokenSamples as TokenSamples
 from shardwise.data.tokens import TokenRows as TokenRows, TokenStream as TokenStream, WindowRows as WindowRows

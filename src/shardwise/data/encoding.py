@@ -6,15 +6,14 @@ the tokens from the first that differs from those of the prompt alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import DataError
-from shardwise.data.examples import Example, Messages
+from shardwise.data.examples import Example, Messages, Preference, common_length
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.data.tokenizer.chat_template import Rendered, Span, TemplateError
 
@@ -294,11 +293,6 @@ def _gist(message: Mapping[str, Any]) -> str:
     return str(calls[0].get("function", {}).get("name", ""))
 
 
-def common_length(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many elements two sequences begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-
-
 def _touched(spans: Sequence[Span], written: Sequence[Span], length: int) -> NDArray[np.bool_]:
     """Whether each token has a character of what was written."""
     changes = np.zeros(length + 1, dtype=np.int64)
@@ -309,3 +303,51 @@ def _touched(spans: Sequence[Span], written: Sequence[Span], length: int) -> NDA
     count = np.concatenate([[0], np.cumsum(changes[:-1].cumsum() > 0)])
     places = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
     return np.asarray(count[places[:, 1]] > count[places[:, 0]])
+
+
+class PreferenceEncoder(ExampleEncoder):
+    """Turns preferences into tokens, two samples for each: the prompt with the chosen answer, and with the other.
+
+    The answers begin where the tokens of either differ from those of the prompt alone, in both at the same place.
+    """
+
+    def encode_all(self, example: Example) -> tuple[Encoded, ...]:
+        """The prompt with the chosen answer, and with the rejected one.
+
+        Raises:
+            UnusableExampleError: an empty answer, or one that does not begin with the assistant; two that are equal; no
+                prompt, or one that is not what prompt and answer begin with.
+            DataError: a chat, and there is no template.
+        """
+        assert isinstance(example, Preference)
+        if example.prompt is None or (example.is_chat and not example.prompt):
+            raise UnusableExampleError("no prompt that both answers begin with")
+        if example.completion == example.rejected:
+            raise UnusableExampleError("chosen and rejected are equal")
+        both = [
+            Example(example.where, example.prompt, answer, example.tools, example.variables)
+            for answer in (example.completion, example.rejected)
+        ]
+        for each in both:
+            self._check_answer(each)
+        encoded = [self.encode(each) for each in both]
+        alone = self.prompt_of(example)
+        first = min(common_length(alone, each.ids.tolist()) for each in encoded)
+        if not example.is_chat and example.prompt and first <= len(self.tokenizer.beginning):
+            raise UnusableExampleError("no token of the prompt stays one with an answer behind it")
+        if np.array_equal(encoded[0].ids, encoded[1].ids):
+            raise UnusableExampleError("chosen and rejected are equal")
+        return tuple(replace(each, learned=np.arange(len(each.ids)) >= first) for each in encoded)
+
+    def _check_answer(self, example: Example) -> None:
+        if not example.is_chat:
+            if not str(example.completion).strip():
+                raise UnusableExampleError("an empty answer")
+            return
+        assert not isinstance(example.prompt, str)
+        assert not isinstance(example.completion, str)
+        prompt, answer = example.prompt or (), example.completion
+        if answer[0]["role"] != "assistant":
+            raise UnusableExampleError("an answer that does not begin with the assistant")
+        if not self._render((*prompt, *answer), example).text.startswith(self._render(prompt, example).text):
+            raise UnusableExampleError("the chat template renders the prompt otherwise once an answer follows")

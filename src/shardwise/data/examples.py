@@ -1,25 +1,36 @@
-"""What a record is for fine-tuning: a chat, a prompt with its completion, or a plain text.
+"""Examples of records: a chat, a prompt with its completion, a plain text, or which of two answers is the better one.
 
 ============================================================ =========================================================
 a record with                                                is
 ============================================================ =========================================================
 ``messages`` or ``conversations``: a list of messages        a chat
-``prompt`` and ``completion``: two strings                   a text of which the completion is learned
-``prompt`` and ``completion``: two lists of messages         a chat of which the completion is learned
+``prompt`` and ``completion``: two strings                   a text whose completion is learned
+``prompt`` and ``completion``: two lists of messages         a chat whose completion is learned
 the key of the text                                          a text
 ============================================================ =========================================================
 
-A message has ``role`` and ``content`` (OpenAI's form) or ``from`` and ``value`` (ShareGPT's). Beside messages a record
-may have ``system``, a text that goes before them, ``tools``, and ``chat_template_kwargs``, which the template is given.
+======================================================== =============================================================
+a record with                                            is a preference of
+======================================================== =============================================================
+``prompt``, ``chosen``, ``rejected``: three strings      texts
+``prompt``, ``chosen``, ``rejected``: lists of messages  chats
+``chosen`` and ``rejected`` alone, of either kind        the same: the prompt is the beginning of both
+``prompt``: a string, the others lists of messages       chats: the prompt is the beginning of both, and has the string
+======================================================== =============================================================
+
+A message has ``role`` and ``content`` (OpenAI's form) or ``from`` and ``value`` (ShareGPT's). A record with messages
+may also have ``system``, a text that goes before them, ``tools``, and ``chat_template_kwargs``, which the template is
+given. Preferences are those of the library ``trl``, with explicit and implicit prompts.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from shardwise.core.errors import DataError
-from shardwise.data.json_records import Record, check_text, kind_of, text_of
+from shardwise.data.json_records import Record, check_text, digest_of, keys_of, kind_of, text_of
 
 Messages = tuple[Mapping[str, Any], ...]
 
@@ -45,6 +56,15 @@ class Example:
     completion: str | Messages
     tools: list[Any] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of what it says, wherever it lies."""
+        return digest_of(self._content)
+
+    @property
+    def _content(self) -> list[object]:
+        return [self.prompt, self.completion, self.tools, dict(self.variables)]
 
     @property
     def is_chat(self) -> bool:
@@ -78,9 +98,9 @@ def example_of(record: Record, text_key: str) -> Example:
     where, value = record.where, record.value
     if is_plain_text(record):
         if not _names_its_text(record, text_key):
-            keys = ", ".join(map(repr, list(value)[:5])) or "none"
             raise DataError(
-                f"{where}: neither 'messages' nor 'prompt' and 'completion' nor {text_key!r} (its keys: {keys}); "
+                f"{where}: neither 'messages' nor 'prompt' and 'completion' nor {text_key!r} (its keys: "
+                f"{keys_of(value)}); "
                 "give it one of them, or name the key of the text (--corpus.text-key)"
             )
         return Example(where, None, text_of(record, text_key))
@@ -117,9 +137,8 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
             message[ours] = message.pop(theirs)
     role = message.get("role")
     if not isinstance(role, str):
-        keys = ", ".join(map(repr, list(value)[:5])) or "none"
         raise DataError(
-            f"{where}: no role (its keys: {keys}); a message has 'role' and 'content', or 'from' and 'value'"
+            f"{where}: no role (its keys: {keys_of(value)}); a message has 'role' and 'content', or 'from' and 'value'"
         )
     message["role"] = role = _ROLES.get(role, role)
     if role not in _KNOWN_ROLES:
@@ -176,3 +195,83 @@ def variables_of(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     if reserved := {"messages", "tools", "documents", "add_generation_prompt"} & given.keys():
         raise DataError(f"{where}: 'chat_template_kwargs' has {min(reserved)!r}, which is not for it; remove it")
     return given
+
+
+_KEYS = ("chosen", "rejected")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference(Example):
+    """A prompt with two answers; ``completion`` is the better one.
+
+    Attributes:
+        rejected: the other one: a text or messages, as the completion is.
+    """
+
+    rejected: str | Messages
+
+    @property
+    def _content(self) -> list[object]:
+        return [*super()._content, self.rejected]
+
+
+def is_preference(record: Record) -> bool:
+    """Whether a record has two answers."""
+    return isinstance(record.value, dict) and all(key in record.value for key in _KEYS)
+
+
+def preference_of(record: Record) -> Preference:
+    """What a record prefers.
+
+    Raises:
+        DataError: it has none of the forms above, or messages that are none. The message says where.
+    """
+    where, value = record.where, record.value
+    if not is_preference(record):
+        keys = keys_of(value) if isinstance(value, dict) else "it is no object"
+        raise DataError(
+            f"{where}: no preference: it needs 'chosen' and 'rejected', and 'prompt' unless both begin with it (its "
+            f"keys: {keys})"
+        )
+    prompt, chosen, rejected = value.get("prompt"), value["chosen"], value["rejected"]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        for key in _KEYS:
+            check_text(value[key], where, repr(key))
+        if prompt is None:
+            common = _common_text(chosen, rejected)
+            return Preference(where, chosen[:common] or None, chosen[common:], rejected=rejected[common:])
+        if not isinstance(prompt, str):
+            raise DataError(f"{where}: 'chosen' and 'rejected' are strings, and 'prompt' is not; repair the record")
+        return Preference(where, check_text(prompt, where, "'prompt'"), chosen, rejected=rejected)
+    answers = [messages_of(value[key], where, key) for key in _KEYS]
+    if isinstance(prompt, list):
+        before = messages_of(prompt, where, "prompt")
+    elif prompt is None or isinstance(prompt, str):
+        # Each answer has a message of its own, even where one of them goes on after all of the other.
+        common = min(common_length(*answers), min(map(len, answers)) - 1)
+        before, *answers = answers[0][:common], *(answer[common:] for answer in answers)
+        if isinstance(prompt, str) and all(prompt.strip() != each.get("content", "").strip() for each in before):
+            raise DataError(
+                f"{where}: 'prompt' is a text that none of the messages says which 'chosen' and 'rejected' both begin "
+                "with; repair the record, or leave 'prompt' out"
+            )
+    else:
+        raise DataError(f"{where}: 'prompt' is neither a string nor a list of messages; repair the record")
+    if before:
+        before = with_system(value, before, where)
+    return Preference(
+        where, before, answers[0], tools_of(value, where), variables_of(value, where), rejected=answers[1]
+    )
+
+
+def _common_text(chosen: str, rejected: str) -> int:
+    """Characters that two texts begin with; a blank at their end belongs to the answers."""
+    common = common_length(chosen, rejected)
+    if common == min(len(chosen), len(rejected)):
+        return max(0, common - 1)
+    return common - 1 if chosen[:common].endswith(" ") else common
+
+
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many elements two sequences begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

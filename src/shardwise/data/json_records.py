@@ -7,10 +7,11 @@ Records from tables: Parquet files, and Arrow files, as the library ``datasets``
 Read with ``pyarrow``, which is imported only where there is such a file.
 """
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,11 @@ def text_of(record: Record, text_key: str) -> str:
 def _records_of_array(content: str, start: int, file: Path) -> Iterator[Record]:
     """Each record of the array that begins at ``start``, decoded one by one."""
     at = _skip_blank(content, start + 1)
-    line, counted = 1, 0
+    line, done = 1, 0
     number = 0
     while content[at : at + 1] != "]" or number:
         number += 1
-        line, counted = line + content.count("\n", counted, at), at
+        line, done = line + content.count("\n", done, at), at
         where = f"{str(file)!r}, record {number} (line {line})"
         try:
             value, at = _DECODER.raw_decode(content, at)
@@ -180,10 +181,9 @@ def _text_of_object(record: Record, text_key: str) -> str:
         problem = "neither a JSON object nor a string" if record.may_be_text else "not a JSON object"
         raise DataError(f"{where}: {problem} but {kind_of(value)}; each record must be like {example}")
     if text_key not in value:
-        keys = ", ".join(map(repr, list(value)[:5])) or "none"
         raise DataError(
-            f"{where}: no key {text_key!r} (its keys: {keys}); name the key of the text (--corpus.text-key) or repair "
-            f"the record"
+            f"{where}: no key {text_key!r} (its keys: {keys_of(value)}); name the key of the text (--corpus.text-key) "
+            f"or repair the record"
         )
     text = value[text_key]
     if not isinstance(text, str):
@@ -212,6 +212,21 @@ def kind_of(value: object) -> str:
     """What JSON calls a value, with its article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+def keys_of(value: Mapping[str, Any]) -> str:
+    """The first keys of an object, for messages."""
+    return ", ".join(map(repr, list(value)[:5])) or "none"
+
+
+def counted(count: int, noun: str) -> str:
+    """Such as ``"1 word"`` and ``"2,000 words"``."""
+    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def digest_of(value: object) -> str:
+    """Hex SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})

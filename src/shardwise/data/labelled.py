@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.batch import IGNORE_INDEX
-from shardwise.data.json_records import Record, check_text, kind_of, text_of
+from shardwise.data.json_records import Record, check_text, counted, digest_of, keys_of, kind_of, text_of
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
@@ -36,6 +36,11 @@ class LabelledText:
     label: Any
     words: tuple[str, ...] | None = None
 
+    @property
+    def sha256(self) -> str:
+        """Hex digest of texts and label, wherever they lie."""
+        return digest_of([self.words or self.text, self.pair, self.label])
+
 
 def labelled_text_of(record: Record, text_key: str, *, needs_label: bool = True) -> LabelledText:
     """A record with ``text_key``, ``label`` and, for pairs, ``text_pair``.
@@ -52,8 +57,7 @@ def labelled_text_of(record: Record, text_key: str, *, needs_label: bool = True)
         check_text(pair, record.where, "'text_pair'")
     label = next((value[name] for name in ("label", "labels") if value.get(name) is not None), None)
     if label is None and needs_label:
-        keys = ", ".join(map(repr, list(value)[:_SHOWN])) or "none"
-        what = "the 'label' is null" if "label" in value else f"no 'label' (its keys: {keys})"
+        what = "the 'label' is null" if "label" in value else f"no 'label' (its keys: {keys_of(value)})"
         raise DataError(f"{record.where}: {what}; each record must have a text and its label")
     return LabelledText(record.where, text, pair, label)
 
@@ -73,9 +77,8 @@ def labelled_words_of(record: Record, words_key: str, *, needs_labels: bool = Tr
     named = ("tokens", "words") if words_key == "text" else (words_key,)
     key = next((name for name in named if isinstance(value.get(name), list)), None)
     if key is None:
-        keys = ", ".join(map(repr, list(value)[:_SHOWN])) or "none"
         wanted = " or ".join(map(repr, named))
-        raise DataError(f"{record.where}: no list of words under {wanted} (its keys: {keys})")
+        raise DataError(f"{record.where}: no list of words under {wanted} (its keys: {keys_of(value)})")
     words = value[key]
     if not words:
         raise DataError(f"{record.where}: {key!r} is an empty list; remove the record")
@@ -239,11 +242,6 @@ def _usual(count: int, problem: ProblemType) -> Labels:
 
 def _is_ignored(label: object) -> bool:
     return type(label) is int and label == IGNORE_INDEX
-
-
-def counted(count: int, noun: str) -> str:
-    """Such as ``"1 word"`` and ``"2,000 words"``."""
-    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _is_finite(value: object) -> bool:

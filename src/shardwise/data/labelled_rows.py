@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from shardwise.core.errors import DataError
 from shardwise.data.batch import IGNORE_INDEX, Row
-from shardwise.data.labelled import LabelledText, Labels, counted
+from shardwise.data.json_records import counted
+from shardwise.data.labelled import LabelledText, Labels
 from shardwise.data.loader import Rows
 from shardwise.data.tokenizer import Tokenizer
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.batch import IGNORE_INDEX, Row
 from shardwise.data.encoding import Encoded
+from shardwise.data.json_records import counted
 from shardwise.data.loader import Rows
 
 TooLong = Literal["cut", "split", "drop"]
@@ -71,7 +72,7 @@ class SampleRows(Rows):
         multiple_of: rows of a batch have a multiple of so many places, which divides ``sequence_length``.
 
     Attributes:
-        samples, sequence_length, packing: likewise.
+        samples, sequence_length, packing, too_long: likewise.
         num_too_long: samples that were longer.
         num_masked: samples or parts of them that were left out since nothing in them is learned after the cut.
         lengths: ``[rows]``: places that samples take.
@@ -94,10 +95,10 @@ class SampleRows(Rows):
     ) -> None:
         if sequence_length < 1 or sequence_length % multiple_of:
             raise ConfigError(f"sequence_length {sequence_length} must be a multiple of {multiple_of}, at least 1")
-        self.samples, self.sequence_length, self.packing = samples, sequence_length, packing
+        self.samples, self.sequence_length, self.packing, self.too_long = samples, sequence_length, packing, too_long
         self._multiple_of = multiple_of
         self.num_too_long = self.num_masked = 0
-        pieces = list(self._pieces(too_long))
+        pieces = list(self._pieces())
         if not pieces:
             raise DataError(
                 f"nothing of {samples.name!r} is left to learn from: {self.num_too_long} of {len(samples)} samples are "
@@ -117,23 +118,36 @@ class SampleRows(Rows):
         self.labels = over_rows(lambda start, stop: learned_before[stop] - learned_before[start + 1])
         self.num_bytes = int(over_rows(lambda start, stop: bytes_before[stop] - bytes_before[start + 1]).sum())
 
-    def _pieces(self, too_long: TooLong) -> Iterator[tuple[int, int]]:
+    def _pieces(self) -> Iterator[tuple[int, int]]:
         """Begin and end of what becomes of each sample."""
         s, learned = self.sequence_length, self.samples.learned
         for start, stop in zip(self.samples.starts[:-1].tolist(), self.samples.starts[1:].tolist(), strict=True):
             parts = [(start, stop)]
             if stop - start > s + 1:
                 self.num_too_long += 1
-                if too_long == "drop":
+                if self.too_long == "drop":
                     continue
                 # The last token of a part is its last label, and the first token of the next one.
                 parts = [(begin, min(begin + s + 1, stop)) for begin in range(start, stop - 1, s)]
-                parts = parts[:1] if too_long == "cut" else parts
+                parts = parts[:1] if self.too_long == "cut" else parts
             for begin, end in parts:
                 if learned[begin + 1 : end].any():
                     yield begin, end
                 else:
                     self.num_masked += 1
+
+    def notes(self, what: str) -> list[str]:
+        """What was cut and left out of the samples that are for ``what``, one line each."""
+        notes = []
+        if self.num_too_long:
+            of = f"{counted(len(self.samples), 'sample')} {what}"
+            notes.append(note_on_length(self.num_too_long, of, self.too_long, self.sequence_length))
+        if self.num_masked:
+            notes.append(
+                f"{counted(self.num_masked, 'sample')} {what}, or parts of them, left out since the cut leaves nothing "
+                "to learn"
+            )
+        return notes
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -175,6 +189,14 @@ class SampleRows(Rows):
 
 
 _PAST = {"cut": "cut", "split": "split", "drop": "dropped"}
+
+
+def note_on_length(count: int, of: str, too_long: TooLong, sequence_length: int) -> str:
+    """The note that ``count`` of so many samples were too long."""
+    return (
+        f"{count} of {of} {_PAST[too_long]}, as they are longer than {sequence_length + 1} tokens (--too-long, "
+        "--model.sequence-length)"
+    )
 
 
 def _packed(pieces: Sequence[tuple[int, int]], length: int) -> list[list[tuple[int, int]]]:

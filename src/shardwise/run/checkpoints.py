@@ -17,7 +17,7 @@ from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.core.files import shown
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.run.settings import LoraSettings, RunSettings
-from shardwise.run.tasks.recipe import Session
+from shardwise.run.tasks.task import Session
 from shardwise.storage import checkpoint
 from shardwise.storage.adapters import lora_layers
 from shardwise.storage.checkpoint import ParamShard
@@ -82,7 +82,7 @@ def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None
         _identity(session) | {"settings": session.settings.to_json()} | _scaling(session.trainer),
         group=control,
         keep=session.settings.training.keep_checkpoints,
-        extra_files=session.texts.tokenizer.save,
+        extra_files=session.data.tokenizer.save,
         snapshot=snapshot,
         check=None if snapshot is None else check,
     )
@@ -203,11 +203,11 @@ def find_newest(settings: RunSettings) -> Path | None:
 
 def _identity(session: Session) -> dict[str, Any]:
     return {
-        **session.recipe.identity,
-        **session.texts.identity,
-        "corpus_sha256": session.texts.sha256,
-        "tokenizer_sha256": session.texts.tokenizer.sha256,
-        "vocab_size": session.texts.tokenizer.vocab_size,
+        **session.task.identity,
+        **session.data.identity,
+        "corpus_sha256": session.data.sha256,
+        "tokenizer_sha256": session.data.tokenizer.sha256,
+        "vocab_size": session.data.tokenizer.vocab_size,
     }
 
 

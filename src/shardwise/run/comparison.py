@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.files import shown
-from shardwise.data.labelled import counted
+from shardwise.data.json_records import counted
 from shardwise.run.metrics import MetricsFile, scan_metrics
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint, TensorDifference, tensor_differences
 from shardwise.storage.checkpoint.folder import checkpoints

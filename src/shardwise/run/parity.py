@@ -23,12 +23,14 @@ from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError, ParityError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
+from shardwise.run.build import NewModel
 from shardwise.run.exact_surroundings import deterministic_algorithms, fix_order_of_mkl
 from shardwise.run.exact_trials import check_device
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.settings import RunSettings
-from shardwise.run.tasks.recipe import Outcome, Recipe, Session, compared
-from shardwise.run.tasks.texts import TrainingData
+from shardwise.run.settings import RunSettings, Settings
+from shardwise.run.tasks.task import Outcome, Session, Task, compared
+from shardwise.run.tasks.task_data import TaskData
+from shardwise.run.tasks.texts import NewTexts
 from shardwise.run.wording import banner
 from shardwise.training.trainer import Trainer
 
@@ -108,11 +110,11 @@ def check_parity(session: Session, *, steps: int = 3, exact: bool = False) -> Pa
 
 
 def _compared(session: Session, settings: RunSettings, topology: Topology, steps: int) -> Parity:
-    vocab_size, exact = session.texts.tokenizer.vocab_size, settings.parallel.exact
+    exact = settings.parallel.exact
 
     def fresh(groups: Groups) -> Trainer:
         torch.default_generator.manual_seed(settings.training.seed)
-        model = session.recipe.build_model(settings, vocab_size, groups=groups, device=session.ranks.device)
+        model = session.task.source.build(settings, session.data, groups=groups, device=session.ranks.device)
         return Trainer(settings, model, groups)
 
     split = fresh(Groups.of(topology))
@@ -174,8 +176,11 @@ def _weight_difference(split: Trainer, whole: Trainer, world: dist.ProcessGroup)
 _EXACT_STEPS = 10
 
 
-class Demo(Recipe):
-    """A new model that is proved to be the same on one rank; see ``Recipe``.
+class Demo(NewTexts):
+    """A new model learns the standard library, and is proved to be the same on one rank first.
+
+    Args:
+        settings: of the run.
 
     Attributes:
         parity: of the proof, once it is done.
@@ -185,13 +190,13 @@ class Demo(Recipe):
     parity: Parity
     exact: str
 
-    def read_texts(self, ranks: Ranks) -> TrainingData:
+    def read(self, ranks: Ranks) -> TaskData:
         """The standard library's; it is said, as it takes a while."""
         # For the exact steps, which come when much has been multiplied.
         fix_order_of_mkl()
         if ranks.is_first:
             print("reading the standard library and learning its vocabulary (kept for the next time) ...", flush=True)
-        return super().read_texts(ranks)
+        return super().read(ranks)
 
     def before(self, session: Session) -> None:
         """Prove, and mark the folder as one that the next demo may replace."""
@@ -213,7 +218,7 @@ class Demo(Recipe):
 
     def report(self, session: Session, outcome: Outcome) -> str:
         """The demo's last screen."""
-        held_out, settings, bits = session.texts.held_out_bytes, session.settings, outcome.held_out_bits_per_byte
+        held_out, settings, bits = session.data.held_out_bytes, session.settings, outcome.held_out_bits_per_byte
         tokens = settings.training.steps * settings.training.global_batch_size * settings.sequence_length
         beaten = {name: 1 - bits / value for name, value in outcome.references.items() if bits < value}
         under = ", ".join(f"{share:.0%} under {name}" for name, share in beaten.items())
@@ -240,6 +245,12 @@ Go on:
   {command} generate {session.out} --prompt "def "
   {command} train --data YOUR_FILES --out runs/mine --tp {settings.parallel.tp}
   {command} train --help"""
+
+
+def demo_task(settings: Settings) -> Task:
+    """The demo's task."""
+    demo = Demo(settings)
+    return Task(settings, NewModel(settings), demo, report=demo.report)
 
 
 def _command_name() -> str:

@@ -27,18 +27,19 @@ from shardwise.run.processes.stopping import Interrupted, Postponed, signals_pos
 from shardwise.run.saves import Saves, finish, hold_folder
 from shardwise.run.session import open_session
 from shardwise.run.settings import RunSettings
-from shardwise.run.tasks.recipe import Outcome, Recipe, Session
+from shardwise.run.tasks import task_of
+from shardwise.run.tasks.task import Outcome, Session, Task
 from shardwise.run.utilisation import peak_memory, profiled
 from shardwise.run.wording import banner
 from shardwise.storage.checkpoint.saving import Progress as SaveProgress
 
 
-def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> Outcome:
+def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Outcome:
     """A whole run; every rank calls, and ends with the same error if one cannot go on.
 
     Args:
         settings: of the run.
-        recipe_of: makes the recipe from the settings.
+        make_task: makes the task from the settings.
 
     Returns:
         What it came to.
@@ -49,16 +50,16 @@ def run(settings: RunSettings, recipe_of: Callable[[Any], Recipe] = Recipe) -> O
         hold_folder(Path(settings.out), ranks),
     ):
         agree(lambda: find_newest(settings), group=ranks.control)
-        session = open_session(settings, ranks, recipe_of)
+        session = open_session(settings, ranks, make_task)
         if ranks.is_first:
             print(f"{banner(session)}\n{session.utilisation.line()}", flush=True)
         with session.shortage.explained():
-            session.recipe.before(session)
+            session.task.method.before(session)
         outcome = train(session)
-        session.recipe.after(session)
+        session.task.leave(session)
         outcome = finish(session, outcome)
         if ranks.is_first:
-            print(session.recipe.report(session, outcome))
+            print(session.task.report(session, outcome))
         return outcome
 
 
@@ -163,7 +164,7 @@ class _Training:
         self.signals.step_took(seconds)
         if math.isfinite(result.loss):
             self._losses.append(result.loss)
-        reported = session.trainer.objective.reported((result.loss, *result.others), session.texts.bits_per_nat)
+        reported = session.trainer.objective.reported((result.loss, *result.others), session.data.bits_per_nat)
         values = reported | {
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
@@ -242,7 +243,7 @@ class _Training:
 
     def _evaluate(self, done: int) -> dict[str, float]:
         with self.signals.unhurried(), self.session.ranks.phase("measuring", limited=True):
-            values = self.session.trainer.evaluate(self.session.held_out)
+            values = self.session.trainer.evaluate(self.session.data.held_out)
         for value in values.values():
             if not math.isfinite(value):
                 raise DivergenceError(f"the loss on held-out text is {value} after {done} steps")
@@ -272,6 +273,6 @@ def _leave_settings(session: Session) -> None:
     except OSError as error:
         raise cannot_write(session.out, error.strerror or str(error), "--out") from error
     if session.ranks.is_first:
-        session.texts.tokenizer.save(session.out)
+        session.data.tokenizer.save(session.out)
         text = json.dumps(session.settings.to_json(), indent=2) + "\n"
         write_atomically(session.out / "settings.json", lambda file: file.write(text.encode()))

@@ -26,7 +26,7 @@ from shardwise.models.gpt import GPT
 from shardwise.run.checkpoints import begin_save
 from shardwise.run.metrics import draw_loss, read_metrics
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.tasks.recipe import Outcome, Session
+from shardwise.run.tasks.task import Outcome, Session
 from shardwise.storage.checkpoint import PendingSave, Snapshot
 from shardwise.storage.checkpoint.folder import clear_unfinished
 from shardwise.storage.checkpoint.saving import Progress
@@ -146,20 +146,20 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
             notes.append(f"no {what}: {type(error).__name__}{': ' if reason else ''}{reason}")
 
     def draw() -> None:
-        rows, title = read_metrics(session.out / "metrics.jsonl"), session.texts.name
+        rows, title = read_metrics(session.out / "metrics.jsonl"), session.data.name
         of, path = session.trainer.objective, session.out / "loss.png"
         if note := draw_loss(rows, path, references=references, title=title, curves=of.curves, unit=of.unit):
             notes.append(note)
 
-    attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.texts.held_out_bytes)))
+    attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.data.held_out_bytes)))
     if session.ranks.is_first:
         attempt("picture", draw)
-    if not session.recipe.leaves_sample:
+    if session.data.labels is not None:
         return dataclasses.replace(outcome, references=references, notes=tuple(notes))
     if session.settings.parallel.pp == 1:
         attempt("sample", lambda: _leave_sample(session))
     else:
-        hint = "" if session.recipe.identity else f"; read one with: shardwise generate {session.out}"
+        hint = "" if session.task.identity else f"; read one with: shardwise generate {session.out}"
         notes.append(f"no sample from a model in pipeline stages{hint}")
     return dataclasses.replace(outcome, references=references, notes=tuple(notes))
 
@@ -174,7 +174,7 @@ def compressed_bits_per_byte(content: bytes) -> dict[str, float]:
 
 def _leave_sample(session: Session) -> None:
     """Write what the model, of one stage, begins a new text with; every rank calls."""
-    tokenizer, model = session.texts.tokenizer, session.trainer.model
+    tokenizer, model = session.data.tokenizer, session.trainer.model
     assert isinstance(model, GPT)
     with session.ranks.phase("writing a sample"):
         new_ids = generate(

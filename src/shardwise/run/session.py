@@ -22,63 +22,62 @@ from shardwise.run.exact_trials import check_device, check_updates
 from shardwise.run.plan.fit import Shortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings
-from shardwise.run.tasks.recipe import Recipe, Session
+from shardwise.run.tasks import task_of
+from shardwise.run.tasks.task import Session, Task
 from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_of
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.trainer import Trainer
 
 
-def open_session(settings: RunSettings, ranks: Ranks, recipe_of: Callable[[Any], Recipe] = Recipe) -> Session:
+def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any], Task] = task_of) -> Session:
     """Set up a run; every rank calls.
 
     Args:
         settings: of the run.
         ranks: who this process is.
-        recipe_of: makes the recipe from the settings.
+        make_task: makes the task from the settings.
 
     Raises:
-        ConfigError: the settings do not fit the ranks, or what the recipe starts from.
+        ConfigError: the settings do not fit the ranks, or the model that the run starts from.
         DataError: the text is too short for the settings.
     """
-    recipe = agree(lambda: recipe_of(settings), group=ranks.control)
-    texts = recipe.read_texts(ranks)
-    settings = recipe.settings = recipe.settings.on_device(ranks.device.type)
+    task = agree(lambda: make_task(settings), group=ranks.control)
+    data = task.read(ranks)
+    settings = task.settings = task.settings.on_device(ranks.device.type)
     if ranks.device.type == "cuda":
         uses_tf32 = PRECISIONS[settings.training.dtype].uses_tf32
         torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
     settings.check_world(ranks.world_size)
     if settings.parallel.exact:
         use_deterministic_algorithms(ranks.device)
-    loader, held_out = texts.loader(settings), texts.held_out_rows(settings)
+    loader = DataLoader(data.train, settings.training.global_batch_size, settings.training.seed)
     topology = Topology.create(tp=settings.parallel.tp, pp=settings.parallel.pp, validate=settings.validate)
     groups = Groups.of(topology)
     torch.default_generator.manual_seed(settings.training.seed)
-    vocab_size = texts.tokenizer.vocab_size
-    described = recipe.describe(vocab_size)
-    is_planned = recipe.trains_weights and recipe.has_plan
+    described = task.source.describe(data)
+    is_planned = task.source.trains_weights and task.method.has_plan
     shortage = Shortage.of(settings, described, ranks, is_planned=is_planned)
     # Of all ranks, and not only of those that share layers, so that the banner speaks for all.
     params_dtype = PRECISIONS[settings.training.dtype].params_dtype
     agree_on_kernels(torch.empty(0, dtype=params_dtype, device=ranks.device), group=ranks.control)
     with shortage.explained():
-        model = recipe.build_model(settings, vocab_size, groups=groups, device=ranks.device)
-        trainer = Trainer(settings, model, groups, recipe.objective(groups, ranks.device))
+        model = task.source.build(settings, data, groups=groups, device=ranks.device)
+        trainer = Trainer(settings, model, groups, task.method.objective(data, groups, ranks.device))
     if settings.parallel.exact:
         check_arithmetic(ranks.device, group=ranks.control)
         agree(lambda: _try_device(settings, model, topology.size("dp"), loader, shortage), group=ranks.control)
     return Session(
-        recipe,
+        task,
         settings,
         ranks,
         topology,
-        texts,
+        data,
         loader,
-        held_out,
         trainer,
         ways=_ways(model.config, settings, groups, ranks) if settings.parallel.tp_comm_overlap else [],
         transport=transport_name(groups.tp, ranks.device),
         num_parameters=count_parameters(model, topology),
-        utilisation=_utilisation(recipe, ranks, described),
+        utilisation=_utilisation(task, ranks, described),
         shortage=shortage,
     )
 
@@ -109,14 +108,14 @@ def _ways(config: ModelConfig, settings: RunSettings, groups: Groups, ranks: Ran
     )
 
 
-def _utilisation(recipe: Recipe, ranks: Ranks, model: ModelDescription) -> Utilisation:
-    settings = recipe.settings
+def _utilisation(task: Task, ranks: Ranks, model: ModelDescription) -> Utilisation:
+    settings = task.settings
     dtype = PRECISIONS[settings.training.dtype].params_dtype
     peak = peak_of(ranks.device, dtype, settings.peak_tflops)
     peaks = gather_objects(peak.flops, "the peak of its device", group=ranks.control)
-    per_token = model_flops_per_token(model, settings.sequence_length, trains_weights=recipe.trains_weights)
+    per_token = model_flops_per_token(model, settings.sequence_length, trains_weights=task.source.trains_weights)
     return Utilisation(
-        per_token * settings.sequence_length * settings.training.global_batch_size * recipe.rows_per_sample,
+        per_token * settings.sequence_length * settings.training.global_batch_size * task.method.rows_per_sample,
         None if None in peaks else sum(peaks),
         peak.source,
     )

@@ -10,13 +10,13 @@ from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
 from shardwise.nn import named_param_layouts
 from shardwise.run.settings import RunSettings
-from shardwise.run.tasks.recipe import Session
+from shardwise.run.tasks.task import Session
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 
 def banner(session: Session) -> str:
     """What is about to be trained, on what and how, in a few lines."""
-    texts, settings, topology = session.texts, session.settings, session.topology
+    data, settings, topology = session.data, session.settings, session.topology
     tp, pp, dp = topology.size("tp"), topology.size("pp"), topology.size("dp")
     schedule = settings.parallel.pipeline_schedule
     chunks = settings.parallel.virtual_stages
@@ -29,9 +29,9 @@ def banner(session: Session) -> str:
             shared = f" ({what})" if dp > 1 else f" ({flag} does nothing with one data-parallel rank)"
     stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
     return (
-        f"text   {texts.name}, sha256 {texts.sha256[:12]}\n"
+        f"text   {data.name}, sha256 {data.sha256[:12]}\n"
         f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
-        f"vocabulary {texts.tokenizer.vocab_size:,}\n"
+        f"vocabulary {data.tokenizer.vocab_size:,}\n"
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
         f"data parallel {dp}"
         + shared
@@ -122,7 +122,7 @@ def speed(session: Session) -> str:
     settings, trainer = session.settings, session.trainer
     config, tp = trainer.model.config, session.topology.size("tp")
     tokens = settings.micro_batch_size(session.topology.size("dp")) * settings.sequence_length
-    logits = tokens * session.texts.tokenizer.vocab_size // tp
+    logits = tokens * session.data.tokenizer.vocab_size // tp
     inner = tokens * (config.ffn_hidden_size or 0) // tp
     sizes = {dispatch.LOSS_CPU: logits, dispatch.LOSS_TRITON: logits, dispatch.ONEDNN: inner * config.hidden_size}
     if config.normalization == "RMSNorm":

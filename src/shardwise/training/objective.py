@@ -134,6 +134,7 @@ def means_of(
     return loss, alone if others is None else torch.cat([alone.to(others.dtype), others / num_labels])
 
 
+@torch.no_grad()
 def measure(model: TransformerModel, objective: Objective, held_out: HeldOut, batch_size: int) -> list[float]:
     """The sums of the loss and of ``objective.names`` over held-out rows, by a model that is in no stages."""
     device = next(model.parameters()).device

@@ -35,8 +35,7 @@ from shardwise.run.settings import (
     PretrainedSettings,
     TrainingSettings,
 )
-from shardwise.run.tasks import finetuning as finetune_module
-from shardwise.run.tasks.finetuning import Finetuning
+from shardwise.run.tasks import results
 from shardwise.run.tasks.texts import encode_texts, read_data
 from shardwise.storage.adapters.model import sites_of
 from shardwise.tensor_parallel.layers import named_param_layouts
@@ -109,20 +108,22 @@ def root(tmp_path_factory):
 def encode_texts_in(root, tokenizer):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDWISE_CACHE", str(root / "cache"))
-        return encode_texts(read_data([str(root / "text.txt")], CORPUS), tokenizer, CORPUS).train_tokens
+        return encode_texts(
+            read_data([str(root / "text.txt")], CORPUS), tokenizer, CORPUS, sequence_length=LENGTH
+        ).train.stream
 
 
 def open_run(settings, root, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(root / "cache"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    session = open_session(settings, ranks, Finetuning)
-    return session, session.recipe
+    session = open_session(settings, ranks)
+    return session, session.task
 
 
 def start_from(adapters, session, base):
     """Give the adapters the values of a file by peft."""
     tensors = load_file(adapters / "adapter_model.safetensors")
-    for site in sites_of(session.trainer.model, base.folder.architecture):
+    for site in sites_of(session.trainer.model, base.source.folder.architecture):
         if site.adapter is None:
             continue
         rank = site.adapter.group.rank()
@@ -185,7 +186,7 @@ def test_what_is_written_and_said_after_a_run_with_state_split(group, root, tmp_
         settings = settings_of(root, "gpt2", out, lora=lora, steps=4, dtype="float64", **parallel)
         session, base = open_run(settings, root, monkeypatch)
         train(session)
-        base.after(session)
+        base.leave(session)
         said = generate(session.trainer.model, [3, 4], max_new_tokens=8, sampling=Sampling(temperature=0.0), seed=1)
         dist.barrier(group=group)
         (file,) = out.glob("*model.safetensors")
@@ -207,7 +208,7 @@ def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch
     whole = settings_of(root, "gpt2", tmp_path / "whole", tp=2, lora=lora, steps=8)
     session, base = open_run(whole, root, monkeypatch)
     train(session)
-    base.after(session)
+    base.leave(session)
     session.topology.destroy()
     saves = {"save_every": 6, "asynchronous_saves": False}
     broken = settings_of(root, "gpt2", tmp_path / "run", tp=2, lora=lora, steps=8, **saves)
@@ -223,7 +224,7 @@ def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch
     again = settings_of(root, "gpt2", tmp_path / "run", tp=1, lora=lora, steps=8, resume="auto", save_every=6)
     session, base = open_run(again, root, monkeypatch)
     train(session)
-    base.after(session)
+    base.leave(session)
     dist.barrier(group=group)
     session.topology.destroy()
     losses = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole")]
@@ -256,7 +257,7 @@ def test_what_is_trained_beside_adapters_goes_on_from_a_checkpoint(group, root, 
                 interrupted_at(5, session)
             else:
                 train(session)
-                base.after(session)
+                base.leave(session)
             dist.barrier(group=group)
             session.topology.destroy()
         found[name] = load_file(tmp_path / name / "adapter_model.safetensors")
@@ -349,7 +350,7 @@ def test_a_folder_holds_what_was_asked_for_last(tmp_path):
         (out / name).touch()
     for name in of_model:
         (partial / name).touch()
-    finetune_module._move_into_place(partial, out)
+    results._move_into_place(partial, out)
     assert {path.name for path in out.iterdir()} == kept | of_model
-    finetune_module._remove(out, finetune_module._MODEL_FILES)
+    results._remove(out, results._MODEL_FILES)
     assert {path.name for path in out.iterdir()} == kept

@@ -96,7 +96,7 @@ def test_a_run_on_a_quantised_base_trains_adapters(group, root, tmp_path, monkey
         found = []
         for tp in {1, group.size()}:
             settings = settings_of(root, "llama", tmp_path / f"{kind}{tp}", tp=tp, lora=lora)
-            session, recipe = open_run(settings, root, monkeypatch)
+            session, task = open_run(settings, root, monkeypatch)
             model = session.trainer.model
             assert len(weights_of(model)) == 4 * 2
             before = {name: param.codes.clone() for name, param in weights_of(model).items()}
@@ -108,7 +108,7 @@ def test_a_run_on_a_quantised_base_trains_adapters(group, root, tmp_path, monkey
                 merge_lora_(model)
             with pytest.raises(ConfigError, match="is not written; save its adapters"):
                 save_pretrained(model, tmp_path / "none")
-            recipe.after(session)
+            task.leave(session)
             dist.barrier(group=group)
             assert (tmp_path / f"{kind}{tp}" / "adapter_config.json").exists()
             session.topology.destroy()

@@ -18,7 +18,7 @@ from shardwise.data import (
     read_records,
 )
 from shardwise.data.examples import has_text, is_plain_text
-from shardwise.data.labelled import counted
+from shardwise.data.json_records import counted
 from shardwise.data.reading import corpus_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.gpt import GPT

@@ -22,7 +22,8 @@ from shardwise.data import (
     read_records,
 )
 from shardwise.data.batch import BatchMover
-from shardwise.data.labelled import ProblemType, counted
+from shardwise.data.json_records import counted
+from shardwise.data.labelled import ProblemType
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.classification import IGNORED_LABEL, Classification
 from shardwise.run.commands.opened_model import (
@@ -35,8 +36,8 @@ from shardwise.run.commands.opened_model import (
 )
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.run.settings import CorpusSettings
-from shardwise.run.tasks.classifier_tuning import pad_id_of, problem_of
 from shardwise.run.tasks.labelling import HeldOutLabels
+from shardwise.run.tasks.labels import pad_id_of, problem_of
 from shardwise.storage.huggingface.architectures.architecture import label_names
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, SEQUENCE, TIMEOUT, checks_arguments

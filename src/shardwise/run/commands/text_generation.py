@@ -15,17 +15,18 @@ from numpy.typing import NDArray
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import TokenRows, UnusableExampleError
-from shardwise.data.labelled import counted
+from shardwise.data.json_records import counted
 from shardwise.data.tokenizer import TextStream, Tokenizer
 from shardwise.models.generation import PrefixCache, generate as generate_ids, on_layers
 from shardwise.models.gpt import GPT
 from shardwise.run.commands.opened_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
-from shardwise.run.commands.train import recipe_of
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.run.settings import FinetuneSettings
-from shardwise.run.tasks.classifier_tuning import Classifying
-from shardwise.run.tasks.finetuning import Finetuning
-from shardwise.run.tasks.texts import Texts
+from shardwise.run.tasks import task_of
+from shardwise.run.tasks.labels import LabelledTexts, choose_labels
+from shardwise.run.tasks.preference import Preferences
+from shardwise.run.tasks.samples import Examples
+from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage.huggingface.generation_config import GenerationChoice
 from shardwise.training.bounds import DEFAULT_TIMEOUT, SEED, STEPS, TEMPERATURE, TIMEOUT, TOP_P, checks_arguments
 
@@ -258,22 +259,23 @@ def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> I
     Raises:
         ShardwiseError: what a run would raise; or no sample can be trained on.
     """
-    recipe = recipe_of(settings)(settings)
-    if isinstance(recipe, Classifying):
-        yield from _labelled(recipe, count)
+    method = task_of(settings).method
+    if isinstance(method, LabelledTexts):
+        yield from _labelled(method, count)
     else:
-        yield from _samples(recipe, count, colours)
+        assert isinstance(method, Examples | Preferences)
+        yield from _samples(method, count, colours)
 
 
-def _samples(recipe: Finetuning, count: int, colours: bool) -> Iterator[str]:
+def _samples(method: Examples | Preferences, count: int, colours: bool) -> Iterator[str]:
     """Samples of texts and chats, or pairs of answers."""
-    settings = recipe.settings
-    examples, longest = recipe.to_show(), recipe.settings.sequence_length + 1
+    settings, examples = method.settings, method.to_show()
+    longest = settings.sequence_length + 1
     key = f"{_LEARNED}learned{_PLAIN}, {_READ}only read{_PLAIN}" if colours else "[[learned]], only read"
-    if isinstance(examples, Texts):
-        yield from _stream(examples, longest - 1, count, key, colours)
+    if isinstance(examples, TaskData):
+        yield from _stream(examples, count, key, colours)
         return
-    encoder = recipe.encoder()
+    encoder = method.encoder()
     yield f"{counted(len(examples), 'sample')} in {', '.join(settings.data)}; {key}"
     shown = 0
     for number, example in enumerate(examples, 1):
@@ -299,12 +301,14 @@ def _samples(recipe: Finetuning, count: int, colours: bool) -> Iterator[str]:
         raise DataError(f"nothing can be learned from any of the {counted(len(examples), 'sample')}")
 
 
-def _stream(texts: Texts, length: int, count: int, key: str, colours: bool) -> Iterator[str]:
-    """Samples of so many tokens, cut from texts one after the other."""
-    rows = TokenRows(texts.train_tokens, length)
+def _stream(texts: TaskData, count: int, key: str, colours: bool) -> Iterator[str]:
+    """Samples cut from texts one after the other."""
+    rows = texts.train
+    assert isinstance(rows, TokenRows)
     yield (
         f"{texts.name}: texts one after the other, cut into {counted(len(rows), 'sample')} of "
-        f"{counted(length, 'token')}, elsewhere in each pass over them (--packing keeps them apart); {key}"
+        f"{counted(rows.sequence_length, 'token')}, elsewhere in each pass over them (--packing keeps them apart); "
+        f"{key}"
     )
     for number in range(min(count, len(rows))):
         row = rows.row(number)
@@ -313,16 +317,16 @@ def _stream(texts: Texts, length: int, count: int, key: str, colours: bool) -> I
         yield f"\nsample {number + 1}:\n{_tokens(ids, learned, texts.tokenizer, colours)}"
 
 
-def _labelled(recipe: Classifying, count: int) -> Iterator[str]:
+def _labelled(method: LabelledTexts, count: int) -> Iterator[str]:
     """Texts with labels."""
-    name, texts = recipe.labelled_texts(recipe.settings.data)
-    labels = recipe.labels_of(texts)
+    name, texts = method.labelled_texts(method.settings.data)
+    labels = choose_labels(method.source.folder, texts, method.settings.labels)
     yield f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}"
-    encoded = recipe.encoded(texts[:count], labels)
+    encoded = method.encoded(texts[:count], labels)
     for index, text in enumerate(encoded.texts):
         row = encoded.rows.row(index)
         ids, label = row["tokens"].tolist(), row["labels"].tolist()
-        shown = _printable(recipe.tokenizer.decode(ids))
+        shown = _printable(method.source.tokenizer.decode(ids))
         yield f"\nsample {index + 1} ({_printable(text.where)}): label {label}\n{shown}\n{ids}"
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.run.run import run
 from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, RunSettings, Settings
-from shardwise.run.tasks.recipe import Outcome
+from shardwise.run.tasks.task import Outcome
 from shardwise.training.bounds import from_keywords, launcher_number
-
-if TYPE_CHECKING:
-    from shardwise.run.tasks.finetuning import Finetuning
 
 _Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
@@ -107,30 +104,6 @@ def distill(
     return _run(from_keywords(DistillSettings, settings | given))
 
 
-def recipe_of(settings: FinetuneSettings) -> type[Finetuning]:
-    """What kind of fine-tuning the settings are of. The modules of the other kinds are not imported."""
-    if isinstance(settings, DpoSettings):
-        from shardwise.run.tasks.preference import PreferenceTuning
-
-        return PreferenceTuning
-    if isinstance(settings, DistillSettings):
-        from shardwise.run.tasks.distillation import Distillation
-
-        return Distillation
-    if settings.labels.is_on:
-        from shardwise.run.tasks.classifier_tuning import Classifying
-
-        return Classifying
-    from shardwise.run.tasks.finetuning import Finetuning
-
-    return Finetuning
-
-
-def run_settings(settings: RunSettings) -> Outcome:
-    """A whole run of settings that fit the number of ranks; see ``run``."""
-    return run(settings, recipe_of(settings)) if isinstance(settings, FinetuneSettings) else run(settings)
-
-
 def _run(settings: RunSettings) -> Outcome:
     settings.check_world(launcher_number("WORLD_SIZE", least=1) or 1)
-    return run_settings(settings)
+    return run(settings)

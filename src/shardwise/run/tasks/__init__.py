@@ -1,1 +1,37 @@
-"""Tasks of a run: text, chats, preferences, labels, a teacher."""
+"""Tasks of a run: text, chats, preferences, labels, a teacher; and the choice of one by the settings."""
+
+from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, RunSettings, Settings
+from shardwise.run.tasks.task import Method, Task
+
+
+def task_of(settings: RunSettings) -> Task:
+    """The task of a run. Modules of the others are not imported. Raises as its source and its method."""
+    if not isinstance(settings, FinetuneSettings):
+        from shardwise.run.build import NewModel
+        from shardwise.run.tasks.texts import NewTexts
+
+        assert isinstance(settings, Settings)
+        return Task(settings, NewModel(settings), NewTexts(settings))
+    from shardwise.run.tasks.pretrained_model import PretrainedModel
+    from shardwise.run.tasks.results import leave_adapters, leave_model
+
+    source = PretrainedModel(settings)
+    method: Method
+    if isinstance(settings, DpoSettings):
+        from shardwise.run.tasks.preference import Preferences
+
+        method = Preferences(source)
+    elif isinstance(settings, DistillSettings):
+        from shardwise.run.tasks.distillation import Teacher
+
+        method = Teacher(source)
+    elif settings.labels.is_on:
+        from shardwise.run.tasks.labels import LabelledTexts
+
+        method = LabelledTexts(source)
+    else:
+        from shardwise.run.tasks.samples import Examples
+
+        method = Examples(source)
+    keeps_adapters = settings.lora.is_on and not settings.lora.lora_merge
+    return Task(source.settings, source, method, leave_adapters if keeps_adapters else leave_model)

@@ -15,7 +15,9 @@ from shardwise.data.tokenizer import PaddedTokenizer, Tokenizer
 from shardwise.models.gpt import GPT
 from shardwise.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_kl_div
 from shardwise.run.settings import DistillSettings, TeacherSettings
-from shardwise.run.tasks.finetuning import Finetuning, digest_of
+from shardwise.run.tasks.pretrained_model import PretrainedModel, digest_of
+from shardwise.run.tasks.samples import Examples
+from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage.huggingface import load_pretrained
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
 from shardwise.training.objective import CrossEntropy, Objective
@@ -82,23 +84,26 @@ class DistillationObjective(Objective):
         return super().reported(means, bits_per_nat) | {"bits_per_byte": means[1] * bits_per_nat}
 
 
-class Distillation(Finetuning):
-    """A run that learns from a teacher; see ``Finetuning``.
+class Teacher(Examples):
+    """A pretrained model learns from the predictions of another one.
+
+    Args:
+        source: the student, which is not built yet.
 
     Raises:
-        ConfigError: a teacher that is no causal model, of another tokenizer or of shorter sequences; and as
-            ``Finetuning``.
+        ConfigError: a teacher that is no causal model, of another tokenizer or of shorter sequences.
         CheckpointError: files that are missing or damaged.
         DataError: the teacher's folder has no tokenizer.
     """
 
-    settings: DistillSettings
     has_plan = False
 
-    def __init__(self, settings: DistillSettings) -> None:
-        super().__init__(settings)
+    def __init__(self, source: PretrainedModel) -> None:
+        super().__init__(source)
+        settings = source.settings
+        assert isinstance(settings, DistillSettings)
         assert settings.distillation.teacher is not None
-        path = Path(settings.distillation.teacher)
+        self._loss, path = settings.distillation, Path(settings.distillation.teacher)
         self.teacher = PretrainedFolder(path)
         described = self.teacher.description
         if described.kind != "gpt" or described.classification is not None:
@@ -106,36 +111,35 @@ class Distillation(Finetuning):
             what = kind if described.classification is None else f"{kind} {described.classification.task}"
             raise ConfigError(f"the teacher {path} is a {what} model, no causal one")
         # Models of one family have one tokenizer, and often not as many rows beyond its ids.
-        self.num_shared = min(described.vocab_size, self.folder.description.vocab_size)
-        _check_same_tokens(self.tokenizer, PaddedTokenizer.load(path), settings.base, path)
-        if self.tokenizer.vocab_size > self.num_shared:
+        self.num_shared = min(described.vocab_size, source.folder.description.vocab_size)
+        _check_same_tokens(source.tokenizer, PaddedTokenizer.load(path), settings.base, path)
+        if source.tokenizer.vocab_size > self.num_shared:
             raise ConfigError(
-                f"the teacher {path} has {described.vocab_size} ids, fewer than the {self.tokenizer.vocab_size} of its "
-                f"tokenizer and that of {settings.base}"
+                f"the teacher {path} has {described.vocab_size} ids, fewer than the {source.tokenizer.vocab_size} of "
+                f"its tokenizer and that of {settings.base}"
             )
         longest = described.max_sequence_length
-        if self.settings.sequence_length > longest:
+        if settings.sequence_length > longest:
             raise ConfigError(
-                f"model.sequence-length {self.settings.sequence_length} is more than {longest}, the longest sequence "
+                f"model.sequence-length {settings.sequence_length} is more than {longest}, the longest sequence "
                 f"of the teacher {path}"
             )
-        self.identity = {**self.identity, "teacher_sha256": digest_of(self.teacher)}
+        self.identity = {"teacher_sha256": digest_of(self.teacher)}
 
-    def objective(self, groups: Groups, device: torch.device) -> Objective:
-        """The divergence from the teacher, which is loaded now, in its own dtype. See ``Recipe``."""
+    def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective:
+        """The divergence from the teacher, which is loaded now, in its own dtype."""
         sequence_parallel = self.settings.parallel.sequence_parallel and groups.tp.size() > 1
-        alone = Groups(tp=groups.tp)
-        vocab_size = self.folder.description.vocab_size
+        vocab_size = self.source.folder.description.vocab_size
         teacher = load_pretrained(
             self.teacher.path,
-            groups=alone,
+            groups=Groups(tp=groups.tp),
             device=device,
             vocab_size=vocab_size,
             sequence_parallel=sequence_parallel,
         )
         assert isinstance(teacher, GPT)
         teacher.requires_grad_(False).eval()
-        return DistillationObjective(self.settings.distillation, teacher, groups.tp, vocab_size, self.num_shared)
+        return DistillationObjective(self._loss, teacher, groups.tp, vocab_size, self.num_shared)
 
 
 def _check_same_tokens(own: Tokenizer, of_teacher: Tokenizer, base: str, path: Path) -> None:

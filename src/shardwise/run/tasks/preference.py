@@ -7,8 +7,8 @@ The reference of a run on preferences: what the model that it begins with says o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors
@@ -25,22 +25,24 @@ from shardwise.core.topology import Groups
 from shardwise.data import (
     IGNORE_INDEX,
     Batch,
-    DataLoader,
-    Example,
     HeldOut,
     PairRows,
+    Preference,
     PreferenceEncoder,
+    UnusableExampleError,
     preference_of,
     read_records,
 )
-from shardwise.data.encoding import UnusableExampleError, common_length
-from shardwise.data.labelled import counted
-from shardwise.data.tokenizer import ChatTemplate, Tokenizer
+from shardwise.data.examples import common_length
+from shardwise.data.json_records import counted
+from shardwise.data.tokenizer import ChatTemplate
 from shardwise.nn.loss.cross_entropy import preference_loss
-from shardwise.run.settings import DpoSettings, PreferenceSettings, RunSettings, SampleSettings
-from shardwise.run.tasks.finetuning import Finetuning
-from shardwise.run.tasks.recipe import Session
-from shardwise.run.tasks.samples import LOOKED_AT, encode_parts, template_digest
+from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import DpoSettings, PreferenceSettings, SampleSettings
+from shardwise.run.tasks.pretrained_model import PretrainedModel
+from shardwise.run.tasks.samples import LOOKED_AT, prepare_rows
+from shardwise.run.tasks.task import Method, Session
+from shardwise.run.tasks.task_data import TaskData, share
 from shardwise.training.objective import Objective
 from shardwise.training.trainer import Trainer
 
@@ -65,7 +67,7 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
         DivergenceError: the model gives an answer no finite log-probability.
         UnwritableError: they cannot be kept.
     """
-    train, held_out = session.loader.rows, session.held_out.rows
+    train, held_out = session.loader.rows, session.data.held_out.rows
     assert isinstance(train, PairRows)
     assert isinstance(held_out, PairRows)
     datasets = dict(zip(_PARTS, (train, held_out), strict=True))
@@ -167,72 +169,27 @@ def _read(path: Path, identity: Mapping[str, str], shapes: Mapping[str, tuple[in
     return values
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Pairs of answers that a run trains and measures on.
-
-    Attributes:
-        name: what people call them.
-        sha256: hex digest of the records.
-        tokenizer: of the model.
-        train, held_out: pairs to train and to measure on.
-        notes: what was left out or cut, and why.
-        identity: how records became pairs.
-        held_out_bytes: nothing; no compressor prefers an answer.
-        bits_per_nat: 0; a loss of pairs is none of bytes.
-    """
-
-    name: str
-    sha256: str
-    tokenizer: Tokenizer
-    train: PairRows
-    held_out: PairRows
-    notes: tuple[str, ...]
-    identity: Mapping[str, Any]
-    held_out_bytes: bytes = b""
-    bits_per_nat: float = 0.0
-
-    def loader(self, settings: RunSettings) -> DataLoader:
-        """The training batches."""
-        return DataLoader(self.train, settings.training.global_batch_size, settings.training.seed)
-
-    def held_out_rows(self, settings: RunSettings) -> HeldOut:
-        """The held-out pairs."""
-        return HeldOut(self.held_out)
-
-
 def prepare_pairs(
     name: str,
-    examples: Sequence[Example],
-    held_out: Sequence[Example] | None,
+    examples: Sequence[Preference],
+    held_out: Sequence[Preference] | None,
     encoder: PreferenceEncoder,
     settings: SampleSettings,
     *,
     sequence_length: int,
     held_out_fraction: float,
-) -> Pairs:
+) -> TaskData:
     """Split and encode, or take from the cache what an earlier run left; arguments and errors: ``prepare_samples``."""
-    parts = encode_parts(name, examples, held_out, encoder, held_out_fraction)
-    notes, datasets = [*parts.notes, *_notes_on_prompts(encoder, examples)], []
-    assert settings.too_long != "split"
-    for samples, what in zip(parts.samples, ("to train on", "held out"), strict=True):
-        dataset = PairRows(samples, sequence_length, too_long=settings.too_long, beginning=encoder.tokenizer.beginning)
-        datasets.append(dataset)
-        if dataset.num_too_long:
-            past = "cut" if settings.too_long == "cut" else "dropped"
-            notes.append(
-                f"{dataset.num_too_long} of {counted(len(samples) // 2, 'pair')} {what} {past}, as they are longer "
-                f"than {sequence_length + 1} tokens (--too-long, --model.sequence-length)"
-            )
-        if dataset.num_equal:
-            notes.append(f"{counted(dataset.num_equal, 'pair')} {what} left out since the cut leaves no difference")
-    train, measured = datasets
-    identity = {"too_long": settings.too_long, "chat_template_sha256": template_digest(encoder)}
-    shown = f"{name}, {counted(len(examples), 'pair')}"
-    return Pairs(shown, parts.sha256, encoder.tokenizer, train, measured, tuple(dict.fromkeys(notes)), identity)
+    too_long = settings.too_long
+    assert too_long != "split"
+    beginning = encoder.tokenizer.beginning
+    rows_of = partial(PairRows, sequence_length=sequence_length, too_long=too_long, beginning=beginning)
+    notes = _notes_on_prompts(encoder, examples)
+    identity = {"too_long": too_long}
+    return prepare_rows(name, examples, held_out, encoder, rows_of, held_out_fraction, "pair", identity, notes)
 
 
-def _notes_on_prompts(encoder: PreferenceEncoder, examples: Sequence[Example]) -> list[str]:
+def _notes_on_prompts(encoder: PreferenceEncoder, examples: Sequence[Preference]) -> list[str]:
     """What the first pairs say of prompts that do not end where a token does."""
     for example in examples[:LOOKED_AT]:
         try:
@@ -297,33 +254,42 @@ class PreferenceObjective(Objective):
         )
 
 
-class PreferenceTuning(Finetuning):
-    """A run on preferences; see ``Finetuning``.
+class Preferences(Method):
+    """A pretrained model learns which of two answers is the better one.
 
     The reference is the model that the run begins with: its log-probabilities of all answers are computed before the
     first step, and kept in the run's folder.
+
+    Args:
+        source: the model, which is not built yet.
     """
 
-    settings: DpoSettings
     rows_per_sample = 2
     has_plan = False
 
-    def encoder(self) -> PreferenceEncoder:
-        """What turns pairs into tokens. Raises DataError if the folder's chat template is none."""
-        template = ChatTemplate.load(self.folder.path)
-        return PreferenceEncoder(self.tokenizer, template, parse_special=self.settings.special_tokens)
+    def __init__(self, source: PretrainedModel) -> None:
+        assert isinstance(source.settings, DpoSettings)
+        self.source, self.settings = source, source.settings
 
-    def to_show(self) -> list[Example]:
+    def read(self, ranks: Ranks) -> TaskData:
+        """The pairs, encoded by the model's tokenizer. Raises as ``share``."""
+        return share(self._prepare, ranks)
+
+    def encoder(self) -> PreferenceEncoder:
+        """Turns pairs into tokens. Raises DataError if the folder's chat template is none."""
+        template = ChatTemplate.load(self.source.folder.path)
+        return PreferenceEncoder(self.source.tokenizer, template, parse_special=self.settings.special_tokens)
+
+    def to_show(self) -> list[Preference]:
         """The pairs of the data, in its order. Raises as ``read_records`` and ``preference_of``."""
         return self._pairs(self.settings.data)[1]
 
-    def _pairs(self, paths: Sequence[str]) -> tuple[str, list[Example]]:
+    def _pairs(self, paths: Sequence[str]) -> tuple[str, list[Preference]]:
         name, records = read_records(paths)
         return name, [preference_of(record) for record in records]
 
-    def _prepare(self) -> Pairs:
-        settings = self.settings
-        measured = settings.samples.held_out
+    def _prepare(self) -> TaskData:
+        settings, measured = self.settings, self.settings.samples.held_out
         name, examples = self._pairs(settings.data)
         return prepare_pairs(
             name,
@@ -335,11 +301,10 @@ class PreferenceTuning(Finetuning):
             held_out_fraction=settings.corpus.held_out_fraction,
         )
 
-    def objective(self, groups: Groups, device: torch.device) -> Objective:
-        """The loss of pairs; see ``Recipe``."""
+    def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective:
+        """The loss of pairs."""
         return PreferenceObjective(self.settings.preference)
 
     def before(self, session: Session) -> None:
-        """Find what the model that the run begins with says of all pairs; every rank calls. Raises as
-        ``set_reference_``."""
-        set_reference_(session, self.reference_identity())
+        """Find the log-probabilities of the reference; every rank calls. Raises as ``set_reference_``."""
+        set_reference_(session, self.source.digests())

@@ -1,11 +1,13 @@
-"""Chats and instructions from ``--data`` to samples: split, encoded, fitted to the sequence length."""
+"""Chats, instructions and texts as data: from records to examples, and from these to rows by what all kinds share.
+
+Examples are split, encoded or found in the cache, fitted to the sequence length, and what is left out is noted.
+"""
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,94 +17,139 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from shardwise.core.errors import DataError
+from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.files import write_atomically
 from shardwise.data import (
     Corpus,
-    DataLoader,
     Encoded,
     Example,
     ExampleEncoder,
     HeldOut,
-    Preference,
+    PairRows,
     SampleRows,
     TokenSamples,
     UnusableExampleError,
+    example_of,
+    read_records,
 )
-from shardwise.data.labelled import counted
-from shardwise.data.tokenizer import Tokenizer
-from shardwise.run.settings import CorpusSettings, RunSettings, SampleSettings
-from shardwise.run.tasks.texts import with_cache
+from shardwise.data.examples import has_text, is_plain_text, is_preference
+from shardwise.data.json_records import Record, counted
+from shardwise.data.reading import corpus_of
+from shardwise.data.tokenizer import ChatTemplate
+from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import SampleSettings
+from shardwise.run.tasks.pretrained_model import PretrainedModel
+from shardwise.run.tasks.task import Method
+from shardwise.run.tasks.task_data import TaskData, divided, sha256_of, share, with_cache
+from shardwise.run.tasks.texts import STDLIB, encode_texts, read_data
 
 _CACHE_FORMAT = 1
 _REASONS_SHOWN = 3
 LOOKED_AT = 8
 """Examples that are looked at before the others are encoded."""
 
-_PARTS = ("to train on", "held out")
 # What tokens that begin and end turns look like, in every family that has such.
 _TOKEN_NAMES = re.compile(r"<[|\uff5c][^|\uff5c<>\s]{1,60}[|\uff5c]>|</?[a-z_]{1,40}>|\[/?[A-Z_]{2,40}\]")
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Chats, prompts with completions and texts that a run trains and measures on.
-
-    Attributes:
-        name: what people call them.
-        sha256: hex digest of the examples.
-        tokenizer: of the model.
-        train, held_out: rows to train and to measure on.
-        notes: what was left out, and why.
-        identity: how examples became samples.
-        held_out_bytes: nothing; a general-purpose compressor has no prompts.
-    """
-
-    name: str
-    sha256: str
-    tokenizer: Tokenizer
-    train: SampleRows
-    held_out: SampleRows
-    notes: tuple[str, ...]
-    identity: Mapping[str, Any]
-    held_out_bytes: bytes = b""
-
-    @property
-    def bits_per_nat(self) -> float:
-        """Bits per byte of what is learned that a loss of one nat per token is."""
-        return float(self.train.labels.sum()) / max(1, self.train.num_bytes) / math.log(2)
-
-    def loader(self, settings: RunSettings) -> DataLoader:
-        """The training batches."""
-        return DataLoader(self.train, settings.training.global_batch_size, settings.training.seed)
-
-    def held_out_rows(self, settings: RunSettings) -> HeldOut:
-        """The held-out rows."""
-        return HeldOut(self.held_out)
-
-
-class Documents(NamedTuple):
-    """Plain texts to train on, and others to measure on; a share of the former if None."""
+class _Documents(NamedTuple):
+    """Plain texts to train on, and others to measure on; a part of the former if None."""
 
     corpus: Corpus
     held_out: Corpus | None
 
-    def split(self, settings: CorpusSettings) -> tuple[Corpus, Corpus]:
-        """Those to train on, and those to measure on."""
-        if self.held_out is not None:
-            return self.corpus, self.held_out
-        return self.corpus.split(held_out_fraction=settings.held_out_fraction)
+
+class Examples(Method):
+    """A pretrained model learns chats, prompts with completions, or texts.
+
+    Args:
+        source: the model, which is not built yet.
+    """
+
+    def __init__(self, source: PretrainedModel) -> None:
+        self.source, self.settings = source, source.settings
+
+    def read(self, ranks: Ranks) -> TaskData:
+        """The text or the samples, split and encoded by the model's tokenizer. Raises as ``share``."""
+        return share(self._prepare, ranks)
+
+    def encoder(self) -> ExampleEncoder:
+        """Turns examples into tokens. Raises DataError if the folder's chat template is none."""
+        settings = self.settings
+        return ExampleEncoder(
+            self.source.tokenizer,
+            ChatTemplate.load(self.source.folder.path),
+            mask_prompts=settings.samples.mask_prompts,
+            parse_special=settings.special_tokens,
+        )
+
+    def to_show(self) -> list[Example] | TaskData:
+        """Examples in their order, or one stream of texts. Raises as a run."""
+        data = self._read()
+        if not isinstance(data, _Documents):
+            return data[1]
+        return _as_examples(data.corpus) if self.settings.samples.packing else self._stream(*data)
+
+    def _records(self, paths: Sequence[str]) -> tuple[str, list[Record]]:
+        return read_records(paths, has_text=partial(has_text, text_key=self.settings.corpus.text_key))
+
+    def _read(self) -> _Documents | tuple[str, list[Example], list[Example] | None]:
+        """The documents, if all of the data is plain text; else its name, examples and those to measure on."""
+        settings, key = self.settings, self.settings.corpus.text_key
+        measured = settings.samples.held_out
+        if STDLIB in (*settings.data, *measured):
+            held_out = read_data(measured, settings.corpus) if measured else None
+            return _Documents(read_data(settings.data, settings.corpus), held_out)
+        name, records = self._records(settings.data)
+        for record in records:
+            # Some data sets have the text that their preferences are made of next to them.
+            if is_preference(record) and is_plain_text(record) and key not in record.value:
+                raise DataError(f"{record.where}: a preference ('chosen' and 'rejected'); use shardwise dpo")
+        others = self._records(measured)[1] if measured else None
+        if all(is_plain_text(record) for record in (*records, *(others or ()))):
+            held_out = None if others is None else corpus_of("held out", others, key)
+            return _Documents(corpus_of(name, records, key), held_out)
+        examples = [example_of(record, key) for record in records]
+        return name, examples, None if others is None else [example_of(record, key) for record in others]
+
+    def _prepare(self) -> TaskData:
+        settings, data = self.settings, self._read()
+        if isinstance(data, _Documents):
+            if not settings.samples.packing:
+                return self._stream(*data)
+            corpus, held_out = data
+            train = corpus
+            if held_out is None:
+                train, held_out = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
+            data = corpus.name, _as_examples(train), _as_examples(held_out)
+        return prepare_samples(
+            *data,
+            self.encoder(),
+            settings.samples,
+            sequence_length=settings.sequence_length,
+            held_out_fraction=settings.corpus.held_out_fraction,
+            # Exact sums over a sequence are of equal parts.
+            multiple_of=settings.parallel.exact_parts if settings.parallel.exact else 1,
+        )
+
+    def _stream(self, corpus: Corpus, held_out: Corpus | None) -> TaskData:
+        settings, too_long = self.settings, self.settings.samples.too_long
+        if too_long != SampleSettings.too_long:
+            raise ConfigError(
+                f"--too-long {too_long} is for samples of their own, and plain texts are one stream, cut where a "
+                "sample is full; add --packing, which keeps texts apart, or leave it out"
+            )
+        return encode_texts(
+            corpus,
+            self.source.tokenizer,
+            settings.corpus,
+            sequence_length=settings.sequence_length,
+            parse_special=settings.special_tokens,
+            held_out=held_out,
+        )
 
 
-class Examples(NamedTuple):
-    """Examples by the name of their data, and others to measure on; a share of the former if None."""
-
-    name: str
-    examples: list[Example]
-    held_out: list[Example] | None
-
-
-def as_examples(corpus: Corpus) -> list[Example]:
+def _as_examples(corpus: Corpus) -> list[Example]:
     """The documents as examples of their own."""
     return [Example(f"text {number}", None, each) for number, each in enumerate(corpus.documents, 1)]
 
@@ -117,7 +164,7 @@ def prepare_samples(
     sequence_length: int,
     held_out_fraction: float,
     multiple_of: int = 1,
-) -> Samples:
+) -> TaskData:
     """Split and encode, or take from the cache what an earlier run left.
 
     Args:
@@ -134,76 +181,62 @@ def prepare_samples(
         DataError: the examples cannot be split, or nothing can be learned from any; a chat template or tokenizer of
             another model.
     """
-    parts = encode_parts(name, examples, held_out, encoder, held_out_fraction)
-    notes, datasets = [*parts.notes], []
-    for samples, what in zip(parts.samples, _PARTS, strict=True):
-        dataset = SampleRows(
-            samples,
-            sequence_length,
-            packing=settings.packing,
-            too_long=settings.too_long,
-            multiple_of=multiple_of,
-        )
-        datasets.append(dataset)
-        notes += _notes_on_lengths(dataset, settings, what)
-    train, measured = datasets
-    identity = {
-        "mask_prompts": encoder.mask_prompts,
-        "packing": settings.packing,
-        "too_long": settings.too_long,
-        "chat_template_sha256": template_digest(encoder),
-    }
-    shown = f"{name}, {counted(len(examples), 'sample')}"
-    return Samples(shown, parts.sha256, encoder.tokenizer, train, measured, tuple(dict.fromkeys(notes)), identity)
+    packing, too_long = settings.packing, settings.too_long
+    rows_of = partial(
+        SampleRows, sequence_length=sequence_length, packing=packing, too_long=too_long, multiple_of=multiple_of
+    )
+    identity = {"mask_prompts": encoder.mask_prompts, "packing": packing, "too_long": too_long}
+    return prepare_rows(name, examples, held_out, encoder, rows_of, held_out_fraction, "sample", identity)
 
 
-def template_digest(encoder: ExampleEncoder) -> str | None:
-    """Hex digest of the encoder's chat template, if it has one."""
-    template = encoder.template
-    return None if template is None else hashlib.sha256(template.source.encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class EncodedParts:
-    """Examples as tokens.
-
-    Attributes:
-        sha256: hex digest of the examples.
-        samples: to train on, and to measure on.
-        notes: what was left out, and why.
-    """
-
-    sha256: str
-    samples: tuple[TokenSamples, TokenSamples]
-    notes: tuple[str, ...]
-
-
-def encode_parts(
+def prepare_rows(
     name: str,
     examples: Sequence[Example],
     held_out: Sequence[Example] | None,
     encoder: ExampleEncoder,
+    rows_of: Callable[[TokenSamples], SampleRows | PairRows],
     held_out_fraction: float,
-) -> EncodedParts:
-    """Split and encode; see ``prepare_samples``."""
-    digests = [_digest(example) for example in examples]
-    notes = check_template(encoder, examples)
-    if held_out is None:
-        picked = held_out_indices(digests, held_out_fraction)
-        train, measured = (
-            [each for index, each in enumerate(examples) if (index in picked) == wanted] for wanted in (False, True)
-        )
-    else:
-        train, measured = list(examples), list(held_out)
+    noun: str,
+    identity: Mapping[str, Any],
+    notes: Sequence[str] = (),
+) -> TaskData:
+    """Split, encode and fit examples; see ``prepare_samples``.
 
-    def encoded(part: Sequence[Example], what: str) -> TokenSamples:
+    Args:
+        name, examples, held_out, encoder, held_out_fraction: see there.
+        rows_of: fits samples to the sequence length.
+        noun: an example's, for people.
+        identity: how examples become rows, without the chat template.
+        notes: what is known of the examples.
+    """
+    found = check_template(encoder, examples)
+    parts, fitted = divided(examples, held_out, held_out_fraction), [*notes]
+    rows: list[SampleRows | PairRows] = []
+    for part, what in zip(parts, ("to train on", "held out"), strict=True):
         (samples, left_out), unkept = with_cache(partial(_encode, part, encoder, f"{name} ({what})"))
-        notes.extend([*unkept, *left_out_notes(part, left_out, what)])
-        return samples
+        found += [*unkept, *left_out_notes(part, left_out, what)]
+        rows.append(rows_of(samples))
+        fitted += rows[-1].notes(what)
+    template = encoder.template
+    return TaskData(
+        f"{name}, {counted(len(examples), noun)}",
+        sha256_of(examples),
+        encoder.tokenizer,
+        rows[0],
+        HeldOut(rows[1]),
+        tuple(dict.fromkeys([*found, *fitted])),
+        {
+            **identity,
+            "chat_template_sha256": None if template is None else hashlib.sha256(template.source.encode()).hexdigest(),
+        },
+        bits_per_nat=_bits_per_nat(rows[0]),
+    )
 
-    sha256 = hashlib.sha256("".join(digests).encode()).hexdigest()
-    samples = encoded(train, _PARTS[0]), encoded(measured, _PARTS[1])
-    return EncodedParts(sha256, samples, tuple(notes))
+
+def _bits_per_nat(rows: SampleRows | PairRows) -> float:
+    if isinstance(rows, PairRows):
+        return 0.0
+    return float(rows.labels.sum()) / max(1, rows.num_bytes) / math.log(2)
 
 
 def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[str]:
@@ -237,33 +270,6 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
     return ["no special token ends what the assistant says, by which a model would learn to stop"]
 
 
-def _digest(example: Example) -> str:
-    value = [example.prompt, example.completion, example.tools, dict(example.variables)]
-    if isinstance(example, Preference):
-        value.append(example.rejected)
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def held_out_indices(digests: Sequence[str], fraction: float) -> set[int]:
-    """Indices of the examples to measure on: whole ones, equal ones on one side, whatever their order."""
-    groups: dict[str, list[int]] = {}
-    for index, digest in enumerate(digests):
-        groups.setdefault(digest, []).append(index)
-    if len(groups) < 2:
-        equal = ", all equal," if len(digests) > 1 else ""
-        raise DataError(
-            f"{counted(len(digests), 'sample')}{equal} cannot be divided into some to train on and some to "
-            "measure on; give more, or name a file to measure on (--held-out)"
-        )
-    target = max(1, round(fraction * len(digests)))
-    picked: set[int] = set()
-    for digest in sorted(groups)[:-1]:
-        if len(picked) >= target:
-            break
-        picked.update(groups[digest])
-    return picked
-
-
 _Left = dict[str, tuple[int, int]]
 """Why examples were left out: for each reason how many, and the index of the first."""
 
@@ -278,7 +284,7 @@ def _encode(
     identity = json.dumps(
         [
             _CACHE_FORMAT,
-            [_digest(example) for example in examples],
+            [example.sha256 for example in examples],
             encoder.tokenizer.sha256,
             None if template is None else template.sha256,
             encoder.mask_prompts,
@@ -352,19 +358,3 @@ def left_out_notes(examples: Sequence[Example], left_out: _Left, what: str) -> l
         return []
     total = sum(count for count, _ in left_out.values())
     return [f"{total} of {counted(len(examples), 'sample')} {what} left out: {_reasons(examples, left_out)}"]
-
-
-def _notes_on_lengths(dataset: SampleRows, settings: SampleSettings, what: str) -> list[str]:
-    notes = []
-    if dataset.num_too_long:
-        past = {"cut": "cut", "split": "split", "drop": "dropped"}[settings.too_long]
-        notes.append(
-            f"{dataset.num_too_long} of {counted(len(dataset.samples), 'sample')} {what} {past}, as they are longer "
-            f"than {dataset.sequence_length + 1} tokens (--too-long, --model.sequence-length)"
-        )
-    if dataset.num_masked:
-        notes.append(
-            f"{counted(dataset.num_masked, 'sample')} {what}, or parts of them, left out since the cut leaves nothing "
-            "to learn"
-        )
-    return notes

@@ -1,71 +1,76 @@
-"""The recipe of a run, the session that is set up from it, and the outcome: the three values that a run consists of."""
+"""A task: where a run's model comes from, what it learns, and what is left at the end.
+
+Each is a part of its own: a ``Source``, a ``Method`` and a function of the session. ``shardwise.run.tasks.task_of``
+chooses them by the settings. ``Session`` is the task set up on one rank, ``Outcome`` what it came to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from shardwise.core.communication.overlap import Pass, Way
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import DataLoader, HeldOut
-from shardwise.models.description import ModelDescription
-from shardwise.run.build import build_model, describe
+from shardwise.data import DataLoader
+from shardwise.models.description import ModelChunks, ModelDescription
+from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.plan.fit import Shortage
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.settings import RunSettings, Settings
-from shardwise.run.tasks.texts import TrainingData, prepare_texts, share_texts
+from shardwise.run.settings import FinetuneSettings, RunSettings
+from shardwise.run.tasks.task_data import TaskData
 from shardwise.run.utilisation import Utilisation
 from shardwise.training.objective import Objective
 from shardwise.training.trainer import Trainer
 
 
-class Recipe:
-    """A run that trains a new model; other runs override what they do otherwise.
-
-    Args:
-        settings: of the run.
+class Source(Protocol):
+    """Where a run's model comes from.
 
     Attributes:
-        settings: likewise, with what making the recipe has decided.
         identity: the model that the run starts from, as checkpoints record it; nothing for a new one.
-        trains_weights: all weights of the model, not adapters beside them.
-        rows_per_sample: sequences that a sample of a batch is.
-        has_plan: whether ``shardwise plan`` knows what the run needs if it trains all weights.
-        leaves_sample: the run ends with a text by the model.
+        trains_weights: all weights of the model are trained, not adapters.
+    """
+
+    identity: Mapping[str, Any]
+    trains_weights: bool
+
+    def describe(self, data: TaskData) -> ModelDescription:
+        """The model that learns from such data."""
+
+    def build(
+        self, settings: RunSettings, data: TaskData, *, groups: Groups, device: torch.device
+    ) -> TransformerModel | ModelChunks:
+        """The model, or this rank's stage of it, on ``device``; every rank calls."""
+
+
+class Method:
+    """What a run learns from, and what a step minimises.
+
+    Attributes:
+        identity: of what it learns from besides its data, as checkpoints record it.
+        rows_per_sample: sequences in a sample of a batch.
+        has_plan: ``shardwise plan`` knows what the run needs if it trains all weights.
     """
 
     identity: Mapping[str, Any] = {}
-    trains_weights = True
     rows_per_sample = 1
     has_plan = True
-    leaves_sample = True
-    build_model = staticmethod(build_model)
 
-    def __init__(self, settings: RunSettings) -> None:
-        self.settings = settings
+    def read(self, ranks: Ranks) -> TaskData:
+        """The data; every rank calls. Raises as ``share``."""
+        raise NotImplementedError
 
-    def read_texts(self, ranks: Ranks) -> TrainingData:
-        """What is trained and measured on; every rank calls. Raises as ``share_texts``.
-
-        ``settings`` may be others afterwards, if the number of steps depends on what there is.
-        """
-        settings = self.settings
-        assert isinstance(settings, Settings)
-        return share_texts(lambda: prepare_texts(settings), ranks)
-
-    def describe(self, vocab_size: int) -> ModelDescription:
-        """The model, whose tokenizer has ``vocab_size`` ids."""
-        assert isinstance(self.settings, Settings)
-        return describe(self.settings.model, vocab_size)
-
-    def objective(self, groups: Groups, device: torch.device) -> Objective | None:
+    def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective | None:
         """What a step minimises; the cross entropy of each token if None. Every rank calls.
 
         Args:
+            data: of the run.
             groups: the model's process groups.
             device: where the model is.
         """
@@ -74,26 +79,18 @@ class Recipe:
     def before(self, session: Session) -> None:
         """What is to be done before the first step; every rank calls."""
 
-    def after(self, session: Session) -> None:
-        """What is to be done once the last step is saved; every rank calls."""
-
-    def report(self, session: Session, outcome: Outcome) -> str:
-        """What is printed at the end."""
-        return summary(session, outcome)
-
 
 @dataclass(frozen=True)
 class Session:
     """One rank's view of a run.
 
     Attributes:
-        recipe: what the run trains, and does besides.
+        task: the run.
         settings: of the run.
         ranks: who this process is.
         topology: the groups.
-        texts: what is trained and measured on.
+        data: rows to train and to measure on.
         loader: training batches.
-        held_out: what is measured on.
         trainer: model and optimizer.
         ways: how each pass of the layers goes together with its collective, with ``parallel.tp_comm_overlap``.
         transport: how the tensor-parallel ranks' tensors travel.
@@ -102,13 +99,12 @@ class Session:
         shortage: what is said when a rank runs out of memory.
     """
 
-    recipe: Recipe
+    task: Task
     settings: RunSettings
     ranks: Ranks
     topology: Topology
-    texts: TrainingData
+    data: TaskData
     loader: DataLoader
-    held_out: HeldOut
     trainer: Trainer
     ways: list[tuple[Pass, Way]]
     transport: str
@@ -160,7 +156,7 @@ class Outcome:
 
 
 def summary(session: Session, outcome: Outcome) -> str:
-    """What came of it, and where it is."""
+    """What came of a run, and where it is."""
     references = f" ({compared(outcome)})" if outcome.references else ""
     lines = [session.trainer.objective.of_evaluation.outcome(outcome.held_out) + references]
     if outcome.first_loss is not None and outcome.last_loss is not None:
@@ -172,3 +168,43 @@ def summary(session: Session, outcome: Outcome) -> str:
 def compared(outcome: Outcome) -> str:
     """What other compressors need for the held-out text."""
     return ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())
+
+
+def leave_nothing(session: Session) -> None:
+    """The checkpoints of a run are all that it leaves."""
+
+
+@dataclass
+class Task:
+    """A run, put together from its parts.
+
+    Attributes:
+        settings: of the run.
+        source: where its model comes from.
+        method: what it learns.
+        leave: writes what is left once the last step is saved; every rank calls.
+        report: gives what is printed at the end.
+    """
+
+    settings: RunSettings
+    source: Source
+    method: Method
+    leave: Callable[[Session], None] = leave_nothing
+    report: Callable[[Session, Outcome], str] = summary
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the run starts from and learns from besides its data, as checkpoints record it."""
+        return {**self.source.identity, **self.method.identity}
+
+    def read(self, ranks: Ranks) -> TaskData:
+        """The data, whose size tells the number of steps of a run by epochs; every rank calls. Raises as ``share``."""
+        data, settings = self.method.read(ranks), self.settings
+        if isinstance(settings, FinetuneSettings) and (epochs := settings.samples.epochs) is not None:
+            steps = max(1, math.ceil(epochs * len(data.train) / settings.training.global_batch_size))
+            self.settings = dataclasses.replace(
+                settings,
+                training=dataclasses.replace(settings.training, steps=steps),
+                samples=dataclasses.replace(settings.samples, epochs=None),
+            )
+        return data

@@ -1,23 +1,17 @@
-"""Fine-tuning for labels: from a Hugging Face folder to one with a classification head."""
+"""Texts or words with labels as data, and the head of a model that gives such labels."""
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import write_atomically
 from shardwise.core.topology import Groups
 from shardwise.data import (
-    DataLoader,
     EncodedTexts,
     HeldOut,
-    LabelledRows,
     LabelledText,
     Labels,
     encode_labelled,
@@ -26,19 +20,19 @@ from shardwise.data import (
     labels_of,
     read_records,
 )
-from shardwise.data.labelled import ProblemType, counted, usual_problem
+from shardwise.data.json_records import counted
+from shardwise.data.labelled import ProblemType, usual_problem
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
-from shardwise.models.adapters import LoraConfig
 from shardwise.models.classification import Classification, Task
-from shardwise.models.description import ModelChunks, ModelDescription
-from shardwise.models.transformer_model import TransformerModel
-from shardwise.run.settings import FinetuneSettings, LabelSettings, RunSettings
-from shardwise.run.tasks.finetuning import Finetuning
+from shardwise.models.description import ModelDescription
+from shardwise.run.processes.ranks import Ranks
+from shardwise.run.settings import LabelSettings
 from shardwise.run.tasks.labelling import Labelling
-from shardwise.run.tasks.samples import held_out_indices
-from shardwise.storage.huggingface import config_to_json, describe_model, load_pretrained
-from shardwise.storage.huggingface.architectures.architecture import label_fields, label_names, usual_names
+from shardwise.run.tasks.pretrained_model import PretrainedModel
+from shardwise.run.tasks.task import Method
+from shardwise.run.tasks.task_data import TaskData, divided, sha256_of, share
+from shardwise.storage.huggingface.architectures.architecture import label_names, usual_names
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
@@ -49,181 +43,91 @@ _JOINED = (
 )
 
 
-@dataclass(frozen=True)
-class LabelledTexts:
-    """Texts with labels that a run trains and measures on.
-
-    Attributes:
-        name: what people call them.
-        sha256: hex digest of the texts and labels.
-        tokenizer: of the model.
-        labels: what they are.
-        train, held_out: rows to train and to measure on.
-        notes: what was cut.
-        held_out_bytes: nothing; a general-purpose compressor labels no texts.
-    """
-
-    name: str
-    sha256: str
-    tokenizer: Tokenizer
-    labels: Labels
-    train: LabelledRows
-    held_out: LabelledRows
-    notes: tuple[str, ...]
-    held_out_bytes: bytes = b""
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """The labels."""
-        return {"labels": list(self.labels.names), "problem_type": self.labels.problem}
-
-    @property
-    def bits_per_nat(self) -> float:
-        """Nothing: no text is predicted."""
-        return 0.0
-
-    def loader(self, settings: RunSettings) -> DataLoader:
-        """The training batches."""
-        return DataLoader(self.train, settings.training.global_batch_size, settings.training.seed)
-
-    def held_out_rows(self, settings: RunSettings) -> HeldOut:
-        """The held-out rows."""
-        return HeldOut(self.held_out)
-
-
-class Classifying(Finetuning):
-    """A run that trains a model, or adapters of it and its head, to label texts.
+class LabelledTexts(Method):
+    """A pretrained model, with its head or a new one, learns to label texts or words.
 
     Args:
-        settings: of the run.
+        source: the model, which is not built yet.
 
     Attributes:
         task: what has labels, texts or their words.
-        labels: what they are; known once the texts are read.
+        pad_id: the token that fills up short texts.
 
     Raises:
-        ConfigError: an architecture without such a head, no padding token, or labels that contradict the model's.
+        ConfigError: no padding token.
     """
 
-    labels: Labels
-    leaves_sample = False
     has_plan = False
 
-    def __init__(self, settings: FinetuneSettings) -> None:
-        task = settings.labels.task
+    def __init__(self, source: PretrainedModel) -> None:
+        self.source, self.settings = source, source.settings
+        task = self.settings.labels.task
         assert task != "text-generation"
         self.task: Task = task
-        super().__init__(settings)
-        folder = self.folder
+        folder, pad_token = source.folder, self.settings.labels.pad_token
         self.pad_id = pad_id_of(
-            folder.config.values,
-            folder.path,
-            folder.description,
-            self.tokenizer,
-            settings.labels.pad_token,
-            task=task,
+            folder.config.values, folder.path, folder.description, source.tokenizer, pad_token, task=task
         )
 
-    def check_model(self, description: ModelDescription) -> None:
-        """Raise ConfigError unless the model can have the head."""
-        self.folder.architecture.classifier_of(self.task)
+    def read(self, ranks: Ranks) -> TaskData:
+        """The texts, encoded by the model's tokenizer, their labels and the head. Raises as ``share``."""
+        return share(self._prepare, ranks)
 
-    def _prepare(self) -> LabelledTexts:
-        settings = self.settings
+    def _prepare(self) -> TaskData:
+        settings, tokenizer = self.settings, self.source.tokenizer
         name, texts = self.labelled_texts(settings.data)
-        if settings.samples.held_out:
-            parts = [texts, self.labelled_texts(settings.samples.held_out)[1]]
-        else:
-            picked = held_out_indices([_digest(text) for text in texts], settings.corpus.held_out_fraction)
-            parts = [[text for index, text in enumerate(texts) if (index in picked) == held] for held in (False, True)]
-        labels = self.labels_of(texts)
+        measured = self.labelled_texts(settings.samples.held_out)[1] if settings.samples.held_out else None
+        parts = divided(texts, measured, settings.corpus.held_out_fraction)
+        labels = choose_labels(self.source.folder, texts, settings.labels)
         train, held_out = (self.encoded(part, labels) for part in parts)
         notes = (
-            *((_JOINED,) if self.task == "token-classification" and self.tokenizer.joins_words else ()),
+            *((_JOINED,) if self.task == "token-classification" and tokenizer.joins_words else ()),
             *train.notes("--model.sequence-length", " to train on"),
             *held_out.notes("--model.sequence-length", " held out"),
         )
-        sha256 = hashlib.sha256("".join(_digest(text) for text in texts).encode()).hexdigest()
         kinds = counted(len(labels), "label") if labels.problem != "regression" else "numbers"
-        name = f"{name}, {counted(len(texts), 'text')} with {kinds}"
-        return LabelledTexts(name, sha256, self.tokenizer, labels, train.rows, held_out.rows, notes)
+        return TaskData(
+            f"{name}, {counted(len(texts), 'text')} with {kinds}",
+            sha256_of(texts),
+            tokenizer,
+            train.rows,
+            HeldOut(held_out.rows),
+            notes,
+            {"labels": list(labels.names), "problem_type": labels.problem},
+            labels=labels,
+            head=self._head(labels),
+        )
 
     def labelled_texts(self, paths: Sequence[str]) -> tuple[str, list[LabelledText]]:
-        """What people call the data, and its texts. Raises as ``read_records`` and what reads a record."""
+        """The data's name, and its texts. Raises as ``read_records`` and what reads a record."""
         name, records = read_records(paths)
         read = labelled_words_of if self.task == "token-classification" else labelled_text_of
         return name, [read(record, self.settings.corpus.text_key) for record in records]
-
-    def labels_of(self, texts: Sequence[LabelledText]) -> Labels:
-        """What labels there are. Raises as ``choose_labels``."""
-        return choose_labels(self.folder, texts, self.settings.labels)
 
     def encoded(self, texts: Sequence[LabelledText], labels: Labels) -> EncodedTexts:
         """Rows of texts. Raises as ``encode_labelled``."""
         return encode_labelled(
             texts,
-            tokenizer=self.tokenizer,
+            tokenizer=self.source.tokenizer,
             labels=labels,
             max_length=self.settings.sequence_length,
             pad_id=self.pad_id,
-            kinds=self.folder.description.num_tokentypes,
+            kinds=self.source.folder.description.num_tokentypes,
             parse_special=self.settings.special_tokens,
         )
 
-    def read_texts(self, ranks: Any) -> Any:
-        """See ``Finetuning``; the labels are known afterwards."""
-        texts = super().read_texts(ranks)
-        assert isinstance(texts, LabelledTexts)
-        self.labels = texts.labels
-        return texts
-
-    @property
-    def head(self) -> Classification:
+    def _head(self, labels: Labels) -> Classification:
         """The head that the model is to have, with the dropout of the settings where its class has any."""
-        head, dropout = head_of(self.folder, self.task, self.labels, self.pad_id), self.settings.model.dropout
-        drops = self.folder.architecture.classifier_of(self.task).dropout is not None
+        folder, dropout = self.source.folder, self.settings.model.dropout
+        head = head_of(folder, self.task, labels, self.pad_id)
+        drops = folder.architecture.classifier_of(self.task).dropout is not None
         return head if dropout is None or not drops else dataclasses.replace(head, dropout=dropout)
 
-    def describe(self, vocab_size: int) -> ModelDescription:
-        """The folder's model with its head."""
-        return self.folder.architecture.with_head(super().describe(vocab_size), self.head)
-
-    def load(self, **options: Any) -> TransformerModel | ModelChunks:
-        """The folder's model, with its head or a new one."""
-        return load_pretrained(self.folder.path, classification=self.head, **options)
-
-    def objective(self, groups: Groups, device: torch.device) -> Labelling:
+    def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Labelling:
         """The loss of ``transformers``, and the accuracy."""
-        return Labelling(self.head, self.labels.names)
-
-    def adapters(self) -> LoraConfig:
-        """The adapters of the settings; the head is trained whole."""
-        config, folder = super().adapters(), self.folder
-        parts = [folder.architecture.classifier_of(self.task).tensor]
-        of_texts = self.task == "sequence-classification"
-        if (
-            of_texts
-            and folder.description.kind == "bert"
-            and not any("pooler" in name for name in folder.tensors.tensors)
-        ):
-            parts.append("pooler")
-        return dataclasses.replace(config, modules_to_save=tuple(dict.fromkeys((*config.modules_to_save, *parts))))
-
-    def beside_adapters(self, model: TransformerModel, out: Path) -> None:
-        """Write the ``config.json`` of the model with the head, which says what the labels are."""
-        config = config_to_json(
-            describe_model(model),
-            architecture=self.folder.architecture.model_type,
-            dtype=self.folder.dtype,
-            base=self.folder.config.values,
-        )
-        text = json.dumps(config | self.fields, indent=2) + "\n"
-        write_atomically(out / CONFIG_NAME, lambda file: file.write(text.encode()))
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The labels' names."""
-        return label_fields(list(self.labels.names))
+        assert data.head is not None
+        assert data.labels is not None
+        return Labelling(data.head, data.labels.names)
 
 
 def pad_id_of(
@@ -342,7 +246,3 @@ def head_of(folder: PretrainedFolder, task: Task, labels: Labels, pad_id: int) -
         own = dataclasses.replace(own, pad_token_id=pad_id) if kind.pads else own
         return own.with_problem(own.problem_type or labels.problem)
     return kind.head(len(labels), problem_type=labels.problem, pad_token_id=pad_id, dropout=dropout)
-
-
-def _digest(text: LabelledText) -> str:
-    return hashlib.sha256(json.dumps([text.words or text.text, text.pair, text.label]).encode()).hexdigest()

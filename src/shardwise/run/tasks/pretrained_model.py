@@ -1,0 +1,202 @@
+"""The model of a Hugging Face folder, or adapters for it, as a source of runs."""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.topology import Groups
+from shardwise.data.tokenizer import PaddedTokenizer
+from shardwise.models.adapters import LoraConfig
+from shardwise.models.classification import Classification
+from shardwise.models.description import ModelChunks, ModelDescription
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.run.build import config_fields
+from shardwise.run.settings import FinetuneSettings, LoraSettings, RunSettings
+from shardwise.run.tasks.task_data import TaskData
+from shardwise.storage.adapters import add_lora_, load_adapter_, read_adapter_config
+from shardwise.storage.adapters.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from shardwise.storage.huggingface import BaseQuantization, load_pretrained
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME
+from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.storage.huggingface.tensor_folder import copy_companion_files
+from shardwise.training.bounds import DEFAULT_SEQUENCE
+
+_LOOKED_AT_BYTES = 1 << 20
+
+
+class FolderTokenizer(PaddedTokenizer):
+    """The tokenizer of a Hugging Face folder, whose files are copied as they are."""
+
+    source: Path
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Copy the tokenizer's files.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        target = Path(folder)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            copy_companion_files(self.source, target, beside_card=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {target}: {error.strerror or error}") from error
+
+
+class PretrainedModel:
+    """The model of a Hugging Face folder, whose weights are trained, or adapters for it.
+
+    Args:
+        settings: of the run.
+
+    Attributes:
+        settings: likewise, with the sequence length.
+        folder: of the model, open for reading; no tensor is read yet.
+        tokenizer: of the folder.
+        identity, trains_weights: see ``Source``.
+
+    Raises:
+        ConfigError: a model of another kind, an unknown architecture, a tokenizer that does not fit the model, samples
+            longer than its longest sequence, or ``out`` is no place for this run.
+        CheckpointError: files that are missing or damaged.
+        DataError: no tokenizer, or one that cannot be read.
+    """
+
+    def __init__(self, settings: FinetuneSettings) -> None:
+        path = Path(settings.base)
+        self.folder = PretrainedFolder(path)
+        description = self.folder.description
+        if settings.labels.task != "text-generation":
+            self.folder.architecture.classifier_of(settings.labels.task)
+        elif description.kind != "gpt":
+            raise ConfigError(
+                f"{path} is a {self.folder.architecture.model_type} model, which does not continue texts; --task "
+                "sequence-classification labels them"
+            )
+        elif (head := description.classification) is not None:
+            raise ConfigError(
+                f"{path} is a model for {head.task} and has no head to continue texts; add --task {head.task}"
+            )
+        self.tokenizer = FolderTokenizer.load(path)
+        assert isinstance(self.tokenizer, FolderTokenizer)
+        self.tokenizer.source = path
+        if self.tokenizer.vocab_size > description.vocab_size:
+            raise ConfigError(
+                f"the tokenizer of {path} has {self.tokenizer.vocab_size} ids, more than the {description.vocab_size} "
+                "of the model's vocabulary; it is another model's"
+            )
+        settings.check_effect(description.num_layers)
+        self.identity: Mapping[str, Any] = {"base_sha256": digest_of(self.folder)}
+        longest = description.max_sequence_length
+        length = settings.model.sequence_length or min(DEFAULT_SEQUENCE, longest)
+        if length > longest:
+            raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
+        settings.parallel.check_length(length)
+        _check_out(Path(settings.out), path)
+        if (quantization := _base_quantization(settings.lora)) is not None:
+            quantization.check()
+        self.trains_weights = not settings.lora.is_on
+        model = dataclasses.replace(settings.model, sequence_length=length)
+        self.settings = dataclasses.replace(settings, model=model)
+
+    def digests(self) -> dict[str, str]:
+        """Hex digests that tell the model with its adapters from others."""
+        lora = self.settings.lora
+        return {
+            **self.identity,
+            "adapters_sha256": _adapters_digest(lora.lora_from),
+            "base_quantization": lora.base_quantization,
+        }
+
+    def describe(self, data: TaskData) -> ModelDescription:
+        """The folder's model with the dropout of the settings, and with the head of the data."""
+        description, dropout = self.folder.description, self.settings.model.dropout
+        if dropout is not None:
+            description = dataclasses.replace(description, hidden_dropout=dropout, attention_dropout=dropout)
+        return description if data.head is None else self.folder.architecture.with_head(description, data.head)
+
+    def build(
+        self, settings: RunSettings, data: TaskData, *, groups: Groups, device: torch.device
+    ) -> TransformerModel | ModelChunks:
+        """The folder's model on this rank, with adapters if asked; every rank calls."""
+        fields, lora, architecture = config_fields(settings, groups), self.settings.lora, self.folder.architecture
+        fields["sequence_parallel"] &= groups.tp.size() > 1
+        if (dropout := self.settings.model.dropout) is not None:
+            fields |= {"hidden_dropout": dropout, "attention_dropout": dropout}
+        # A new head starts from it.
+        torch.default_generator.manual_seed(settings.training.seed)
+        loaded = load_pretrained(
+            self.folder.path,
+            groups=groups,
+            device=device,
+            classification=data.head,
+            quantization=_base_quantization(lora),
+            **fields,
+        )
+        model = ModelChunks(loaded) if isinstance(loaded, list) else loaded
+        if lora.is_on:
+            assert isinstance(model, TransformerModel)
+            torch.default_generator.manual_seed(settings.training.seed)
+            if lora.lora_from is None:
+                add_lora_(model, self._adapters(data.head), architecture)
+            else:
+                load_adapter_(model, lora.lora_from, architecture)
+        return model
+
+    def _adapters(self, head: Classification | None) -> LoraConfig:
+        """New adapters; a head is trained whole."""
+        config, folder = self.settings.lora.config(), self.folder
+        if head is None:
+            return config
+        modules = [*config.modules_to_save, folder.architecture.classifier_of(head.task).tensor]
+        has_pooler = any("pooler" in name for name in folder.tensors.tensors)
+        if not head.is_of_tokens and folder.description.kind == "bert" and not has_pooler:
+            modules.append("pooler")
+        return dataclasses.replace(config, modules_to_save=tuple(dict.fromkeys(modules)))
+
+
+def _base_quantization(lora: LoraSettings) -> BaseQuantization | None:
+    """How the base's linear layers are quantised, except those that are trained whole."""
+    if lora.base_quantization == "none":
+        return None
+    config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
+    return BaseQuantization(lora.base_quantization, config.saves)
+
+
+def digest_of(folder: PretrainedFolder) -> str:
+    """Hex digest of a model's config, and of the beginnings and ends of its files of weights."""
+    digest = hashlib.sha256((folder.path / CONFIG_NAME).read_bytes())
+    for path in sorted({tensor.file for tensor in folder.tensors.tensors.values()}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_LOOKED_AT_BYTES))
+            file.seek(max(0, size - _LOOKED_AT_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _adapters_digest(folder: str | None) -> str:
+    """Of the adapters in a folder; of none if None."""
+    digest = hashlib.sha256()
+    for path in [] if folder is None else sorted(Path(folder).glob("adapter_*")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _check_out(out: Path, base: Path) -> None:
+    """Refuse to write into a folder with a model that no run wrote."""
+    if out.exists() and out.resolve() == base.resolve():
+        raise ConfigError(f"--out {out} is the model's own folder; choose another")
+    if (out / "settings.json").exists():
+        return
+    for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME):
+        if (out / name).exists():
+            article = "an" if name[0] in "aeiou" else "a"
+            raise ConfigError(f"--out {out} has {article} {name}, which no run put there; choose another folder")

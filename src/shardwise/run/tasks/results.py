@@ -1,0 +1,144 @@
+"""The files that a run with a pretrained model leaves: the fine-tuned model, or its adapters."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import ConfigError
+from shardwise.core.files import write_atomically
+from shardwise.models.description import ModelChunks
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.run.settings import FinetuneSettings
+from shardwise.run.tasks.model_card import model_card
+from shardwise.run.tasks.pretrained_model import PretrainedModel
+from shardwise.run.tasks.task import Session
+from shardwise.storage.adapters import merge_lora_, remove_lora_, save_adapter
+from shardwise.storage.huggingface import config_to_json, describe_model, save_pretrained
+from shardwise.storage.huggingface.architectures.architecture import label_fields
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME
+from shardwise.storage.huggingface.tensor_folder import README_NAME
+
+
+def leave_adapters(session: Session) -> None:
+    """Write the run's adapters into its folder; every rank calls.
+
+    With a head that gives labels, the ``config.json`` of the model with it is there too. ``adapter_config.json`` comes
+    last of the adapters' files: where it is, they are whole.
+
+    Raises:
+        CheckpointError, ConfigError: they cannot be written (no permission, disk full).
+    """
+    model, out, source, control = session.trainer.model, session.out, _source_of(session), session.ranks.control
+    assert isinstance(model, TransformerModel)
+    # Next to a model of an earlier run they would be taken for that one's.
+    agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=control)
+    # Absolute, so that they find it from any folder.
+    base = os.path.abspath(source.settings.base)
+    save_adapter(model, out, source.folder.architecture, base_model=base)
+
+    def add_files() -> None:
+        try:
+            if session.data.labels is not None:
+                config = config_to_json(
+                    describe_model(model),
+                    architecture=source.folder.architecture.model_type,
+                    dtype=source.folder.dtype,
+                    base=source.folder.config.values,
+                )
+                _write(out / CONFIG_NAME, json.dumps(config | _label_fields(session), indent=2) + "\n")
+            _write(out / README_NAME, _card(session))
+        except OSError as error:
+            raise ConfigError(f"cannot write to {out}: {error.strerror or error}") from error
+
+    agree(lambda: add_files() if session.ranks.is_first else None, group=control)
+
+
+def leave_model(session: Session) -> None:
+    """Write the fine-tuned model, or the one with its adapters merged, into the run's folder; every rank calls.
+
+    ``config.json`` comes last: where it is, the model is whole.
+
+    Raises:
+        CheckpointError, ConfigError: it cannot be written (no permission, disk full).
+    """
+    model, out, source, control = session.trainer.model, session.out, _source_of(session), session.ranks.control
+    if source.settings.lora.is_on:
+        assert isinstance(model, TransformerModel)
+        # Not at the top: PyTorch's part of it is slow to import.
+        from shardwise.training.gradients.fully_sharded import whole_parts
+
+        for part in whole_parts(model):
+            merge_lora_(part)
+        remove_lora_(model)
+    partial = out / "export.partial"
+    agree(lambda: shutil.rmtree(partial, ignore_errors=True) if session.ranks.is_first else None, group=control)
+    save_pretrained(
+        list(model) if isinstance(model, ModelChunks) else model,  # type: ignore[arg-type]
+        partial,
+        source=source.folder.path,
+        architecture=source.folder.architecture.model_type,
+        dtype=source.folder.dtype,
+        fields=_label_fields(session),
+        card=agree(lambda: _card(session), group=control),
+    )
+    agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
+
+
+def _source_of(session: Session) -> PretrainedModel:
+    assert isinstance(session.task.source, PretrainedModel)
+    return session.task.source
+
+
+def _label_fields(session: Session) -> dict[str, Any]:
+    """The labels' names in a ``config.json``."""
+    return {} if session.data.labels is None else label_fields(list(session.data.labels.names))
+
+
+def _card(session: Session) -> str:
+    settings = session.settings
+    assert isinstance(settings, FinetuneSettings)
+    task = settings.labels.task
+    return model_card(
+        settings,
+        session.out,
+        model_name=settings.model_name,
+        layout={kind: session.topology.size(kind) for kind in ("tp", "pp", "dp")},
+        data=session.data.name,
+        base=_source_of(session).folder.path,
+        is_adapter=settings.lora.is_on and not settings.lora.lora_merge,
+        # By the hub's name.
+        task="text-classification" if task == "sequence-classification" else task,
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+# What a reader looks for first comes first, so that a folder half emptied is one without a model.
+_MODEL_FILES = (CONFIG_NAME, "model*.safetensors", "model*.safetensors.index.json")
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model*.safetensors")
+
+
+def _remove(out: Path, patterns: Sequence[str]) -> None:
+    """Remove what an earlier run left in ``out``."""
+    try:
+        for stale in [path for pattern in patterns for path in out.glob(pattern)]:
+            stale.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot remove the files of an earlier run from {out}: {error.strerror or error}") from error
+
+
+def _move_into_place(partial: Path, out: Path) -> None:
+    """Replace an earlier export, or adapters, by the one in ``partial``."""
+    _remove(out, (*_ADAPTER_FILES, *_MODEL_FILES))
+    try:
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+            path.replace(out / path.name)
+        partial.rmdir()
+    except OSError as error:
+        raise ConfigError(f"cannot move the model from {partial} to {out}: {error.strerror or error}") from error

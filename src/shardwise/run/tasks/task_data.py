@@ -1,0 +1,146 @@
+"""The data of a run as rows: what every task trains and measures on, its split, its cache, and its sharing by ranks."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from shardwise.core.communication.agreement import agree, check_same
+from shardwise.core.errors import DataError, UnwritableError
+from shardwise.core.folder_lock import check_folder
+from shardwise.data import HeldOut, Labels, Rows
+from shardwise.data.json_records import counted
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.models.classification import Classification
+from shardwise.run.processes.ranks import Ranks
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Rows that a run trains and measures on.
+
+    Attributes:
+        name: what people call the data.
+        sha256: hex digest of all of it.
+        tokenizer: of the rows.
+        train: rows to train on.
+        held_out: rows to measure on.
+        notes: what the user should know, one line each.
+        identity: how the data became rows, as checkpoints record it.
+        held_out_bytes: the held-out text for compressors to be compared with; nothing where they have none in common.
+        bits_per_nat: bits per byte of the training text that a loss of one nat per token is; 0 if no text is predicted.
+        labels: of texts or words with labels.
+        head: the head of a model that gives these labels.
+    """
+
+    name: str
+    sha256: str
+    tokenizer: Tokenizer
+    train: Rows
+    held_out: HeldOut
+    notes: tuple[str, ...] = ()
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    held_out_bytes: bytes = b""
+    bits_per_nat: float = 0.0
+    labels: Labels | None = None
+    head: Classification | None = None
+
+
+def share(prepare: Callable[[], TaskData], ranks: Ranks) -> TaskData:
+    """``prepare()`` on every rank; the first of each machine does the work and the others find it in the cache.
+
+    Raises:
+        ShardwiseError: what went wrong on any rank, on every rank.
+        DesyncError: the ranks read different data.
+    """
+    with ranks.phase("reading the text"):
+        data = agree(lambda: prepare() if ranks.local_rank == 0 else None, group=ranks.control)
+        data = agree(lambda: data or prepare(), group=ranks.control)
+    assert data is not None
+    for note in data.notes if ranks.is_first else ():
+        print(f"note   {note}", flush=True)
+    check_same(data.sha256, "the text (its SHA-256)", group=ranks.control)
+    check_same(data.tokenizer.sha256, "the tokenizer (its SHA-256)", group=ranks.control)
+    return data
+
+
+def cache_folder() -> Path:
+    """Where tokenizers and token streams are kept between runs.
+
+    ``$SHARDWISE_CACHE``, or ``shardwise`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``.
+
+    Raises:
+        UnwritableError: this user has no home folder.
+    """
+    own = os.environ.get("SHARDWISE_CACHE")
+    if own:
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
+    except RuntimeError as error:
+        raise UnwritableError(str(error)) from error
+
+
+def with_cache(make: Callable[[Path | None], _T]) -> tuple[_T, tuple[str, ...]]:
+    """``make(folder)`` of the cache, or ``make(None)`` where it cannot be written; and notes if so."""
+    try:
+        folder = cache_folder()
+        # Before the work is done, and its result cannot be kept.
+        check_folder(folder, flag="SHARDWISE_CACHE")
+        return make(folder), ()
+    except UnwritableError as error:
+        return make(None), (f"nothing is kept for the next run: {error}",)
+
+
+class Item(Protocol):
+    """An example, a preference or a text with labels."""
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of what it says, wherever it lies."""
+
+
+_I = TypeVar("_I", bound=Item)
+
+
+def sha256_of(items: Sequence[Item]) -> str:
+    """Hex digest of all items and their order."""
+    return hashlib.sha256("".join(item.sha256 for item in items).encode()).hexdigest()
+
+
+def divided(items: Sequence[_I], held_out: Sequence[_I] | None, fraction: float) -> tuple[list[_I], list[_I]]:
+    """Items to train on, and to measure on.
+
+    Args:
+        items: to train on.
+        held_out: to measure on; a part of ``items`` if None: whole ones, equal ones on one side, whatever their order.
+        fraction: how much of the items that part is.
+
+    Raises:
+        DataError: there are no two different items.
+    """
+    if held_out is not None:
+        return list(items), list(held_out)
+    groups: dict[str, list[int]] = {}
+    for index, item in enumerate(items):
+        groups.setdefault(item.sha256, []).append(index)
+    if len(groups) < 2:
+        equal = ", all equal," if len(items) > 1 else ""
+        raise DataError(
+            f"{counted(len(items), 'sample')}{equal} cannot be divided into some to train on and some to "
+            "measure on; give more, or name a file to measure on (--held-out)"
+        )
+    target = max(1, round(fraction * len(items)))
+    picked: set[int] = set()
+    for digest in sorted(groups)[:-1]:
+        if len(picked) >= target:
+            break
+        picked.update(groups[digest])
+    train, measured = (
+        [each for index, each in enumerate(items) if (index in picked) is held] for held in (False, True)
+    )
+    return train, measured
