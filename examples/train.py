@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from shardwise import Topology
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.topology import Groups
-from shardwise.data import DataLoader, TokenDataset, TokenStream
+from shardwise.data import DataLoader, TokenRows, TokenStream
 from shardwise.models import GPT, ModelConfig
 from shardwise.storage import checkpoint
 from shardwise.training.optimizer.adamw import AdamW
@@ -57,7 +57,7 @@ def make_loader(text: Path) -> DataLoader:
     data = text.read_bytes()
     tokens = np.append(np.frombuffer(data, np.uint8).astype(np.uint16), np.uint16(END_OF_TEXT))
     stream = TokenStream(text.name, tokens, END_OF_TEXT, len(data))
-    return DataLoader(TokenDataset(stream, SEQUENCE), GLOBAL_BATCH, SEED)
+    return DataLoader(TokenRows(stream, SEQUENCE), GLOBAL_BATCH, SEED)
 
 
 def train_step(step: int, model: GPT, optimizer: AdamW, loader: DataLoader, groups: Groups) -> tuple[float, float]:
@@ -67,7 +67,7 @@ def train_step(step: int, model: GPT, optimizer: AdamW, loader: DataLoader, grou
     optimizer.zero_grad()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in loader.batch(step, groups.dp.rank(), groups.dp.size(), MICRO_BATCH):
-        tokens, labels = (tensor.to(device) for tensor in batch)
+        tokens, labels = batch.tokens.to(device), batch.labels.to(device)
         # The loss of each token, [b, s]: equal on all tensor-parallel ranks, none of which held all logits of a token.
         loss = model(tokens, labels=labels).sum() / loader.num_labels(step)
         loss.backward()
