@@ -21,12 +21,12 @@ from shardwise.data import Corpus, HeldOut, TokenRows, TokenStream, WindowRows
 from shardwise.models.adapters import LoraConfig, adapter
 from shardwise.models.gpt import GPT
 from shardwise.run import run
-from shardwise.run.build import NewModel
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
 from shardwise.run.settings import ModelSettings, OptimizerSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.run.tasks.task import Method, Task
 from shardwise.run.tasks.task_data import TaskData
+from shardwise.run.tasks.texts import NewModel
 from shardwise.storage.adapters import add_lora_, model
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 

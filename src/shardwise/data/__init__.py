@@ -31,6 +31,7 @@ from shardwise.data.labelled import (
     labelled_text_of as labelled_text_of,
     labelled_words_of as labelled_words_of,
     labels_of as labels_of,
+    read_labelled as read_labelled,
 )
 from shardwise.data.labelled_rows import (
     EncodedTexts as EncodedTexts,

@@ -1,9 +1,9 @@
 """Texts with labels, or with one for each word: from records to what a label is."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.batch import IGNORE_INDEX
 from shardwise.data.json_records import Record, check_text, counted, digest_of, keys_of, kind_of, text_of
-
-ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+from shardwise.data.reading import AnyPath, read_records
+from shardwise.models.classification import ProblemType
 
 _MOST_LABELS = 1 << 20
 _SHOWN = 5
@@ -37,12 +37,26 @@ class LabelledText:
     words: tuple[str, ...] | None = None
 
     @property
+    def content(self) -> str | tuple[str, ...]:
+        """The words, or else the text."""
+        return self.text if self.words is None else self.words
+
+    @property
     def sha256(self) -> str:
         """Hex digest of texts and label, wherever they lie."""
         return digest_of([self.words or self.text, self.pair, self.label])
 
 
-def labelled_text_of(record: Record, text_key: str, *, needs_label: bool = True) -> LabelledText:
+def read_labelled(
+    paths: AnyPath | Iterable[AnyPath], text_key: str, *, of_words: bool, needs_labels: bool = True
+) -> tuple[str, list[LabelledText]]:
+    """The name of files and folders for people, and their texts. Raises as ``read_records`` and what reads a record."""
+    name, records = read_records(paths)
+    read = labelled_words_of if of_words else labelled_text_of
+    return name, [read(record, text_key, needs_labels=needs_labels) for record in records]
+
+
+def labelled_text_of(record: Record, text_key: str, *, needs_labels: bool = True) -> LabelledText:
     """A record with ``text_key``, ``label`` and, for pairs, ``text_pair``.
 
     Raises:
@@ -56,7 +70,7 @@ def labelled_text_of(record: Record, text_key: str, *, needs_label: bool = True)
     if pair is not None:
         check_text(pair, record.where, "'text_pair'")
     label = next((value[name] for name in ("label", "labels") if value.get(name) is not None), None)
-    if label is None and needs_label:
+    if label is None and needs_labels:
         what = "the 'label' is null" if "label" in value else f"no 'label' (its keys: {keys_of(value)})"
         raise DataError(f"{record.where}: {what}; each record must have a text and its label")
     return LabelledText(record.where, text, pair, label)

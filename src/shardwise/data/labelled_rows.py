@@ -156,33 +156,27 @@ def encode_labelled(
     of_tokens = any(text.words is not None for text in texts)
     ids, types, values, kept, num_cut, num_words = [], [], [], [], 0, 0
     for text in texts:
-        places: list[int | None] = []
-        if text.words is not None:
-            own, own_types, places, is_cut = tokenizer.encode_words(
-                text.words, max_length=max_length, parse_special=parse_special
-            )
-        else:
-            own, own_types, is_cut = tokenizer.encode_framed(
-                text.text, text.pair, max_length=max_length, parse_special=parse_special
-            )
-        if not own and (text.words is None or labels is None):
+        own = tokenizer.encode_framed(text.content, text.pair, max_length=max_length, parse_special=parse_special)
+        if not own.ids and (text.words is None or labels is None):
             raise DataError(f"{text.where}: the text has no tokens; remove the record")
-        if kinds and max(own_types, default=0) >= kinds:
-            raise DataError(f"{text.where}: a second text has token type {max(own_types)}, and the model has {kinds}")
-        num_cut += is_cut
+        if kinds and max(own.type_ids, default=0) >= kinds:
+            raise DataError(
+                f"{text.where}: a second text has token type {max(own.type_ids)}, and the model has {kinds}"
+            )
+        num_cut += own.is_cut
         if text.words is None:
             value = np.full(1, IGNORE_INDEX) if labels is None else labels.encode(text)
         else:
             of_words = np.arange(len(text.words)) if labels is None else labels.encode_words(text)
-            value = _of_first_tokens(of_words, places)
+            value = _of_first_tokens(of_words, own.words)
             num_labels = int((value != IGNORE_INDEX).sum())
             if labels is not None:
                 num_words += int((of_words != IGNORE_INDEX).sum()) - num_labels
                 if not num_labels:
                     continue
         kept.append(text)
-        ids.append(np.array(own, dtype=np.int64))
-        types.append(np.array(own_types, dtype=np.int64))
+        ids.append(np.array(own.ids, dtype=np.int64))
+        types.append(np.array(own.type_ids, dtype=np.int64))
         values.append(value)
     if texts and not kept:
         raise DataError(

@@ -141,46 +141,51 @@ def _map_cached(path: Path, identity: dict[str, Any], dtype: np.dtype[Any]) -> N
         return None
 
 
-def _check_sequence_length(sequence_length: int) -> None:
-    if sequence_length < 1:
-        raise ConfigError(f"sequence_length {sequence_length} must be at least 1")
+class _StreamRows(Rows):
+    """Rows of a token stream, all of one length."""
+
+    def __init__(self, stream: TokenStream, sequence_length: int) -> None:
+        if sequence_length < 1:
+            raise ConfigError(f"sequence_length {sequence_length} must be at least 1")
+        self.stream, self.sequence_length, self.num_bytes = stream, sequence_length, stream.num_bytes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def width(self, indices: NDArray[np.int64]) -> int:
+        return self.sequence_length
+
+    def padding(self, length: int) -> Row:
+        tokens = np.full(length, self.stream.eos_id, np.int64)
+        return {"tokens": tokens, "labels": np.full_like(tokens, IGNORE_INDEX)}
 
 
-class TokenRows(Rows):
-    """A token stream cut into samples of one length, to learn from.
+class TokenRows(_StreamRows):
+    """A token stream cut into rows of one length that do not overlap, to learn from.
 
-    The stream is read as a ring: it ends with the end of a document and goes on with the start of one. So a sample may
-    start anywhere, and shifting all samples by an offset gives each the same length. Each epoch has another offset, so
+    The stream is read as a ring: it ends with the end of a document and goes on with the start of one. So a row may
+    start anywhere, and shifting all rows by an offset gives each the same length. Each epoch has another offset, so
     that texts are cut anew.
 
     Args:
         stream: the tokens.
-        sequence_length: ``s``, tokens in a sample.
-        offset: tokens by which all samples are shifted.
+        sequence_length: ``s``, tokens in a row.
+        offset: tokens by which all rows are shifted.
 
     Raises:
         ConfigError: ``sequence_length`` is less than 1.
-        DataError: the stream is shorter than one sample and the label behind it.
+        DataError: the stream is shorter than one row and the label behind it.
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, offset: int = 0) -> None:
-        _check_sequence_length(sequence_length)
+        super().__init__(stream, sequence_length)
         if stream.num_tokens < sequence_length + 1:
             raise DataError(
                 f"the corpus {stream.name!r} has {stream.num_tokens} tokens, fewer than one sample of sequence_length "
                 f"{sequence_length} and 1; use a sequence_length of at most {stream.num_tokens - 1}, or more text"
             )
-        self.stream, self.sequence_length, self.offset = stream, sequence_length, offset
-        self.num_bytes = stream.num_bytes
-        self.lengths = self.labels = np.broadcast_to(np.int64(sequence_length), len(self))
-
-    def __len__(self) -> int:
-        """Number of samples that do not overlap."""
-        return self.stream.num_tokens // self.sequence_length
-
-    def width(self, indices: NDArray[np.int64]) -> int:
-        """``s``, of all samples."""
-        return self.sequence_length
+        self.offset = offset
+        self.lengths = self.labels = np.broadcast_to(np.int64(sequence_length), stream.num_tokens // sequence_length)
 
     def row(self, index: int, length: int | None = None) -> Row:
         """``tokens [s]``, and the token behind each as ``labels [s]``."""
@@ -193,17 +198,13 @@ class TokenRows(Rows):
             window = np.concatenate([window, self.stream.tokens[:missing]])
         return {"tokens": window[:-1].astype(np.int64), "labels": window[1:].astype(np.int64)}
 
-    def padding(self, length: int) -> Row:
-        """A sample in which no label counts."""
-        return _padding(self.stream, length)
-
     def in_epoch(self, seed: int, epoch: int) -> TokenRows:
-        """The samples by the offset of an epoch."""
+        """The rows by the offset of an epoch."""
         offset = int(random_uint64(seed, epoch, FOR_OFFSET, 1)[0]) % self.sequence_length
         return TokenRows(self.stream, self.sequence_length, offset)
 
 
-class WindowRows(Rows):
+class WindowRows(_StreamRows):
     """Windows of a token stream in which every token is a label exactly once, to judge by.
 
     The first token is predicted from an end-of-text token in front of it. The last window is filled with tokens whose
@@ -218,36 +219,18 @@ class WindowRows(Rows):
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int) -> None:
-        _check_sequence_length(sequence_length)
-        self.stream, self.sequence_length, self.num_bytes = stream, sequence_length, stream.num_bytes
+        super().__init__(stream, sequence_length)
         starts = np.arange(0, stream.num_tokens, sequence_length)
         self.lengths = self.labels = np.minimum(sequence_length, stream.num_tokens - starts)
-
-    def __len__(self) -> int:
-        """Number of windows."""
-        return len(self.labels)
-
-    def width(self, indices: NDArray[np.int64]) -> int:
-        """``s``, of all windows."""
-        return self.sequence_length
 
     def row(self, index: int, length: int | None = None) -> Row:
         """``tokens [s]``, and the token behind each as ``labels [s]``."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} is not one of {len(self)}")
-        row = self.padding(self.sequence_length)
-        start = index * self.sequence_length
+        row, start = self.padding(self.sequence_length), index * self.sequence_length
         targets = self.stream.tokens[start : start + self.sequence_length]
         row["labels"][: len(targets)] = targets
         row["tokens"][1 : len(targets)] = targets[:-1]
         if index > 0:
             row["tokens"][0] = self.stream.tokens[start - 1]
         return row
-
-    def padding(self, length: int) -> Row:
-        """A window of end-of-text tokens in which no label counts."""
-        return _padding(self.stream, length)
-
-
-def _padding(stream: TokenStream, length: int) -> Row:
-    return {"tokens": np.full(length, stream.eos_id, np.int64), "labels": np.full(length, IGNORE_INDEX, np.int64)}

@@ -1,7 +1,6 @@
 """From settings to a model."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from shardwise.core.topology import Groups
 from shardwise.models.description import ModelChunks, ModelDescription, chunks_of
 from shardwise.models.gpt import GPT
 from shardwise.run.settings import ModelSettings, RunSettings, Settings
-from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage import huggingface
 from shardwise.storage.huggingface import model_config
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
@@ -96,30 +94,3 @@ def build_model(settings: RunSettings, vocab_size: int, *, groups: Groups, devic
         assert isinstance(model, GPT)
         chunks.append(model)
     return ModelChunks(chunks) if len(chunks) > 1 else chunks[0]
-
-
-class NewModel:
-    """A model that starts from initial values, as a source of runs.
-
-    Args:
-        settings: of the run.
-
-    Attributes:
-        identity, trains_weights: see ``Source``.
-    """
-
-    identity: Mapping[str, Any] = {}
-    trains_weights = True
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings.model
-
-    def describe(self, data: TaskData) -> ModelDescription:
-        """The model that the settings ask for."""
-        return describe(self._settings, data.tokenizer.vocab_size)
-
-    def build(
-        self, settings: RunSettings, data: TaskData, *, groups: Groups, device: torch.device
-    ) -> GPT | ModelChunks:
-        """See ``build_model``."""
-        return build_model(settings, data.tokenizer.vocab_size, groups=groups, device=device)

@@ -23,14 +23,13 @@ from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError, ParityError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
-from shardwise.run.build import NewModel
 from shardwise.run.exact_surroundings import deterministic_algorithms, fix_order_of_mkl
 from shardwise.run.exact_trials import check_device
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings, Settings
 from shardwise.run.tasks.task import Outcome, Session, Task, compared
 from shardwise.run.tasks.task_data import TaskData
-from shardwise.run.tasks.texts import NewTexts
+from shardwise.run.tasks.texts import NewModel, NewTexts
 from shardwise.run.wording import banner
 from shardwise.training.trainer import Trainer
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -57,6 +57,22 @@ class TextSource(Protocol):
     @property
     def sha256(self) -> str:
         """Hex digest of the contents."""
+
+
+class Framed(NamedTuple):
+    """A text, or two, as tokens with what is put around them.
+
+    Attributes:
+        ids: of the tokens.
+        type_ids: of each token its type.
+        words: of each token the number of its word; None for what is put around them.
+        is_cut: whether anything was cut.
+    """
+
+    ids: list[int]
+    type_ids: list[int]
+    words: list[int | None]
+    is_cut: bool
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -359,46 +375,21 @@ class Tokenizer:
         return encoding.ids, encoding.offsets
 
     def encode_framed(
-        self, text: str, pair: str | None = None, *, max_length: int, parse_special: bool = False
-    ) -> tuple[list[int], list[int], bool]:
+        self, text: str | Sequence[str], pair: str | None = None, *, max_length: int, parse_special: bool = False
+    ) -> Framed:
         """A text, or two, with what the tokenizer's file puts around them, as ``transformers`` reads a text by itself.
 
         Args:
-            text: the text.
+            text: the text; or its words, as ``transformers`` reads them with ``is_split_into_words``: there is nothing
+                between words that is not in them.
             pair: the second one.
             max_length: most tokens; of longer texts the end of the longer one is cut.
             parse_special: see ``encode``.
-
-        Returns:
-            Token ids, and for each its token type; and whether anything was cut.
 
         Raises:
             DataError: a text holds a lone surrogate, a regular expression of the tokenizer gives up on it, or what is
                 put around it is longer than ``max_length``.
         """
-        encoding = self._framed(text, pair, max_length, parse_special)
-        return encoding.ids, encoding.type_ids, bool(encoding.overflowing)
-
-    def encode_words(
-        self, words: Sequence[str], *, max_length: int, parse_special: bool = False
-    ) -> tuple[list[int], list[int], list[int | None], bool]:
-        """``encode_framed`` of words, and of which word each token is, by its number; None for what is put around them.
-
-        As ``transformers`` with ``is_split_into_words``: there is nothing between words that is not in them.
-        """
-        encoding = self._framed(list(words), None, max_length, parse_special)
-        return encoding.ids, encoding.type_ids, encoding.word_ids, bool(encoding.overflowing)
-
-    @cached_property
-    def joins_words(self) -> bool:
-        """Whether ``encode_words`` reads words as if they were one, as byte-level tokenizers usually do."""
-        with panics_as_errors("encode the words 'x' and 'x'"):
-            encoding = self._framing_backend.encode(["x", "x"], is_pretokenized=True, add_special_tokens=False)
-        return self.decode(encoding.ids) == "xx"
-
-    def _framed(
-        self, text: str | list[str], pair: str | None, max_length: int, parse_special: bool
-    ) -> tokenizers.Encoding:
         backend = self._framing_backend
         backend.encode_special_tokens = not parse_special
         if (backend.truncation or {}).get("max_length") != max_length:
@@ -409,9 +400,18 @@ class Tokenizer:
         whole = text if isinstance(text, str) else " ".join(text)
         try:
             with panics_as_errors(f"encode {shown(whole if pair is None else f'{whole} {pair}')}"):
-                return backend.encode(text, pair, is_pretokenized=isinstance(text, list), add_special_tokens=True)
+                given, is_split = (text, False) if isinstance(text, str) else (list(text), True)
+                encoding = backend.encode(given, pair, is_pretokenized=is_split, add_special_tokens=True)
         except TypeError as error:
             raise DataError("the text has a lone surrogate, which is no character; remove it") from error
+        return Framed(encoding.ids, encoding.type_ids, encoding.word_ids, bool(encoding.overflowing))
+
+    @cached_property
+    def joins_words(self) -> bool:
+        """Whether ``encode_framed`` reads words as if they were one, as byte-level tokenizers usually do."""
+        with panics_as_errors("encode the words 'x' and 'x'"):
+            encoding = self._framing_backend.encode(["x", "x"], is_pretokenized=True, add_special_tokens=False)
+        return self.decode(encoding.ids) == "xx"
 
     def id_of(self, name: str) -> int | None:
         """The id of the token of that name; None if there is none."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Annotated, Literal
 
@@ -11,21 +12,17 @@ from torch import Tensor
 from shardwise.core.communication.agreement import agree, check_same, gather_objects
 from shardwise.core.errors import ConfigError, DataError, DivergenceError
 from shardwise.data import (
-    Batch,
     EncodedTexts,
     HeldOut,
     LabelledText,
     Labels,
     encode_labelled,
-    labelled_text_of,
-    labelled_words_of,
-    read_records,
+    read_labelled,
 )
 from shardwise.data.batch import BatchMover
 from shardwise.data.json_records import counted
-from shardwise.data.labelled import ProblemType
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.models.classification import IGNORED_LABEL, Classification
+from shardwise.models.classification import IGNORED_LABEL, Classification, ProblemType
 from shardwise.run.commands.opened_model import (
     TO_BRING_A_TOKENIZER,
     Evaluation,
@@ -61,6 +58,25 @@ class OpenClassifier:
     head: Classification
     names: tuple[str, ...]
     pad_id: int
+
+    def encode(
+        self,
+        texts: Sequence[LabelledText],
+        labels: Labels | None,
+        *,
+        sequence_length: int | None,
+        special_tokens: bool,
+    ) -> EncodedTexts:
+        """Rows of texts. Raises ConfigError: longer than the model's longest; DataError: see ``encode_labelled``."""
+        return encode_labelled(
+            texts,
+            tokenizer=self.tokenizer,
+            labels=labels,
+            max_length=self.model.sequence_length(sequence_length),
+            pad_id=self.pad_id,
+            kinds=self.model.description.num_tokentypes,
+            parse_special=special_tokens,
+        )
 
 
 def open_classifier(
@@ -155,44 +171,31 @@ def classify(
             kept = [each for each in texts if _has_tokens(opened, each, special_tokens)]
             # A blank line of which nothing can be said has an answer too, so that these keep their numbers.
             rest = _after_none_for(texts, kept, say)
-        reading = _Reading(sequence_length, batch_size, special_tokens, ranks.on_first(on_note))
-        for logits, batch in _outputs(opened, ranks, reading, kept) if kept else ():
-            # Rows that only fill up a batch come after all texts.
-            for row, words, labelled in zip(logits.double().cpu(), batch.labels.tolist(), rest, strict=False):
-                if labelled.words is None:
-                    say(answer(opened.head, opened.names, row))
-                else:
-                    say(answer_words(opened.names, row, words, labelled.words))
+        if kept:
+            encode = partial(opened.encode, kept, None, sequence_length=sequence_length, special_tokens=special_tokens)
+            rows = _rows(encode, ranks, on_note)
+            model = opened.model.load_model(ranks)
+            batches = rows.batches(min(batch_size, len(rows)), with_lengths=model.depends_on_length)
+            with ranks.phase("labelling", limited=True):
+                inputs = HeldOutLabels(opened.head).inputs
+                for logits, batch in outputs_of(model, batches, inputs, BatchMover(ranks.device)):
+                    # Rows that only fill up a batch come after all texts.
+                    for row, words, labelled in zip(logits.double().cpu(), batch.labels.tolist(), rest, strict=False):
+                        if labelled.words is None:
+                            say(answer(opened.head, opened.names, row))
+                        else:
+                            say(answer_words(opened.names, row, words, labelled.words))
         # Blank lines after the last text.
         next(rest, None)
     return answers
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """How texts are read.
-
-    Attributes:
-        sequence_length: most tokens of one; the usual number if None.
-        batch_size: texts at once.
-        special_tokens: whether the names of special tokens stand for them.
-        note: given each line that a user should read.
-    """
-
-    sequence_length: int | None
-    batch_size: int
-    special_tokens: bool
-    note: Callable[[str], object]
 
 
 def _has_tokens(opened: OpenClassifier, text: LabelledText, parse_special: bool) -> bool:
     """Whether a line has any token; of some tokenizers the empty one has."""
     if text.text.strip():
         return True
-    tokenizer, length = opened.tokenizer, opened.model.sequence_length(None)
-    if text.words is not None:
-        return bool(tokenizer.encode_words(text.words, max_length=length, parse_special=parse_special)[0])
-    return bool(tokenizer.encode_framed(text.text, max_length=length, parse_special=parse_special)[0])
+    length = opened.model.sequence_length(None)
+    return bool(opened.tokenizer.encode_framed(text.content, max_length=length, parse_special=parse_special).ids)
 
 
 def _after_none_for(
@@ -213,10 +216,7 @@ def _texts(
     if files and given:
         raise ConfigError("--data and --text both say what to label; leave one out")
     if files:
-        _, records = read_records(files)
-        if of_tokens:
-            return [labelled_words_of(record, text_key, needs_labels=False) for record in records]
-        return [labelled_text_of(record, text_key, needs_label=False) for record in records]
+        return read_labelled(files, text_key, of_words=of_tokens, needs_labels=False)[1]
     if not given and lines is None:
         raise ConfigError("there is nothing to label; give one of text, data and lines")
     each = given or [line.rstrip("\r\n") for line in lines or ()]
@@ -267,36 +267,12 @@ def named(names: Sequence[str], logits: Tensor) -> dict[str, object]:
     return {"label": names[best], "score": float(scores[best])}
 
 
-def _encoded(
-    opened: OpenClassifier, ranks: Ranks, reading: _Reading, texts: Sequence[LabelledText], labels: Labels | None
-) -> HeldOut:
-    """The rows of texts. Raises ConfigError: longer than the model's longest; DataError: see ``encode_labelled``."""
-    encoded: EncodedTexts = agree(
-        lambda: encode_labelled(
-            texts,
-            tokenizer=opened.tokenizer,
-            labels=labels,
-            max_length=opened.model.sequence_length(reading.sequence_length),
-            pad_id=opened.pad_id,
-            kinds=opened.model.description.num_tokentypes,
-            parse_special=reading.special_tokens,
-        ),
-        group=ranks.control,
-    )
+def _rows(encode: Callable[[], EncodedTexts], ranks: Ranks, on_note: Callable[[str], object] | None) -> HeldOut:
+    """The rows of texts on every rank, whose first one notes what was cut. Raises as ``OpenClassifier.encode``."""
+    encoded = agree(encode, group=ranks.control)
     for note in encoded.notes("--sequence-length"):
-        reading.note(note)
+        ranks.on_first(on_note)(note)
     return HeldOut(encoded.rows)
-
-
-def _outputs(
-    opened: OpenClassifier, ranks: Ranks, reading: _Reading, texts: Sequence[LabelledText]
-) -> Iterator[tuple[Tensor, Batch]]:
-    """The logits of each batch, and the batch."""
-    rows = _encoded(opened, ranks, reading, texts, None)
-    model = opened.model.load_model(ranks)
-    batches = rows.batches(min(reading.batch_size, len(rows)), with_lengths=model.depends_on_length)
-    with ranks.phase("labelling", limited=True):
-        yield from outputs_of(model, batches, HeldOutLabels(opened.head).inputs, BatchMover(ranks.device))
 
 
 def evaluate_labels(
@@ -318,13 +294,8 @@ def evaluate_labels(
         DivergenceError: the loss is not finite.
     """
 
-    def read() -> tuple[str, list[LabelledText]]:
-        name, records = read_records(data)
-        of_record = labelled_words_of if of_tokens else labelled_text_of
-        return name, [of_record(record, text_key) for record in records]
-
     of_tokens = opened.head.is_of_tokens
-    name, texts = agree(read, group=ranks.control)
+    name, texts = agree(lambda: read_labelled(data, text_key, of_words=of_tokens), group=ranks.control)
     check_same((name, len(texts)), "the data", group=ranks.control)
     if of_tokens:
         problem: ProblemType = "single_label_classification"
@@ -332,8 +303,9 @@ def evaluate_labels(
     else:
         problem = agree(lambda: problem_of(opened.head, texts), group=ranks.control)
         objective = HeldOutLabels(opened.head.with_problem(problem))
-    reading = _Reading(sequence_length, batch_size, special_tokens, ranks.on_first(on_note))
-    rows = _encoded(opened, ranks, reading, texts, Labels(opened.names, problem))
+    labels = Labels(opened.names, problem)
+    encode = partial(opened.encode, texts, labels, sequence_length=sequence_length, special_tokens=special_tokens)
+    rows = _rows(encode, ranks, on_note)
     model = opened.model.load_model(ranks)
     with ranks.phase("labelling", limited=True):
         measured = objective.scores(measure(model, objective, rows, min(batch_size, len(rows))))

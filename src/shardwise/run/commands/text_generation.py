@@ -319,7 +319,7 @@ def _stream(texts: TaskData, count: int, key: str, colours: bool) -> Iterator[st
 
 def _labelled(method: LabelledTexts, count: int) -> Iterator[str]:
     """Texts with labels."""
-    name, texts = method.labelled_texts(method.settings.data)
+    name, texts = method.read_texts(method.settings.data)
     labels = choose_labels(method.source.folder, texts, method.settings.labels)
     yield f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}"
     encoded = method.encoded(texts[:count], labels)

@@ -7,8 +7,7 @@ from shardwise.run.tasks.task import Method, Task
 def task_of(settings: RunSettings) -> Task:
     """The task of a run. Modules of the others are not imported. Raises as its source and its method."""
     if not isinstance(settings, FinetuneSettings):
-        from shardwise.run.build import NewModel
-        from shardwise.run.tasks.texts import NewTexts
+        from shardwise.run.tasks.texts import NewModel, NewTexts
 
         assert isinstance(settings, Settings)
         return Task(settings, NewModel(settings), NewTexts(settings))

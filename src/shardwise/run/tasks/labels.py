@@ -15,16 +15,14 @@ from shardwise.data import (
     LabelledText,
     Labels,
     encode_labelled,
-    labelled_text_of,
-    labelled_words_of,
     labels_of,
-    read_records,
+    read_labelled,
 )
 from shardwise.data.json_records import counted
-from shardwise.data.labelled import ProblemType, usual_problem
+from shardwise.data.labelled import usual_problem
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
-from shardwise.models.classification import Classification, Task
+from shardwise.models.classification import Classification, ProblemType, Task
 from shardwise.models.description import ModelDescription
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import LabelSettings
@@ -75,8 +73,8 @@ class LabelledTexts(Method):
 
     def _prepare(self) -> TaskData:
         settings, tokenizer = self.settings, self.source.tokenizer
-        name, texts = self.labelled_texts(settings.data)
-        measured = self.labelled_texts(settings.samples.held_out)[1] if settings.samples.held_out else None
+        name, texts = self.read_texts(settings.data)
+        measured = self.read_texts(settings.samples.held_out)[1] if settings.samples.held_out else None
         parts = divided(texts, measured, settings.corpus.held_out_fraction)
         labels = choose_labels(self.source.folder, texts, settings.labels)
         train, held_out = (self.encoded(part, labels) for part in parts)
@@ -98,11 +96,9 @@ class LabelledTexts(Method):
             head=self._head(labels),
         )
 
-    def labelled_texts(self, paths: Sequence[str]) -> tuple[str, list[LabelledText]]:
-        """The data's name, and its texts. Raises as ``read_records`` and what reads a record."""
-        name, records = read_records(paths)
-        read = labelled_words_of if self.task == "token-classification" else labelled_text_of
-        return name, [read(record, self.settings.corpus.text_key) for record in records]
+    def read_texts(self, paths: Sequence[str]) -> tuple[str, list[LabelledText]]:
+        """The name of the data, and its texts. Raises as ``read_labelled``."""
+        return read_labelled(paths, self.settings.corpus.text_key, of_words=self.task == "token-classification")
 
     def encoded(self, texts: Sequence[LabelledText], labels: Labels) -> EncodedTexts:
         """Rows of texts. Raises as ``encode_labelled``."""

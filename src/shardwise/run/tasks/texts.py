@@ -1,17 +1,51 @@
-"""Plain text as data: the corpus that ``--data`` names, its split, its tokenizer, its token streams."""
+"""A new model, and the plain text that it learns: the corpus that ``--data`` names, its split, tokenizer and tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.topology import Groups
 from shardwise.data import Corpus, HeldOut, TokenRows, TokenStream, WindowRows, read_corpus, stdlib_corpus
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.models.description import ModelChunks, ModelDescription
+from shardwise.models.gpt import GPT
+from shardwise.run.build import build_model, describe
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.settings import CorpusSettings, Settings
+from shardwise.run.settings import CorpusSettings, RunSettings, Settings
 from shardwise.run.tasks.task import Method
 from shardwise.run.tasks.task_data import TaskData, share, with_cache
 
 STDLIB = "stdlib"
+
+
+class NewModel:
+    """A model that starts from initial values, as a source of runs.
+
+    Args:
+        settings: of the run.
+
+    Attributes:
+        identity, trains_weights: see ``Source``.
+    """
+
+    identity: Mapping[str, Any] = {}
+    trains_weights = True
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings.model
+
+    def describe(self, data: TaskData) -> ModelDescription:
+        """The model that the settings ask for."""
+        return describe(self._settings, data.tokenizer.vocab_size)
+
+    def build(
+        self, settings: RunSettings, data: TaskData, *, groups: Groups, device: torch.device
+    ) -> GPT | ModelChunks:
+        """See ``build_model``."""
+        return build_model(settings, data.tokenizer.vocab_size, groups=groups, device=device)
 
 
 class NewTexts(Method):
