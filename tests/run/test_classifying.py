@@ -215,7 +215,7 @@ def test_accuracy_and_f1():
     several = HeldOutLabels(Classification("sequence-classification", 2, "multi_label_classification"))
     labels = torch.tensor([[1.0, 0.0], [1.0, 1.0], [torch.nan, torch.nan]])
     with torch.no_grad():
-        loss, counts = several.sums(torch.tensor([[2.0, -1.0], [2.0, -1.0], [0.0, 0.0]]), (None, labels))
+        loss, counts = several.sums(torch.tensor([[2.0, -1.0], [2.0, -1.0], [0.0, 0.0]]), Batch(None, labels))
     found = several.scores([float(loss), *counts.tolist()])
     assert (found["held_out_accuracy"], found["held_out_f1"]) == (0.5, 0.5)
 

@@ -121,7 +121,7 @@ def test_a_share_is_held_out_whole_and_equal_ones_together(tokenizer, monkeypatc
         samples = prepared(order, encoder, monkeypatch, tmp_path)
         texts = [
             {tokenizer.decode(dataset.row(index)["tokens"]) for index in range(len(dataset))}
-            for dataset in (samples.train, samples.held_out)
+            for dataset in (samples.train, samples.held_out.rows)
         ]
         assert [len(each) for each in texts] == [6, 1]
         assert not texts[0] & texts[1]
