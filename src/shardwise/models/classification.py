@@ -19,7 +19,7 @@ from shardwise.models.transformer.layer import ResidualDropout
 from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn import ReplicatedLinear, viewless
 
-Task = Literal["sequence-classification", "token-classification"]
+HeadTask = Literal["sequence-classification", "token-classification"]
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 IGNORED_LABEL = -100
@@ -44,7 +44,7 @@ class Classification:
         ConfigError: a value out of range.
     """
 
-    task: Task
+    task: HeadTask
     num_labels: int
     problem_type: ProblemType | None = None
     bias: bool = False

@@ -31,7 +31,7 @@ from shardwise.run.tasks import task_of
 from shardwise.run.tasks.task import Outcome, Session, Task
 from shardwise.run.utilisation import peak_memory, profiled
 from shardwise.run.wording import banner
-from shardwise.storage.checkpoint.saving import Progress as SaveProgress
+from shardwise.storage.checkpoint.saving import SaveProgress
 
 
 def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Outcome:

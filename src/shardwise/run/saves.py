@@ -29,7 +29,7 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.tasks.task import Outcome, Session
 from shardwise.storage.checkpoint import PendingSave, Snapshot
 from shardwise.storage.checkpoint.folder import clear_unfinished
-from shardwise.storage.checkpoint.saving import Progress
+from shardwise.storage.checkpoint.saving import SaveProgress
 
 
 class Saves:
@@ -55,20 +55,20 @@ class Saves:
         self._notes: set[str] = set()
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> SaveProgress:
         """Of this rank's writing."""
-        return Progress.WRITTEN if self._pending is None else self._pending.progress
+        return SaveProgress.WRITTEN if self._pending is None else self._pending.progress
 
-    def heard(self, progress: Progress) -> None:
+    def heard(self, progress: SaveProgress) -> None:
         """Publish what is written, once every rank has, or raise what kept a rank from it; every rank calls.
 
         Raises:
             CheckpointError: the disk is full, or what else a rank's thread found.
             DivergenceError: what was to be saved is not finite.
         """
-        if self._pending is None or progress == Progress.WRITING:
+        if self._pending is None or progress == SaveProgress.WRITING:
             return
-        if progress == Progress.FAILED and self._pending.progress != Progress.FAILED:
+        if progress == SaveProgress.FAILED and self._pending.progress != SaveProgress.FAILED:
             # Another rank has the reason; this one need not write the rest.
             self._pending.abandon()
         self.complete()

@@ -22,7 +22,7 @@ from shardwise.data.json_records import counted
 from shardwise.data.labelled import usual_problem
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
-from shardwise.models.classification import Classification, ProblemType, Task
+from shardwise.models.classification import Classification, HeadTask, ProblemType
 from shardwise.models.description import ModelDescription
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import LabelSettings
@@ -61,7 +61,7 @@ class LabelledTexts(Method):
         self.source, self.settings = source, source.settings
         task = self.settings.labels.task
         assert task != "text-generation"
-        self.task: Task = task
+        self.task: HeadTask = task
         folder, pad_token = source.folder, self.settings.labels.pad_token
         self.pad_id = pad_id_of(
             folder.config.values, folder.path, folder.description, source.tokenizer, pad_token, task=task
@@ -133,7 +133,7 @@ def pad_id_of(
     tokenizer: Tokenizer,
     name: str | None,
     *,
-    task: Task,
+    task: HeadTask,
 ) -> int:
     """The token that fills up short texts: the one called ``name``, or that of ``config.json`` or the tokenizer's.
 
@@ -230,7 +230,7 @@ def _as_list(label: Any) -> list[Any]:
     return label if isinstance(label, list) else [label]
 
 
-def head_of(folder: PretrainedFolder, task: Task, labels: Labels, pad_id: int) -> Classification:
+def head_of(folder: PretrainedFolder, task: HeadTask, labels: Labels, pad_id: int) -> Classification:
     """The classification head for such labels: the folder's, if it has one for the task."""
     own = folder.description.classification
     kind = folder.architecture.classifier_of(task)

@@ -130,7 +130,7 @@ def save(
     return PendingSave(root, step, state, meta, group=group, keep=keep, extra_files=extra_files).complete()
 
 
-class Progress(enum.IntEnum):
+class SaveProgress(enum.IntEnum):
     """How far one rank's writing is; the largest over the ranks is how far the save is."""
 
     WRITTEN = 0
@@ -219,11 +219,11 @@ class PendingSave:
             self._thread.start()
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> SaveProgress:
         """Of this rank's writing, without waiting for it."""
         if self._thread is not None and self._thread.is_alive():
-            return Progress.WRITING
-        return Progress.WRITTEN if self._error is None else Progress.FAILED
+            return SaveProgress.WRITING
+        return SaveProgress.WRITTEN if self._error is None else SaveProgress.FAILED
 
     def complete(self) -> Path:
         """Wait until every rank has written, and publish the checkpoint; its folder, on every rank. Collective.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.models.classification import Classification, Task
+from shardwise.models.classification import Classification, HeadTask
 from shardwise.models.description import ModelDescription
 from shardwise.models.transformer.heads import Heads
 from shardwise.storage.huggingface.fields import ACTIVATION_NAMES, Fields
@@ -34,7 +34,7 @@ class ClassifierFormat:
         pads: the head of sequences looks at the last token that is no padding.
     """
 
-    task: Task
+    task: HeadTask
     class_name: str
     tensor: str
     bias: bool
@@ -261,7 +261,7 @@ class Architecture:
             values |= self.classifier_of(model.classification.task).write(model.classification)
         return values
 
-    def classifier_of(self, task: Task) -> ClassifierFormat:
+    def classifier_of(self, task: HeadTask) -> ClassifierFormat:
         """The class for a task.
 
         Raises:
